@@ -297,7 +297,7 @@ def main() -> None:
                 reward=grade,
                 sampling=Sampling(max_tokens=arguments.max_tokens, stop_token_ids=stop, seed=0),
                 group_size=arguments.responses,
-                most_equal=max(10 * arguments.prompts, 100),
+                max_equal_groups=max(10 * arguments.prompts, 100),
             )
             buffer = RolloutBuffer(arguments.prompts, arguments.max_lag)
             collector = RolloutCollector(engines, stream, buffer, task)

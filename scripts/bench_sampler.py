@@ -59,7 +59,7 @@ def main() -> None:
             figures = {
                 **vars(options),
                 "device": str(backend.engine.device),
-                "why_no_cache": samplers["cache"].why_no_cache,
+                "cache_unsupported_reason": samplers["cache"].cache_unsupported_reason,
                 "seconds": seconds,
                 "tokens_per_second": speeds,
                 "ratio": speeds["cache"] / speeds["recomputed"],

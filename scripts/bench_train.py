@@ -26,8 +26,9 @@ torch's ``fully_shard``, layer by layer, as one writes it: padded micro batches,
 fused AdamW.
 
 With ``--ranks`` above 1 every run is that many processes, each with a part of the sequences (not ``bare``); memory is
-rank 0's. ``--moe`` takes Qwen3-30B-A3B's shapes with as many ``--layers`` as fit: the time of a step is a constant part
-(embedding, output layer) plus a part for every layer, so that two numbers of layers give the time of the full model.
+rank 0's. ``--family`` takes the published widths of another family, cut to a few layers and experts (``FAMILIES``).
+``--moe`` takes Qwen3-30B-A3B's shapes with as many ``--layers`` as fit: the time of a step is a constant part (embedding,
+output layer) plus a part for every layer, so that two numbers of layers give the time of the full model.
 
 Model FLOPs of a step: tokens * (6 * N + 6 * layers * heads * head_dim * length), where N counts the weights that are
 multiplied with every token (of experts those of one token's; tied embeddings once, as output layer) and the second term
@@ -84,6 +85,65 @@ QWEN3_30B_A3B = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+CUT_VOCABULARY = 32768
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {  # DeepSeek-V3: 61 layers (3 dense), 256 experts in 8 groups
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 32,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": False,
+    },
+    "glm4_moe": {  # GLM-4.5-Air: 46 layers (1 dense), 128 experts
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": {  # gpt-oss-20b: 24 layers, 32 experts
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 128,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "tie_word_embeddings": False,
+    },
+}
+"""Published shapes of other families, of which layers, experts and vocabulary are cut so that all parameters train on 80 GB."""
 TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -100,7 +160,7 @@ TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_
 class Work:
     """Workload that every run performs."""
 
-    shape: dict[str, int]
+    shape: dict[str, Any]
     platform: str
     precision: str
     sequences: int
@@ -110,6 +170,7 @@ class Work:
     lr: float
     seed: int
     ranks: int = 1
+    family: str | None = None
     batches: int = 2
     """Distinct batches, used in turn, so that the loss falls and a wrong update shows."""
 
@@ -120,7 +181,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Model FLOPs of one optimizer step; see the module's docstring."""
+        """Model FLOPs of one optimizer step of Qwen3 and Qwen3-MoE; see the module's docstring."""
         s = self.shape
         attention = s["hidden_size"] * s["head_dim"] * (2 * s["num_attention_heads"] + 2 * s["num_key_value_heads"])
         mlp = 3 * s["hidden_size"] * s["intermediate_size"]
@@ -411,6 +472,20 @@ def recompute_options(options: dict[str, str]) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": names}
 
 
+def write_family_checkpoint(work: Work, directory: Path) -> None:
+    """Write a random checkpoint of another family, as transformers initialises it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+    # transformers zeroes the row of a padding token and drops its gradient; the samples here use every token.
+    config = AutoConfig.for_model(work.family, **{**work.shape, "pad_token_id": None}, dtype=dtype)
+    torch.manual_seed(work.seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(directory)
+
+
 def write_checkpoint(work: Work, directory: Path) -> None:
     """Write a random checkpoint of Qwen3 or Qwen3-MoE (normal, 0.02) under Hugging Face's names, on the GPU if there is one."""
     import torch
@@ -586,14 +661,23 @@ def disagreement(work: Work, reference: Result, other: Result) -> str:
     return "; ".join(wrong)
 
 
-def report(work: Work, results: list[Result]) -> bool:
+def model_flops(work: Work, model_dir: Path) -> float:
+    """Return the model FLOPs of one optimizer step."""
+    if work.family is None:
+        return work.flops
+    from megascend.huggingface.info import inspect_checkpoint
+
+    return work.tokens * inspect_checkpoint(model_dir).flops_per_token(work.length)
+
+
+def report(work: Work, results: list[Result], flops: float) -> bool:
     """Print the table; return whether all runs agree numerically."""
     peak = next((flops for name, flops in PEAK_BF16.items() if name in results[0].device), None)
     print()
     print(f"{results[0].device}; {', '.join(f'{k} {v}' for k, v in results[0].versions.items())}")
     print(
         f"{work.ranks} ranks, {work.sequences} x {work.length} tokens a step, {work.precision}, "
-        f"{work.warmup} warm-up and {work.steps} timed steps, shape {work.shape}"
+        f"{work.warmup} warm-up and {work.steps} timed steps, {work.family or 'qwen3'} shape {work.shape}"
     )
     width = max(len(result.run) for result in results)
     header = (
@@ -602,7 +686,7 @@ def report(work: Work, results: list[Result]) -> bool:
     print(f"{header} {'loss first':>11} {'last':>9} {'norm':>8}")
     for result in results:
         median = statistics.median(result.ms)
-        mfu = f"{work.flops / (median / 1000) / peak / work.ranks:6.1%}" if peak else "     -"
+        mfu = f"{flops / (median / 1000) / peak / work.ranks:6.1%}" if peak else "     -"
         print(
             f"{result.run:<{width}} {work.tokens / median * 1000:9.0f} {median:10.1f} {min(result.ms):8.1f}"
             f" {max(result.ms):8.1f} {result.peak_gib:6.1f} {result.reserved_gib:6.1f} {mfu}"
@@ -627,6 +711,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
     parser.add_argument("--tiny", action="store_true", help="a model and batch for a CPU, seconds a run")
     parser.add_argument("--moe", action="store_true", help="Qwen3-30B-A3B's shapes, or with --tiny a few experts")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="its shapes, or with --tiny those of its tiny model")
     parser.add_argument("--ranks", type=int, default=1, help="processes of every run, a GPU each")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
@@ -651,6 +736,13 @@ def work_from(arguments: argparse.Namespace) -> Work:
     shape = dict(TINY if arguments.tiny else QWEN3_30B_A3B if arguments.moe else QWEN3_1_7B)
     if arguments.moe and arguments.tiny:
         shape |= TINY_EXPERTS
+    if arguments.family and arguments.tiny:
+        from megascend.testing import tiny_config
+
+        shape = tiny_config(arguments.family)
+        del shape["model_type"], shape["torch_dtype"]
+    elif arguments.family:
+        shape = {"vocab_size": CUT_VOCABULARY, **FAMILIES[arguments.family]}
     for option, key in {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -676,6 +768,7 @@ def work_from(arguments: argparse.Namespace) -> Work:
         lr=default(arguments.lr, 1e-5, 1e-3),
         seed=arguments.seed,
         ranks=arguments.ranks,
+        family=arguments.family,
     )
 
 
@@ -685,7 +778,7 @@ def main() -> int:
     if arguments.execute:
         run, result_path = arguments.execute
         if run == "checkpoint":
-            write_checkpoint(work, arguments.model_dir)
+            (write_family_checkpoint if work.family else write_checkpoint)(work, arguments.model_dir)
         else:
             result = execute(work, run, arguments.model_dir, arguments.profile)
             if int(os.environ.get("RANK", "0")) == 0:
@@ -717,12 +810,13 @@ def main() -> int:
                 results.append(Result(**json.loads(child(run).read_text())))
             except subprocess.CalledProcessError as error:
                 print(f"{run}: failed with exit code {error.returncode}", flush=True)
+        flops = model_flops(work, model_dir)
     if not results:
         return 1
-    agree = report(work, results)
+    agree = report(work, results, flops)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        figures = {"work": asdict(work), "model_flops": work.flops, "runs": [asdict(result) for result in results]}
+        figures = {"work": asdict(work), "model_flops": flops, "runs": [asdict(result) for result in results]}
         arguments.json.write_text(json.dumps(figures, indent=1))
     return 0 if agree and len(results) == len(runs) else 1
 

@@ -215,10 +215,11 @@ def families() -> str:
     for model_type, architecture in sorted(BUILT_IN.items()):
         tiny = architecture.tiny
         parts = [
-            "latent attention" if LatentAttention.of(tiny) else "",
+            "latent attention" if LatentAttention.from_config(tiny) else "",
             "window" if tiny.get("sliding_window") else "",
             "sinks" if model_type == "gpt_oss" else "",
             f"experts ({architecture.router or 'softmax'} scores)" if expert_count(tiny) else "",
+            "head for multi-token prediction" if architecture.prediction_head else "",
         ]
         missing = "not built by mcore-bridge; engines fsdp and single only"
         compared = ", ".join(layouts[model_type]) if architecture.proven else missing
@@ -286,6 +287,34 @@ def stored_ratios() -> str:
     return table(["line", *(device["device"] for device in stored), "noise"], rows)
 
 
+FIGURES = {"loss": "Loss", "grad_norm": "Gradient norm", "logits": "Logits", "weights": "Exported weights"}
+
+
+def family_deviations(platform: str) -> str:
+    """Format what scripts/parity.py --store has measured of each family: a table for each figure, a column for each layout."""
+    stored = json.loads((DOCS.parent / "benchmarks" / "families" / f"{platform}.json").read_text(encoding="utf-8"))
+    rows = stored["rows"]
+    layouts = list(dict.fromkeys(case.name.partition(": ")[2] for case in family_matrix(platform)))
+    layouts = [layout for layout in layouts if any(name.endswith(f": {layout}") for name in rows)]
+    names = sorted({name.partition(": ")[0] for name in rows})
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    parts = [f"{versions}; {stored['machine']}; {stored['steps']} steps.\n"]
+    for figure, title in FIGURES.items():
+        lines = ([f"`{name}`", *(deviation(rows, name, layout, figure) for layout in layouts)] for name in names)
+        parts.append(f"**{title}**\n\n" + table(["`model_type`", *layouts], lines))
+    refused = dict.fromkeys(row["refused"] for row in rows.values() if "refused" in row)
+    parts += [f"- refused: {reason}\n" for reason in refused]
+    return "\n".join(parts)
+
+
+def deviation(rows: dict[str, Any], name: str, layout: str, figure: str) -> str:
+    """Format a stored deviation; a dash where the family is not compared in that layout, or the layout has no such figure."""
+    row = rows.get(f"{name}: {layout}", {})
+    if "refused" in row:
+        return "refused"
+    return "-" if row.get(figure) is None else f"{row[figure]:.1e}"
+
+
 def ratio_text(entry: dict[str, float] | None) -> str:
     """Format a stored ratio; empty if there is none."""
     return "" if entry is None else f"{entry['ratio']:.3f}"
@@ -305,6 +334,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "published models": published_models,
     "stored ratios": stored_ratios,
+    "deviations of families": lambda: family_deviations("cpu"),
+    "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }
 
 

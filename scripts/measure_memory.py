@@ -156,7 +156,8 @@ def lengths_of(case: Case, config: RunConfig, data_ranks: int) -> list[int]:
 
 def estimate_of(case: Case, platform: str, model: Path) -> Estimate:
     """Estimate the memory of a case with the formulas."""
-    config, info = config_of(case, platform, model), inspect_checkpoint(model)
+    config = config_of(case, platform, model)
+    info = inspect_checkpoint(model, mtp=config.mtp)
     budget = config.batching.budget
     workload = Workload(budget, case.micro_batches, case.packed and case.engine != "single", longest=budget // 2)
     topology = plan(config.parallel, case.ranks, info.shape)

@@ -4,6 +4,7 @@
     python scripts/parity.py --lora                       # one LoRA adapter against peft, the base model frozen
     python scripts/parity.py --platform cuda --jobs 4     # on GPUs, one for each process, four cases at a time
     megascend simnpu -- python scripts/parity.py --platform npu   # with MindSpeed on the path, on the simulated device
+    python scripts/parity.py --store benchmarks/families/cpu.json  # families, trained weights too; docs_tables.py prints them
 
 Exits with 1 if a case exceeds its bound. The full matrix takes a few minutes on the CPU. On CUDA the cases are those that
 Transformer Engine can run: fp32 on padded batches and without CP, 16 bits packed.
@@ -12,6 +13,7 @@ Transformer Engine can run: fp32 on padded batches and without CP, 16 bits packe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -21,9 +23,11 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from megascend.errors import DistributedTestError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
 
@@ -32,7 +36,10 @@ WORKER_TIMEOUT_S = 180
 ADAPTERS_TIMEOUT_S = 300
 LOSS_BOUND_16, NORM_BOUND_16 = 0.15, 0.5
 """For all cases when --precision asks for 16 bits; routing that flips makes MoE models the worst."""
-PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft")
+PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft", "torch_npu", "mindspeed")
+FAMILY_STEPS = 3
+"""As in tests/models: later steps show how much a family amplifies rounding, more than how exact its gradients are."""
+REFUSAL = re.compile(r"megascend\.errors\.ConfigError: (.+)")
 
 
 def measure(
@@ -83,6 +90,65 @@ def cases(pattern: str, precision: str | None, platform_name: str, lora: bool = 
     if precision is None:
         return chosen
     return [replace(case, precision=precision, loss_bound=LOSS_BOUND_16, norm_bound=NORM_BOUND_16) for case in chosen]
+
+
+def store_families(path: Path, pattern: str, folder: Path, platform_name: str) -> bool:
+    """Compare families with Hugging Face, trained weights too, and write each case into a file; return whether all are in bounds.
+
+    A row has deviations relative to the reference, or the sentence with which the platform refuses the case. Other rows of the
+    file stay, if they were measured with the same versions.
+    """
+    from megascend.testing.parity import (
+        bounds,
+        case_checkpoint,
+        differences,
+        family_matrix,
+        hf_reference,
+        relative_differences,
+        token_lists,
+        train_case,
+    )
+
+    prepare(platform_name)
+    tokens, versions = token_lists(), installed_versions()
+    header = {"platform": platform_name, "machine": platform.machine(), "steps": FAMILY_STEPS, "versions": versions}
+    rows: dict[str, Any] = {}
+    if path.exists():
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        rows = stored.pop("rows") if {name: stored.get(name) for name in header} == header else {}
+    chosen = [case for case in family_matrix(platform_name) if re.search(pattern, case.name)]
+    if not chosen:
+        raise SystemExit(f"no case of a family matches {pattern!r}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    within = True
+    for case in chosen:
+        checkpoint = case_checkpoint(folder, case.arch)
+        try:
+            trained = train_case(case, checkpoint, tokens, FAMILY_STEPS, weights=True)
+        except DistributedTestError as error:
+            refusals = REFUSAL.findall(str(error))
+            if not refusals:
+                raise
+            rows[case.name] = {"refused": refusals[-1]}
+        else:
+            reference = hf_reference(folder, checkpoint, tokens, FAMILY_STEPS, weights=True)
+            absolute = differences(trained, reference)
+            loss_bound, norm_bound = bounds(case, folder, checkpoint, tokens, FAMILY_STEPS)
+            bounded = absolute.loss <= loss_bound and absolute.grad_norm <= norm_bound
+            rows[case.name] = vars(relative_differences(trained, reference)) | {"within_bounds": bounded}
+            within = within and bounded
+        print(case.name, rows[case.name], file=sys.stderr, flush=True)
+        path.write_text(json.dumps(header | {"rows": dict(sorted(rows.items()))}, indent=1) + "\n", encoding="utf-8")
+    return within
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of :data:`PACKAGES`, without those that are not installed."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def make_adapters(pattern: str, folder: Path, platform_name: str, precision: str | None) -> None:
@@ -190,6 +256,7 @@ def main() -> int:
     parser.add_argument("--platform", choices=("cpu", "cuda", "npu"), default="cpu")
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="run every case in this precision")
     parser.add_argument("--jobs", type=int, default=1, help="CUDA: cases side by side; they share the GPUs")
+    parser.add_argument("--store", type=Path, metavar="FILE", help="CPU, NPU: only families, written into a JSON file")
     parser.add_argument("--make-adapters", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--worker", nargs=3, metavar=("CASE", "CHECKPOINT", "RESULT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -201,12 +268,14 @@ def main() -> int:
         worker(name, Path(checkpoint), Path(result), arguments.platform, arguments.precision, arguments.lora)
         return 0
     with tempfile.TemporaryDirectory(prefix="megascend-parity-") as folder:
+        if arguments.store:
+            return 0 if store_families(arguments.store, arguments.only, Path(folder), arguments.platform) else 1
         rows = measure(
             arguments.only, Path(folder), arguments.platform, arguments.precision, arguments.lora, arguments.jobs
         )
     if not rows:
         parser.error(f"no case matches {arguments.only!r}")
-    versions = {name: version(name) for name in PACKAGES}
+    versions = installed_versions()
     print(
         json.dumps({"versions": versions, "rows": rows}, indent=2)
         if arguments.json

@@ -14,7 +14,7 @@ import pytest
 from megascend.app.plot import require_extra
 from megascend.errors import MissingDependencyError
 from megascend.io.paths import cache_folder
-from megascend.surroundings import home, is_installed, name_user
+from megascend.surroundings import home, is_installed, set_user_variables
 from megascend.tracking.registry import check_trackers
 
 
@@ -52,7 +52,7 @@ def test_user_without_home_uses_a_temporary_folder(nobody: dict[str, str], tmp_p
     folder = tmp_path / f"megascend-home-{os.getuid()}"
     assert home() == folder
     assert cache_folder() == folder / ".cache" / "megascend"
-    changes = name_user(nobody)
+    changes = set_user_variables(nobody)
     assert nobody == {"HOME": str(folder), "USER": f"uid-{os.getuid()}"}
     assert len(changes) == 2
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -61,7 +61,7 @@ def test_user_without_home_uses_a_temporary_folder(nobody: dict[str, str], tmp_p
 def test_name_user_keeps_known_values(nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "mine"))
     monkeypatch.setenv("LOGNAME", "me")
-    assert name_user(nobody) == []
+    assert set_user_variables(nobody) == []
     assert nobody == {}
     monkeypatch.setenv("HOME", "/")
     assert home() == Path("/") if os.access("/", os.W_OK) else tmp_path / f"megascend-home-{os.getuid()}"
@@ -69,13 +69,13 @@ def test_name_user_keeps_known_values(nobody: dict[str, str], tmp_path: Path, mo
     for unwritable in ("/nonexistent/home", str(tmp_path)):
         monkeypatch.setenv("HOME", unwritable)
         assert home() == tmp_path / f"megascend-home-{os.getuid()}"
-    assert name_user(nobody)[0] == f"HOME={tmp_path}/megascend-home-{os.getuid()}: this user has no home"
+    assert set_user_variables(nobody)[0] == f"HOME={tmp_path}/megascend-home-{os.getuid()}: this user has no home"
 
 
 def test_home_ignores_a_folder_of_another_user(
     nobody: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    name_user(nobody)
+    set_user_variables(nobody)
     assert nobody["HOME"].startswith(f"{tmp_path}/megascend-home-54321-")
     assert Path(nobody["HOME"]).is_dir()

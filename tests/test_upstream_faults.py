@@ -32,7 +32,8 @@ from megascend.testing.parity import (
     train_case,
 )
 from megascend.topology.topology import plan
-from support.covering import FIRST_STACK_ONLY, first_stack_only
+from support import gradients
+from support.covering import FIRST_STACK_ONLY, first_stack_only, first_stack_required
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 STACK_0_16 = Version(metadata.version("megatron-core")) >= Version("0.16")
@@ -74,6 +75,50 @@ def test_1_norm_includes_every_shard_of_embedding_and_output(parity_folder, monk
     actual = compare(case, parity_folder, steps=3)
     assert actual.loss < 1e-2  # the loss hides it: only clipping tells
     assert actual.grad_norm > 1e-1
+
+
+DIVIDED_EXPERTS = {"world_size": 2, "parallel": Parallel(tensor=2, expert=2, expert_tensor=1)}
+
+
+@pytest.mark.nightly
+def test_1_norm_includes_every_shard_of_attention_sinks(parity_folder, monkeypatch):
+    """Show that megatron-core (issue 7452, finding 8) leaves the sinks of all ranks but the first out of the norm."""
+    from megascend.engines.megatron import build as module
+
+    case, marked = Case("sinks", arch="gpt_oss", **DIVIDED_EXPERTS), module.mark_tensor_parallel
+    assert gradients.compare(case, parity_folder) == {}
+
+    def without_sinks(chunk):
+        marked(chunk)
+        for name, parameter in chunk.named_parameters():
+            if name.endswith("softmax_offset"):
+                parameter.tensor_model_parallel = False
+
+    monkeypatch.setattr(module, "mark_tensor_parallel", without_sinks)
+    wrong = gradients.compare(case, parity_folder)
+    assert {name.partition(": ")[2] for name in wrong} == {"norm"}  # every gradient is correct
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("part", "weight"), [("router.weight", "mlp.gate.weight"), ("q_layernorm", "q_a_layernorm")])
+def test_1_comparison_of_gradients_shows_replicated_parameters_that_are_not_reduced(
+    parity_folder, monkeypatch, part, weight
+):
+    """Show what a parameter without ``sequence_parallel`` would do, the fault of issue 7452's finding 11, and that it is seen."""
+    from megascend.engines.megatron import build as module
+
+    case, marked = Case("unreduced", arch="deepseek_v3", **DIVIDED_EXPERTS), module.mark_tensor_parallel
+
+    def unreduced(chunk):
+        marked(chunk)
+        for name, parameter in chunk.named_parameters():
+            if part in name or (part == "q_layernorm" and "q_up_proj.layer_norm" in name):
+                parameter.sequence_parallel = False
+
+    monkeypatch.setattr(module, "mark_tensor_parallel", unreduced)
+    wrong = {name.partition(": ")[2] for name in gradients.compare(case, parity_folder)}
+    assert any(weight in name for name in wrong), wrong
+    assert all(weight in name or name == "norm" for name in wrong), wrong
 
 
 # --- 2: experts under TP without EP and ETP ---
@@ -401,3 +446,74 @@ def test_gradients_of_several_samples_in_a_batch_are_reduced_over_tensor_paralle
     actual = compare(case, parity_folder, steps=1)
     assert actual.loss <= case.loss_bound
     assert actual.grad_norm > 1.0, "upstream has fixed _reduce: drop megascend.bootstrap.patches.reduce"
+
+
+@pytest.mark.nightly
+@first_stack_required
+@pytest.mark.parametrize(
+    ("name", "settings", "world_size", "own_divisors", "angles"),
+    [
+        ("one micro batch", {"micro_batch_tokens": WHOLE_BATCH}, 1, False, False),
+        ("several micro batches", {"micro_batch_tokens": 64}, 1, True, False),
+        ("CP2", {"micro_batch_tokens": WHOLE_BATCH, "parallel": Parallel(context=2)}, 2, True, False),
+        (
+            "CP2, padded",
+            {"micro_batch_tokens": WHOLE_BATCH, "parallel": Parallel(context=2), "packing": False},
+            2,
+            True,
+            True,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_loss_of_a_prediction_head(
+    name: str, settings: dict, world_size: int, own_divisors: bool, angles: bool, parity_folder: Path
+) -> None:
+    """Megatron-Core divides it by each rank's own targets; mcore-bridge rolls the angles of a rank's two chunks as one."""
+    from support.prediction_head import checkpoint_with_head, head_backend, plain_run, weighted_samples
+
+    checkpoint, case = checkpoint_with_head(parity_folder, "deepseek_v3"), Case(name, world_size, **settings)
+    samples = [Sample(s.input_ids, s.target_ids, torch.ones(len(s))) for s in weighted_samples()]
+
+    def on_rank() -> tuple[float, float, float]:
+        import torch.distributed as dist
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+        from megascend.batch.micro_batch import build
+        from megascend.batch.packing import plan_micro_batches
+
+        with head_backend(case, checkpoint) as backend:
+            trained_loss = backend.forward_backward(samples).metrics["mtp_loss"]
+            engine = backend.engine
+            (chunk,) = engine.bare_chunks
+            del chunk.output_layer.forward  # OutputHead's patch
+            lengths = [engine.layout.padded_length(len(sample)) for sample in samples]
+            budget, packing = engine.batching.budget, engine.layout.packing
+            plan = plan_micro_batches(lengths, [None] * len(samples), budget, packing, kinds=[""] * len(samples))
+            sums = torch.zeros(4, dtype=torch.float64)
+            for members in plan:
+                batch = build(samples, members, engine.layout, None, engine.device, mtp=True)
+                MTPLossLoggingHelper.tracker.clear()
+                chunk(
+                    input_ids=batch.input_ids,
+                    position_ids=batch.position_ids,
+                    attention_mask=None,
+                    packed_seq_params=batch.packed,
+                    labels=batch.targets.view(batch.input_ids.shape),
+                    loss_mask=(batch.weights != 0).view(batch.input_ids.shape),
+                )
+                assert batch.mtp is not None
+                loss, targets = (
+                    float(MTPLossLoggingHelper.tracker["values"]),
+                    int((batch.mtp.weights != 0).sum()),
+                )
+                sums += torch.tensor([loss, 1, loss * targets, targets])
+            if case.parallel.context > 1:
+                dist.all_reduce(sums, group=engine.groups.device_group("cp"))
+            return trained_loss, float(sums[0] / sums[1]), float(sums[2] / sums[3])
+
+    trained_loss, upstream, by_targets = run_distributed(on_rank, world_size, init=False, timeout_s=120)[0]
+    expected = float(plain_run(parity_folder, checkpoint, samples, steps=1)["mtp_losses"][0])
+    assert trained_loss == pytest.approx(expected, abs=1e-5)
+    assert (abs(upstream - expected) > 1e-4) == own_divisors
+    assert (abs(by_targets - expected) > 1e-3) == angles

@@ -4,7 +4,7 @@ Their set-up takes the rank modulo the number of GPUs. On the CPU platform the n
 here, it is the number of processes. A collective that a rank has left alone ends after a minute instead of half an hour.
 
 ``destroy_model_parallel`` forgets its groups without destroying them, and a group of Gloo has threads of its own: they are
-destroyed here. A process that nevertheless has ``MOST_THREADS`` ends its run of the file.
+destroyed here. A process that nevertheless has ``MAX_THREADS`` ends its run of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from packaging.version import Version
 
 import megascend
 
-MOST_THREADS = 300
+MAX_THREADS = 300
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=60)
 SKIPPED_FOR = "Skipped: "
 
@@ -81,7 +81,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
         vars(instance).clear()
     gc.collect()
     threads = len(os.listdir("/proc/self/task"))
-    if threads > MOST_THREADS:
+    if threads > MAX_THREADS:
         _note(test=item.nodeid, when="teardown", outcome="failed", reason=f"{threads} threads")
         os._exit(3)
 

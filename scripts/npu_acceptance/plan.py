@@ -45,20 +45,20 @@ class Section:
         name: also the name of its module in this package, which has ``run(settings, results)``.
         title: for the terminal.
         deadline_s: seconds it may take on cards.
-        least_cards: minimum number of cards; with fewer, the section is left out.
+        min_cards: minimum number of cards; with fewer, the section is left out.
     """
 
     name: str
     title: str
     deadline_s: float
-    least_cards: int = 1
+    min_cards: int = 1
 
 
 SECTIONS = (
     Section("doctor", "megascend doctor", 300),
     Section("operators", "fused operators against plain formulas, forward and backward", 900),
     Section("collectives", "collectives over HCCL, objects over Gloo", 600),
-    Section("recipes", "the recipes of cookbook/ascend", 2400, least_cards=4),
+    Section("recipes", "the recipes of cookbook/ascend", 2400, min_cards=4),
     Section("parity", "ten steps of every layout against Hugging Face", 3600),
     Section("resume", "a run that is killed and resumed, bit for bit", 900),
     Section("speed", "speed and memory", 900),

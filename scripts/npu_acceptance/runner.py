@@ -32,7 +32,7 @@ def run_sections(
         command: the program of a section; by default this module.
     """
     for section in sections:
-        reason = too_few_cards(section.least_cards, settings.cards)
+        reason = too_few_cards(section.min_cards, settings.cards)
         limit = deadline_s or section.deadline_s * (SIMULATED_TIMEOUT_FACTOR if settings.simulated else 1)
         if reason:
             yield SectionResult(section.name, "left out", 0.0, limit, (left_out(section.name, reason),), reason)

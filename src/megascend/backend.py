@@ -27,7 +27,7 @@ from megascend.errors import ConfigError, MegascendError, OutOfDeviceMemoryError
 from megascend.huggingface.files import write_chat_template
 from megascend.lora.adapter_set import AdapterSet
 from megascend.selfcheck.verdict import Verdict
-from megascend.step.checks import check_samples, require_head
+from megascend.step.checks import check_samples, require_head, require_targets
 from megascend.step.step import Step
 from megascend.topology.topology import Topology
 from megascend.topology.weight_routes import Receivers
@@ -157,7 +157,7 @@ class Backend:
 
         Gradients that had been accumulated before are lost.
         """
-        self._step.forward_backward(samples, resolve("cross_entropy"), adapter, keep=False)
+        self._step.forward_backward(samples, resolve("cross_entropy"), adapter, accumulate=False)
 
     def forward_backward(
         self,
@@ -195,6 +195,7 @@ class Backend:
         try:
             resolved = resolve(loss)
             require_head(self.engine, resolved.of, f"loss {resolved.name!r}")
+            require_targets(self.engine, resolved)
             outputs = "logprobs" if logprobs else "values" if values else None
             if outputs:
                 require_head(self.engine, outputs, f"forward_backward({outputs}=True)")
@@ -260,10 +261,7 @@ class Backend:
 
         Args:
             call: name of the method, with the arguments that must be equal on all ranks.
-            check: of this rank; if it raises a MegascendError, all ranks do.
-
-        Raises:
-            OutOfStepError: on every rank: they are in different calls.
+            check: runs on this rank; if it raises a MegascendError, all ranks do.
         """
         try:
             result = check()

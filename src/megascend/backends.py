@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
@@ -16,7 +16,19 @@ from typing_extensions import TypeIs
 
 from megascend.backend import Backend
 from megascend.bootstrap import engines
-from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
+from megascend.config import (
+    Adam,
+    Adapters,
+    Batching,
+    Fsdp,
+    Moe,
+    Mtp,
+    Parallel,
+    PlatformName,
+    Precision,
+    Recompute,
+    Schedule,
+)
 from megascend.distributed.launch import Launch
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
@@ -94,7 +106,7 @@ def check_backend(
 
     Args:
         runtime: this process, prepared for the engine.
-        info: of the checkpoint in ``model``.
+        info: description of the checkpoint in ``model``.
         settings: arguments of the backend's constructor, without ``model``.
 
     Returns:
@@ -130,13 +142,13 @@ def _refuse_unknown(engine: str, settings: Mapping[str, Any]) -> None:
 def _backend_of(engine: str) -> Callable[..., Backend]:
     if engine not in _backends:
         raise ConfigError(
-            f"engine: there is no {engine!r}; there are {', '.join(_backends)}. Register yours on every rank "
+            f"unknown engine {engine!r}; known: {', '.join(_backends)}. Register yours on every rank "
             "(megascend.register_engine; a run file names the module under plugins)"
         )
     return _backends[engine]
 
 
-class EngineBackend(Backend):
+class EngineBackend(Backend, ABC):
     """Backend of a built-in engine: one constructor for all of them.
 
     Attributes:
@@ -169,6 +181,8 @@ class EngineBackend(Backend):
         provider: str | None = None,
         head: HeadKind = "lm",
         fsdp: Fsdp | None = None,
+        mtp: Mtp = "keep",
+        mtp_loss_weight: float = 0.1,
     ) -> None:
         """
         Args:
@@ -182,7 +196,7 @@ class EngineBackend(Backend):
                 each adapter's, unless it has its own.
             provider_options: further settings of the provider, beside those derived from the model and the layout.
             platform, provider: as for :func:`megascend.bootstrap`.
-            seed: of dropout and all other random numbers.
+            seed: seed of dropout and all other random numbers.
             timeout_s: seconds after which a missing rank is an error on all others.
             save_timeout_s: seconds that a call waits for a checkpoint to be written before the save counts as failed.
             self_check: compare a small slice of the model with transformers first (docs/support.md); a few seconds, once per
@@ -191,6 +205,9 @@ class EngineBackend(Backend):
                 of transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or a new
                 scalar head in place of a causal language model's output layer (``new_sequence_classifier``,
                 ``new_token_classifier``), initialised from ``seed`` as in transformers.
+            mtp: heads of the checkpoint for multi-token prediction: ``train`` one with the model (MegatronBackend only;
+                docs/support.md), ``keep`` them as they are, or ``drop`` them from exports.
+            mtp_loss_weight: factor of that head's loss.
 
         Raises:
             ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
@@ -214,6 +231,8 @@ class EngineBackend(Backend):
             "provider": provider,
             "head": head,
             "fsdp": fsdp,
+            "mtp": mtp,
+            "mtp_loss_weight": mtp_loss_weight,
         }
         # None means default: EngineSpec.of leaves it out.
         _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
@@ -236,6 +255,7 @@ class EngineBackend(Backend):
             timeout_s=spec.timeout_s,
             prepare=prepare,
             head=spec.head,
+            mtp=spec.mtp,
         )
         # The worker starts first: it imports its packages while this process imports Megatron.
         with self._self_check_worker(spec) as worker, build_context as context:

@@ -42,7 +42,7 @@ def patch(owner: Any, name: str, value: Any, why: str) -> Any:
     """Set an attribute of a foreign module, class or object, and list it.
 
     Args:
-        why: what the new value does that the old one did not; a few words.
+        why: effect of the new value, in a few words.
 
     Returns:
         What the owner itself held under ``name`` before, or :data:`ABSENT`; for :func:`restore`.

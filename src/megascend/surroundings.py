@@ -66,7 +66,7 @@ def _known_home() -> Path | None:
     return path if os.access(existing, os.W_OK | os.X_OK) else None
 
 
-def name_user(environment: MutableMapping[str, str] = os.environ) -> list[str]:
+def set_user_variables(environment: MutableMapping[str, str] = os.environ) -> list[str]:
     """Set HOME and USER for this process and its children where the system knows neither: torch, transformers and triton ask for
     them and fail, or make a folder called ``~``.
 

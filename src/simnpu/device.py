@@ -49,7 +49,7 @@ def register(module: Any) -> None:
     """Make ``npu`` a device of this process. Idempotent; cannot be undone.
 
     Args:
-        module: what becomes ``torch.npu``, unless one is registered already; :mod:`simnpu.npu` is made for it.
+        module: module that becomes ``torch.npu``, unless one is registered already; :mod:`simnpu.npu` is made for it.
 
     Raises:
         PlatformError: this PyTorch cannot register a device from Python, or another package has taken its place.

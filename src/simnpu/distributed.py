@@ -73,6 +73,7 @@ def all_gather_into_tensor_uneven(
     parts = parts_of(output, input, output_split_sizes, group)
     with torch.no_grad():
         parts[dist.get_rank(group)].copy_(input)
+    # One broadcast a rank: Gloo gathers equal parts only.
     works = [
         dist.broadcast(part, group_src=source, group=group, async_op=True)
         for source, part in enumerate(parts)
@@ -90,6 +91,7 @@ def reduce_scatter_tensor_uneven(
     async_op: bool = False,
 ) -> Works | None:
     """``output`` is this rank's rows of the reduced ``input``, as many as ``input_split_sizes`` says."""
+    # An all-reduce, since Gloo scatters equal parts only; of a copy, as the caller's input must not change.
     whole = input.detach().clone()
     mine = parts_of(whole, output, input_split_sizes, group)[dist.get_rank(group)]
     work = dist.all_reduce(whole, op=op, group=group, async_op=True)

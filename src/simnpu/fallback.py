@@ -120,7 +120,7 @@ def to_cpu(signature: Signature, mixed: bool) -> Crossing:
     """What replaces the npu tensors of a call by their CPU views, the keyword arguments in place, and names the device.
 
     Args:
-        signature: of the operator.
+        signature: signature of the operator.
         mixed: let CPU tensors of any shape through, not only scalars.
     """
     tensors, lists = signature.tensors, signature.lists

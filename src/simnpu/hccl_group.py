@@ -48,9 +48,9 @@ class ProcessGroupHCCL(ProcessGroupGloo):
     """The backend of an hccl group, under torch_npu's name.
 
     Args:
-        store: where the ranks of this group, and nobody else, find each other.
-        rank: of this process in the group.
-        size: of the group.
+        store: store private to this group, through which its ranks rendezvous.
+        rank: rank of this process in the group.
+        size: size of the group.
         options: its timeout is obeyed, the rest is kept to be read back. A timedelta is a timeout.
     """
 

@@ -97,6 +97,7 @@ def alltoall_(
         raise RuntimeError("the size of output_tensors and worldsize must equal")
     if len(inputs) != len(outputs):
         raise RuntimeError("the size of input_tensors and output_tensors must equal")
+    # Gloo has the exchange for one tensor only: the parts are joined before it and copied out of the result after it.
     sources, targets = [bytes_of(t) for t in inputs], [bytes_of(t) for t in outputs]
     received = torch.empty(sum(map(len, targets)), dtype=torch.uint8)
     sizes = [len(t) for t in targets]

@@ -49,6 +49,7 @@ def reduce_(
 ) -> Work:
     tensor = only(tensors)
     check_reducible(tensor, op, "reduce")
+    # A copy, so that only the root's tensor changes, whatever Gloo leaves in those of the other ranks.
     target, result = cpu_view(tensor), for_reduction(cpu_view(tensor), copy=True)
     options = _c10d.ReduceOptions()
     options.reduceOp, options.rootRank = gloo_op(op, tensor), root_rank
@@ -104,6 +105,7 @@ def _all_reduce(tensor: Tensor, group: ProcessGroup, op: Any, timeout: int, name
     options = _c10d.AllreduceOptions()
     options.reduceOp = gloo_op(op, tensor)
     work = gloo(group).allreduce([result], timed(options, timeout))
+    # Gloo reduces in place; only an average is still to be divided, since Gloo has sums alone.
     if result is target and op != ReduceOp.AVG:
         return work
 

@@ -43,8 +43,8 @@ def npu_view(tensor: Tensor, index: int | None = None) -> Tensor:
     """The npu tensor over a CPU tensor's memory: same sizes, strides and bytes, no autograd history.
 
     Args:
-        tensor: on the CPU.
-        index: of the device; by default the current one's.
+        tensor: a CPU tensor.
+        index: index of the device; by default the current one's.
     """
     capsule = _to_dlpack(tensor)
     number = CURRENT.index if index is None else index

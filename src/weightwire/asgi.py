@@ -28,11 +28,7 @@ def target_of(scope: Scope) -> str:
 
 
 def check_head(verifier: Verifier, scope: Scope) -> Grant:
-    """Verify a request, whose nonce is then used up.
-
-    Raises:
-        AuthError: it is not signed with our key, too old, or a replay.
-    """
+    """Verify a request, whose nonce is then used up."""
     headers = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
     # Servers differ in which of two headers they take.
     if len(headers) > 1:
@@ -40,20 +36,15 @@ def check_head(verifier: Verifier, scope: Scope) -> Grant:
     return verifier.check_head(scope["method"], target_of(scope), headers[0] if headers else None)
 
 
-async def read_body(receive: Receive, most_bytes: int, timeout_s: float) -> bytes:
-    """Return a request's body.
-
-    Raises:
-        LargeBodyError: it has more than ``most_bytes``.
-        WireError: it did not arrive within ``timeout_s`` seconds, or the caller disconnected.
-    """
+async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
+    """Return a request's body."""
     try:
-        return await asyncio.wait_for(_read_parts(receive, most_bytes), timeout_s)
+        return await asyncio.wait_for(_read_parts(receive, max_bytes), timeout_s)
     except asyncio.TimeoutError:
         raise WireError(f"the body did not arrive within {timeout_s:g} s") from None
 
 
-async def _read_parts(receive: Receive, most_bytes: int) -> bytes:
+async def _read_parts(receive: Receive, max_bytes: int) -> bytes:
     body, more = bytearray(), True
     while more:
         message = await receive()
@@ -61,8 +52,8 @@ async def _read_parts(receive: Receive, most_bytes: int) -> bytes:
             raise WireError("the caller is gone")
         # Counted as it arrives: Content-Length may be missing, or wrong.
         body += message.get("body", b"")
-        if len(body) > most_bytes:
-            raise LargeBodyError(f"a body of more than {most_bytes} bytes")
+        if len(body) > max_bytes:
+            raise LargeBodyError(f"a body of more than {max_bytes} bytes")
         more = message.get("more_body", False)
     return bytes(body)
 

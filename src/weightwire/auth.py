@@ -40,7 +40,7 @@ class Signature:
     """Signature of a request.
 
     Attributes:
-        headers: to add to the request.
+        headers: headers to add to the request.
         nonce: verifies the answer (:func:`check_answer`).
     """
 
@@ -80,9 +80,6 @@ def sign(
     Args:
         target: path and query, as in the request's first line.
         audience: the receiver that may accept it, as its :class:`Verifier` calls itself; not sent.
-
-    Raises:
-        ValueError: method, target or audience cannot be part of a request's first line.
     """
     # The signed text joins its fields by line breaks, so none may contain one.
     if not (_WORD.fullmatch(method) and _WORD.fullmatch(target) and _AUDIENCE.fullmatch(audience)):

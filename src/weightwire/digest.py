@@ -33,21 +33,14 @@ def begin(name: str, data: Tensor) -> Pending:
     """Start to compute the digest of bytes; work queued later on the same stream may overwrite them.
 
     Args:
-        name: of the algorithm.
+        name: name of the algorithm.
         data: uint8 [n], contiguous, on any device.
-
-    Raises:
-        ManifestError: the algorithm is unknown.
     """
     return _algorithm(name)(data)
 
 
 def digest(name: str, data: Tensor) -> str:
-    """Return the digest of bytes (uint8 [n], contiguous, on any device), in hexadecimal.
-
-    Raises:
-        ManifestError: the algorithm is unknown.
-    """
+    """Return the digest of bytes (uint8 [n], contiguous, on any device), in hexadecimal."""
     return begin(name, data)()
 
 

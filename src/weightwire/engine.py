@@ -13,13 +13,15 @@ old weights or, if they could not be restored, refuses to generate; it is never 
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from weightwire.errors import UnsupportedCallError
+from weightwire.errors import UnsupportedCallError, WireError
 
 if TYPE_CHECKING:
     from weightwire.offer import Offer, Seal
@@ -34,13 +36,83 @@ class Sampling:
         max_tokens: longest response in tokens.
         temperature: 0 is greedy. Log-probabilities are those of the distribution at this temperature.
         stop_token_ids: a response ends with the first of them, which is included.
-        seed: of the request's samples; None: chosen by the engine.
+        seed: seed of the request's samples; None: chosen by the engine.
+        routed_experts: also return the experts to which a mixture of experts has sent each token.
     """
 
     max_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    routed_experts: bool = False
+
+
+EXPERT_WIDTHS = {"uint8": 1, "uint16": 2}
+"""Bytes of an expert's index, by the name of its dtype."""
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Experts that an engine chose for each token of a prompt and its response, except for the last one, which it never computed.
+
+    Attributes:
+        shape: (tokens of prompt and response - 1, layers, experts of a token). vLLM has rows for all layers; those of layers
+            without experts hold zeros.
+        dtype: ``uint8`` or ``uint16``, little-endian.
+        data: the indices, C order, in base64.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: str
+    data: str
+
+    @classmethod
+    def of(cls, indices: Any) -> RoutedExperts:
+        """Encode an array of unsigned integers [tokens, layers, k].
+
+        Raises:
+            WireError: it is another array.
+        """
+        dtype = str(indices.dtype)
+        if indices.ndim != 3 or dtype not in EXPERT_WIDTHS:
+            raise WireError(
+                f"routed experts have shape {list(indices.shape)} and dtype {dtype}; [tokens, layers, k] of uint8 or uint16 "
+                "were expected"
+            )
+        little = indices.astype(indices.dtype.newbyteorder("<"), copy=False)
+        data = base64.b64encode(little.tobytes()).decode("ascii")
+        return cls(tuple(int(size) for size in indices.shape), dtype, data)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_json(cls, fields: Any) -> RoutedExperts:
+        """Rebuild from untrusted JSON.
+
+        Raises:
+            WireError: a field is missing or wrong, or the data has another length than the shape.
+        """
+        values: Mapping[str, Any] = fields if isinstance(fields, Mapping) else {}
+        shape, dtype, data = values.get("shape"), values.get("dtype"), values.get("data")
+        sizes = tuple(shape) if isinstance(shape, list | tuple) else ()
+        width = EXPERT_WIDTHS.get(dtype) if isinstance(dtype, str) else None
+        if len(sizes) != 3 or not all(type(size) is int and size > 0 for size in sizes) or width is None:
+            raise WireError(f"routed experts cannot be read: shape {shape!r:.60}, dtype {dtype!r:.20}")
+        try:
+            length = len(base64.b64decode(data, validate=True))  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:  # binascii.Error is a ValueError
+            raise WireError(f"routed experts cannot be read: {error}") from error
+        if length != math.prod(sizes) * width:
+            raise WireError(f"routed experts of shape {list(sizes)} and dtype {dtype} have {length} bytes")
+        return cls(sizes, str(dtype), str(data))  # type: ignore[arg-type]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "dtype": self.dtype, "data": self.data}
+
+    def numbers(self) -> Any:
+        """Return the indices, a read-only numpy array [tokens, layers, k]."""
+        import numpy as np
+
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        return np.frombuffer(base64.b64decode(self.data), dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -51,8 +123,9 @@ class Completion:
         tokens: token ids, with the stop token if there is one.
         logprobs: natural logarithm of the probability with which the engine sampled each token.
         finish_reason: ``stop`` if the response is complete, ``length`` if it was cut off at ``max_tokens``.
-        first_version, last_version: of the weights that sampled the first and the last token. They differ if an update was
-            committed in between.
+        first_version, last_version: versions of the weights that sampled the first and the last token. They differ if an
+            update was committed in between.
+        routed_experts: experts of each token, where :class:`Sampling` asks for them.
     """
 
     tokens: tuple[int, ...]
@@ -60,6 +133,7 @@ class Completion:
     finish_reason: str
     first_version: int
     last_version: int
+    routed_experts: RoutedExperts | None = None
 
 
 class InferenceEngine(ABC):

@@ -17,11 +17,7 @@ CANCEL_S = 10.0
 
 
 async def within(seconds: float, call: Awaitable[T]) -> T:
-    """Await a call for ``seconds`` at most. It is then cancelled, and abandoned if it ignores the cancellation.
-
-    Raises:
-        TimeoutError: it took longer.
-    """
+    """Await a call for ``seconds`` at most. It is then cancelled, and abandoned if it ignores the cancellation."""
     task = asyncio.ensure_future(call)
     try:
         # Not wait_for, which waits for a task that ignores its cancellation.
@@ -73,11 +69,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the thread.
-
-        Raises:
-            RuntimeError: the thread was closed.
-        """
+        """Start a coroutine on the thread."""
         # A coroutine that is never awaited would warn at its collection.
         if not self._thread.is_alive():
             work.close()

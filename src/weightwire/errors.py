@@ -39,7 +39,7 @@ class UpdateError(WireError, RuntimeError):
 
 
 class VersionError(UpdateError, ValueError):
-    """The offered weights are not newer than those in force."""
+    """The offered weights are not newer than the active ones."""
 
 
 class OwnerError(UpdateError):
@@ -51,7 +51,7 @@ class DigestError(UpdateError):
 
 
 class CommitError(UpdateError):
-    """The commit failed; the weights from before it are in force again."""
+    """The commit failed; the weights from before it are active again."""
 
 
 class NotServingError(CommitError):

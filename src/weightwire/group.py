@@ -32,7 +32,7 @@ EXPLAIN_S = 3.0
 """Longest time that :meth:`Group.explain` waits for evidence of the member at fault, in seconds."""
 ATTEMPT_S = 6.0
 """Deadline of one attempt to connect to the store: torch looks up every address's name in DNS, which may take 5 s."""
-MOST_MEMBERS = 4096
+MAX_MEMBERS = 4096
 
 
 class Listener:
@@ -73,8 +73,8 @@ class Listener:
         """
         if self._store is None:
             raise GroupError("the listener is closed")
-        if not 2 <= len(members) <= MOST_MEMBERS:
-            raise GroupError(f"a group has a sender and 1 to {MOST_MEMBERS - 1} receivers, not {len(members)} members")
+        if not 2 <= len(members) <= MAX_MEMBERS:
+            raise GroupError(f"a group has a sender and 1 to {MAX_MEMBERS - 1} receivers, not {len(members)} members")
         # A name is never used twice, even by two listeners of one trainer: a member of an old update must not join a
         # new one.
         self._count += 1
@@ -91,8 +91,8 @@ class Group:
     """One member's view of a group that is complete. Created by :func:`join`.
 
     Attributes:
-        name: of the group.
-        rank: of this member; rank 0 sends.
+        name: name of the group.
+        rank: rank of this member; rank 0 sends.
         members: names for messages, by rank.
         host, port: address of the listener.
     """
@@ -147,7 +147,7 @@ class Group:
     def acknowledge(self, event: str) -> None:
         """Report an event that other members wait for."""
         try:
-            self._records.put(f"{event}/{self.rank}", "1")
+            self._records.write(f"{event}/{self.rank}", "1")
         except RuntimeError as error:
             raise TransportError(f"the store does not answer: {error}") from error
 
@@ -187,7 +187,7 @@ class Group:
         text = json.dumps([self.rank, reason[:2000], int(at_fault)])
         try:
             # Once: the first failure is the cause, and those after it are its consequences on other members.
-            self._records.put_once("failure", text)
+            self._records.write_once("failure", text)
         except RuntimeError as error:
             log.debug("%s could not report its failure: %s", self.member(self.rank), error)
 
@@ -197,7 +197,7 @@ class Group:
         Waits up to :data:`EXPLAIN_S`: a transport notices a broken connection before heartbeats are overdue.
 
         Args:
-            activity: of this member: ``"sending bucket 3 of 12"``.
+            activity: activity of this member: ``"sending bucket 3 of 12"``.
         """
         peers, prefix = self._peers, f"{self.member(self.rank)}, {activity}"
         deadline, before = time.monotonic() + EXPLAIN_S, peers.beats()
@@ -224,7 +224,7 @@ class Group:
 
     # --- joining and leaving ---
 
-    def meet(self, deadline: float, given_up: threading.Event | None = None) -> None:
+    def meet(self, deadline: float, abandoned: threading.Event | None = None) -> None:
         """Claim this member's rank, and wait until all members have claimed theirs. Called by :func:`join`."""
         peers = self._peers
         if self._records.get("ended") is not None:
@@ -245,10 +245,10 @@ class Group:
             for rank, identity in peers.identities.items():
                 if rank != self.rank and identity.state() == "ended":
                     raise PeerLostError(f"{self.member(rank)} has ended before the group was complete")
-            if given_up is not None and given_up.is_set():
+            if abandoned is not None and abandoned.is_set():
                 raise PeerLostError(f"{self.member(self.rank)} gave up before the group was complete")
             if time.monotonic() > deadline:
-                self._records.put_once("missing", json.dumps(missing))
+                self._records.write_once("missing", json.dumps(missing))
                 raise self._join_timeout(missing)
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
@@ -275,21 +275,21 @@ class Group:
         try:
             self._peers.leave()
             if self.rank == 0:
-                self._records.put("ended", "1")
+                self._records.write("ended", "1")
         except RuntimeError as error:
             log.debug("%s left, but the store does not answer: %s", self.member(self.rank), error)
 
 
 def join(
-    host: str, port: int, name: str, rank: int, timeout_s: float, given_up: threading.Event | None = None
+    host: str, port: int, name: str, rank: int, timeout_s: float, abandoned: threading.Event | None = None
 ) -> Group:
     """Join a group, and return when all its members have joined.
 
     Args:
         host, port: address of the listener.
-        name: of the group, from :meth:`Listener.new_group`.
-        rank: in the group: 0 sends, the others receive.
-        given_up: ends the wait early, with a PeerLostError, when set.
+        name: name of the group, from :meth:`Listener.new_group`.
+        rank: rank in the group: 0 sends, the others receive.
+        abandoned: ends the wait early, with a PeerLostError, when set.
 
     Raises:
         GroupError: the group does not exist, has ended, or the rank is taken.
@@ -314,7 +314,7 @@ def join(
         raise GroupError(f"group {name} has members 0 to {len(members) - 1}, not {rank}")
     group = Group(name, rank, members, host, port, store)
     try:
-        group.meet(deadline, given_up)
+        group.meet(deadline, abandoned)
     except RuntimeError as error:
         if isinstance(error, WireError):
             # The others wait for this member, and would otherwise learn of it at their own deadline.

@@ -12,7 +12,7 @@ class Lease:
     Attributes:
         owner: its name.
         lease_s: seconds after the owner's last call when the lease ends.
-        until: when it ends, on the grantor's clock.
+        until: end of the lease, on the grantor's clock.
     """
 
     owner: str

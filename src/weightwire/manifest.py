@@ -32,13 +32,14 @@ DTYPE_BYTES = {
 """Supported torch dtypes by name, with the bytes of one element."""
 
 FORMAT = 1
-MOST_TENSORS = 1_000_000
-MOST_DIMENSIONS = 8
-MOST_NAME = 512
-MOST_BYTES = 2**46
-MOST_BUCKET_BYTES = 2**33
-MOST_BUCKETS = 2**20
-MOST_ADAPTER_JSON = 65536
+# Limits of what an engine parses and allocates for a request, far above any model that is trained today.
+MAX_TENSORS = 1_000_000
+MAX_DIMENSIONS = 8
+MAX_NAME = 512
+MAX_BYTES = 2**46
+MAX_BUCKET_BYTES = 2**33
+MAX_BUCKETS = 2**20
+MAX_ADAPTER_JSON = 65536
 
 
 def default_bucket_bytes(device_type: str) -> int:
@@ -64,11 +65,11 @@ class TensorSpec:
 
     def check(self) -> None:
         """Raise ManifestError if a field is invalid."""
-        if not isinstance(self.name, str) or not 0 < len(self.name) <= MOST_NAME or not self.name.isprintable():
+        if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of a tensor")
         if self.dtype not in DTYPE_BYTES:
             raise ManifestError(f"manifest: {self.name} has dtype {self.dtype!r:.40}; known: {', '.join(DTYPE_BYTES)}")
-        if len(self.shape) > MOST_DIMENSIONS or not all(_is_count(size, MOST_BYTES) for size in self.shape):
+        if len(self.shape) > MAX_DIMENSIONS or not all(_is_count(size, MAX_BYTES) for size in self.shape):
             raise ManifestError(f"manifest: {self.name} has shape {self.shape!r:.80}")
 
 
@@ -77,7 +78,7 @@ class AdapterInfo:
     """Adapter whose factors a manifest's tensors are, instead of a model's weights.
 
     Attributes:
-        name: of the adapter in requests to the engine.
+        name: name of the adapter in requests to the engine.
         config: the content of peft's ``adapter_config.json``.
     """
 
@@ -88,6 +89,7 @@ class AdapterInfo:
         """Raise ManifestError if a field is invalid."""
         if not isinstance(self.name, str) or not 0 < len(self.name) <= 128 or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of an adapter")
+        # An engine that loads adapters from files uses the name in a path.
         if "/" in self.name or self.name.startswith("."):
             raise ManifestError(f"manifest: adapter name {self.name!r} looks like a path")
         if not isinstance(self.config, Mapping):
@@ -98,10 +100,10 @@ class AdapterInfo:
             raise ManifestError(
                 f"manifest: the configuration of adapter {self.name} is not valid JSON: {error}"
             ) from None
-        if len(text) > MOST_ADAPTER_JSON:
+        if len(text) > MAX_ADAPTER_JSON:
             raise ManifestError(
                 f"manifest: the configuration of adapter {self.name} has {len(text)} characters; at most "
-                f"{MOST_ADAPTER_JSON} are possible"
+                f"{MAX_ADAPTER_JSON} are possible"
             )
 
 
@@ -110,8 +112,8 @@ class Manifest:
     """Tensors of an update in the order in which they are sent, their bucket size, and the digest of the buckets.
 
     Attributes:
-        version: of the weights: increases with every update of the same :attr:`target`.
-        tensors: in the order in which they are sent. Names are unique.
+        version: version of the weights: increases with every update of the same :attr:`target`.
+        tensors: tensors in the order in which they are sent. Names are unique.
         bucket_bytes: size of all buckets but the last.
         digest: name of an algorithm of :mod:`weightwire.digest`.
         adapter: the adapter whose factors these are; None for a model.
@@ -126,11 +128,11 @@ class Manifest:
     def __post_init__(self) -> None:
         if not _is_count(self.version, 2**62):
             raise ManifestError(f"manifest: version {self.version!r:.40} is not an integer >= 0")
-        if not 0 < len(self.tensors) <= MOST_TENSORS:
-            raise ManifestError(f"manifest: {len(self.tensors)} tensors; 1 to {MOST_TENSORS} are possible")
-        if not _is_count(self.bucket_bytes, MOST_BUCKET_BYTES) or self.bucket_bytes < 1:
+        if not 0 < len(self.tensors) <= MAX_TENSORS:
+            raise ManifestError(f"manifest: {len(self.tensors)} tensors; 1 to {MAX_TENSORS} are possible")
+        if not _is_count(self.bucket_bytes, MAX_BUCKET_BYTES) or self.bucket_bytes < 1:
             raise ManifestError(
-                f"manifest: bucket_bytes {self.bucket_bytes!r:.40} is not between 1 and {MOST_BUCKET_BYTES}"
+                f"manifest: bucket_bytes {self.bucket_bytes!r:.40} is not between 1 and {MAX_BUCKET_BYTES}"
             )
         if not isinstance(self.digest, str) or not 0 < len(self.digest) <= 64:
             raise ManifestError(f"manifest: {self.digest!r:.80} is not the name of a digest")
@@ -142,10 +144,10 @@ class Manifest:
             names.add(spec.name)
         if self.adapter is not None:
             self.adapter.check()
-        if self.nbytes > MOST_BYTES or self.nbytes > self.bucket_bytes * MOST_BUCKETS:
+        if self.nbytes > MAX_BYTES or self.nbytes > self.bucket_bytes * MAX_BUCKETS:
             raise ManifestError(
-                f"manifest: {self.nbytes} bytes in buckets of {self.bucket_bytes}; at most {MOST_BYTES} bytes and "
-                f"{MOST_BUCKETS} buckets are possible"
+                f"manifest: {self.nbytes} bytes in buckets of {self.bucket_bytes}; at most {MAX_BYTES} bytes and "
+                f"{MAX_BUCKETS} buckets are possible"
             )
 
     @cached_property
@@ -161,6 +163,7 @@ class Manifest:
     @cached_property
     def identity(self) -> str:
         """SHA-256 of the JSON, by which the seal names its manifest."""
+        # Sorted: the order of keys in an adapter's configuration need not survive the way to the engine.
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -178,16 +181,13 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Any) -> Manifest:
-        """Parse the untrusted output of :meth:`to_json`.
-
-        Raises:
-            ManifestError: it is malformed, too large, or of another format.
-        """
+        """Parse the untrusted output of :meth:`to_json`."""
         fields = exactly(data, ("format", "version", "tensors", "bucket_bytes", "digest", "adapter"), "manifest")
         if fields["format"] != FORMAT:
             raise ManifestError(f"manifest: format {fields['format']!r:.40}; this side supports format {FORMAT}")
         rows = fields["tensors"]
-        if not isinstance(rows, list) or len(rows) > MOST_TENSORS:
+        # Bounded here as well as in the constructor, which sees the rows only when all of them have been parsed.
+        if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
             raise ManifestError("manifest: tensors is not a list, or too long")
         adapter = fields["adapter"]
         if adapter is not None:
@@ -195,11 +195,7 @@ class Manifest:
         return cls(fields["version"], tuple(map(_spec, rows)), fields["bucket_bytes"], fields["digest"], adapter)
 
     def expect(self, specs: Iterable[TensorSpec]) -> None:
-        """Compare the tensors with the expected ones, in any order.
-
-        Raises:
-            ManifestError: tensors are missing, extra, or of another dtype or shape; the message names up to eight.
-        """
+        """Compare the tensors with the expected ones, in any order."""
         expected, offered = ({spec.name: spec for spec in source} for source in (specs, self.tensors))
         problems = [f"{name} is missing" for name in expected if name not in offered]
         problems += [f"{name} is not one of the model's" for name in offered if name not in expected]
@@ -213,11 +209,7 @@ class Manifest:
 
 
 def exactly(data: Any, names: tuple[str, ...], label: str) -> dict[str, Any]:
-    """Return ``data`` after checking that it is a mapping with exactly these fields.
-
-    Raises:
-        ManifestError: it is not.
-    """
+    """Return ``data`` after checking that it is a mapping with exactly these fields."""
     if not isinstance(data, dict):
         raise ManifestError(f"{label}: a mapping was expected, not {type(data).__name__}")
     if missing := [name for name in names if name not in data]:
@@ -230,7 +222,7 @@ def exactly(data: Any, names: tuple[str, ...], label: str) -> dict[str, Any]:
 def _spec(row: Any) -> TensorSpec:
     if not isinstance(row, list) or len(row) != 3 or not isinstance(row[1], str) or not isinstance(row[2], list):
         raise ManifestError(f"manifest: {row!r:.120} is not [name, dtype, shape]")
-    if len(row[2]) > MOST_DIMENSIONS:
+    if len(row[2]) > MAX_DIMENSIONS:
         raise ManifestError(f"manifest: {row[0]!r:.80} has {len(row[2])} dimensions")
     return TensorSpec(row[0], row[1], tuple(row[2]))
 

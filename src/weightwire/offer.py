@@ -14,11 +14,11 @@ from typing import Any
 
 from weightwire import PROTOCOL
 from weightwire.errors import ManifestError
-from weightwire.manifest import MOST_BUCKETS, Manifest, exactly
+from weightwire.manifest import MAX_BUCKETS, Manifest, exactly
 
-MOST_MEMBERS = 4096
-MOST_OPTIONS_JSON = 65536
-MOST_SECONDS = 86400.0
+MAX_MEMBERS = 4096
+MAX_OPTIONS_JSON = 65536
+MAX_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Offer:
         host, port: address of the group's listener.
         first: rank in the group of the engine's first worker; worker ``w`` has rank ``first + w``.
         workers: number of the engine's workers, each a member of the group.
-        transport, options: of the transfer.
+        transport, options: transport and options of the transfer.
         timeout_s: deadline of each wait during the transfer, in seconds.
         lease_s: the update is dropped when no call has touched it for so many seconds.
-        manifest: of the tensors.
+        manifest: manifest of the tensors.
     """
 
     update: str
@@ -54,19 +54,15 @@ class Offer:
         for name in ("update", "owner", "host", "transport"):
             _check_text(getattr(self, name), f"offer: {name}")
         _check_integer(self.port, 1, 65535, "offer: port")
-        _check_integer(self.first, 1, MOST_MEMBERS, "offer: first")
-        _check_integer(self.workers, 1, MOST_MEMBERS, "offer: workers")
+        _check_integer(self.first, 1, MAX_MEMBERS, "offer: first")
+        _check_integer(self.workers, 1, MAX_MEMBERS, "offer: workers")
         for name in ("timeout_s", "lease_s"):
             _check_seconds(getattr(self, name), f"offer: {name}")
         if not isinstance(self.options, Mapping):
             raise ManifestError("offer: options is not a mapping")
 
     def rank(self, worker: int) -> int:
-        """Return the rank in the group of the engine's worker ``worker``, counted from 0.
-
-        Raises:
-            ManifestError: the offer is for fewer workers.
-        """
+        """Return the rank in the group of the engine's worker ``worker``, counted from 0."""
         if not 0 <= worker < self.workers:
             raise ManifestError(f"offer {self.update}: it is for {self.workers} workers, and this is worker {worker}")
         return self.first + worker
@@ -90,11 +86,7 @@ class Offer:
 
     @classmethod
     def from_json(cls, data: Any) -> Offer:
-        """Parse the untrusted output of :meth:`to_json`.
-
-        Raises:
-            ManifestError: it is malformed, or of another version of weightwire's protocol.
-        """
+        """Parse the untrusted output of :meth:`to_json`."""
         fields = _check_protocol(data, "offer")
         names = ("update", "owner", "host", "port", "first", "workers", "transport", "options", "timeout_s", "lease_s")
         fields = dict(exactly(fields, (*names, "manifest"), "offer"))
@@ -104,8 +96,8 @@ class Offer:
             size = len(json.dumps(fields["options"], allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ManifestError(f"offer: options are not valid JSON: {error}") from None
-        if size > MOST_OPTIONS_JSON:
-            raise ManifestError(f"offer: options of {size} characters; at most {MOST_OPTIONS_JSON} are possible")
+        if size > MAX_OPTIONS_JSON:
+            raise ManifestError(f"offer: options of {size} characters; at most {MAX_OPTIONS_JSON} are possible")
         return cls(**fields)
 
 
@@ -114,10 +106,10 @@ class Seal:
     """Digests of a sent update, which receivers compare with what arrived.
 
     Attributes:
-        update: of the offer.
-        version: of the manifest.
+        update: name of the offered update.
+        version: version of the manifest.
         manifest: :attr:`weightwire.manifest.Manifest.identity`.
-        digests: of each bucket, in order, by the manifest's algorithm.
+        digests: digest of each bucket, in order, by the manifest's algorithm.
     """
 
     update: str
@@ -144,13 +136,9 @@ class Seal:
 
     @classmethod
     def from_json(cls, data: Any) -> Seal:
-        """Parse the untrusted output of :meth:`to_json`.
-
-        Raises:
-            ManifestError: it is malformed, or of another version of weightwire's protocol.
-        """
+        """Parse the untrusted output of :meth:`to_json`."""
         fields = dict(exactly(_check_protocol(data, "seal"), ("update", "version", "manifest", "digests"), "seal"))
-        if not isinstance(fields["digests"], list) or len(fields["digests"]) > MOST_BUCKETS:
+        if not isinstance(fields["digests"], list) or len(fields["digests"]) > MAX_BUCKETS:
             raise ManifestError("seal: digests is not a list, or too long")
         fields["digests"] = tuple(fields["digests"])
         return cls(**fields)
@@ -183,5 +171,5 @@ def _check_integer(value: Any, least: int, most: int, label: str) -> None:
 def _check_seconds(value: Any, label: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ManifestError(f"{label} is {value!r:.80}, not a number of seconds")
-    if not 0 < value <= MOST_SECONDS:
-        raise ManifestError(f"{label} is {value!r:.80}; more than 0 and at most {MOST_SECONDS:g} is possible")
+    if not 0 < value <= MAX_SECONDS:
+        raise ManifestError(f"{label} is {value!r:.80}; more than 0 and at most {MAX_SECONDS:g} is possible")

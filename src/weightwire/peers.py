@@ -71,12 +71,12 @@ class Records:
         with self._lock:
             return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def put(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         """Write a record."""
         with self._lock:
             self._store.set(f"{self._group}/{name}", text)
 
-    def put_once(self, name: str, text: str) -> None:
+    def write_once(self, name: str, text: str) -> None:
         """Write a record unless it exists."""
         with self._lock:
             self._store.compare_set(f"{self._group}/{name}", "", text)
@@ -97,7 +97,7 @@ class Peers:
         host, port: address of the listener, which lives in the sender's process.
 
     Attributes:
-        names: for messages, by rank.
+        names: labels for messages, by rank.
         identities: processes of the members that have joined, by rank.
         progress: buckets that this member has finished; the next heartbeat reports it.
         lost: the first loss that was noticed, or None.
@@ -128,7 +128,7 @@ class Peers:
 
     def announce(self) -> None:
         """Write this member's process, which tells the others that it has joined."""
-        self._records.put(f"here/{self.rank}", json.dumps(Identity.current().to_json()))
+        self._records.write(f"here/{self.rank}", json.dumps(Identity.current().to_json()))
 
     def has_joined(self, rank: int) -> bool:
         """Check whether a member has announced itself."""
@@ -247,7 +247,7 @@ class Peers:
                 return
 
     def _write_heartbeat(self) -> None:
-        self._records.put(f"alive/{self.rank}", json.dumps([self._beat, self.progress, int(self._left)]))
+        self._records.write(f"alive/{self.rank}", json.dumps([self._beat, self.progress, int(self._left)]))
 
     def _read_heartbeat(self, rank: int, now: float) -> None:
         text = self._records.get(f"alive/{rank}")

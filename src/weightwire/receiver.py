@@ -66,11 +66,11 @@ class _Update:
     problem: WireError | None = None
     digests: list[digest.Pending] = field(default_factory=list)
     buckets: int = 0
-    touched: float = field(default_factory=time.monotonic)
+    last_activity: float = field(default_factory=time.monotonic)
     arrived: threading.Event = field(default_factory=threading.Event)
-    given_up: threading.Event = field(default_factory=threading.Event)
+    abandoned: threading.Event = field(default_factory=threading.Event)
     restore: Callable[[], object] | None = None
-    before: dict[str, int] = field(default_factory=dict)
+    previous_versions: dict[str, int] = field(default_factory=dict)
 
     @property
     def manifest(self) -> Manifest:
@@ -84,11 +84,11 @@ class Receiver:
     """Updates of one worker of an engine: at most one open at a time, and the active versions. Thread-safe.
 
     Args:
-        name: of engine and worker, for messages.
-        device: of the staging memory: the engine's device, or ``cpu``.
+        name: name of the engine and the worker, for messages.
+        device: device of the staging memory: the engine's, or ``cpu``.
         check: called with every offered manifest; raises ManifestError if the engine cannot take such tensors.
-        version: of the active model, if known.
-        most_bytes: largest manifest that is accepted, in bytes; None: no limit.
+        version: version of the active model, if known.
+        max_bytes: largest manifest that is accepted, in bytes; None: no limit.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Receiver:
         device: torch.device | str = "cpu",
         check: Callable[[Manifest], object] = lambda manifest: None,
         version: int | None = None,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         self.name = name
         self.serving = True
         """False after a commit that could be neither completed nor undone: the engine must not answer."""
         self._device = torch.device(device)
-        self._check, self._most_bytes = check, most_bytes
+        self._check, self._most_bytes = check, max_bytes
         self._versions: dict[str, int] = {} if version is None else {"model": version}
         self._update: _Update | None = None
         self._lock = threading.RLock()
@@ -209,7 +209,7 @@ class Receiver:
                     raise update.problem
                 self._require_state(update, RECEIVE_DONE)
                 _compare(self.name, update, seal)
-                update.state, update.touched = VERIFIED, time.monotonic()
+                update.state, update.last_activity = VERIFIED, time.monotonic()
         except WireError as error:
             self._drop(update, error)
             raise
@@ -221,7 +221,7 @@ class Receiver:
         without ``restore``, or if it raises too, :attr:`serving` becomes False until a commit of a complete model succeeds.
 
         Args:
-            name: of the update.
+            name: name of the update.
             load: copies the tensors into the engine's memory.
             restore: undoes a ``load`` that failed or, for :meth:`revert`, one that succeeded.
 
@@ -236,7 +236,7 @@ class Receiver:
                 return
             self._require_state(update, VERIFIED)
             self._require_newer(update.manifest)
-            update.state, update.restore, update.before = COMMITTING, restore, dict(self._versions)
+            update.state, update.restore, update.previous_versions = COMMITTING, restore, dict(self._versions)
             try:
                 # Loaders may only queue copies. An error on the device has to appear here, where it can still be
                 # undone.
@@ -259,7 +259,7 @@ class Receiver:
         """
         with self._lock:
             update = self._require_update(name)
-            # It failed here as well and was undone then: the caller reverts every worker of the engine.
+            # The commit failed here too and was undone at once; the caller reverts every worker, including this one.
             if update.state == DROPPED:
                 return
             self._require_state(update, COMMITTED)
@@ -294,7 +294,7 @@ class Receiver:
         if update is None or update.state not in _OPEN or update.offer.update == offer.update:
             return
         # The last owner may only be slow; the message says how long it has to be silent.
-        age = time.monotonic() - update.touched
+        age = time.monotonic() - update.last_activity
         if offer.owner != update.offer.owner:
             raise OwnerError(
                 f"{self.name}: {offer.owner} offers an update while {update}, of {update.offer.owner}, is {update.state} "
@@ -306,7 +306,7 @@ class Receiver:
         active = self._versions.get(manifest.target)
         if active is not None and manifest.version <= active:
             raise VersionError(
-                f"{self.name}: version {manifest.version} of {manifest.target} is offered, and version {active} is in force"
+                f"{self.name}: version {manifest.version} of {manifest.target} is offered, and version {active} is already active"
             )
 
     def _require_possible(self, offer: Offer) -> None:
@@ -332,7 +332,7 @@ class Receiver:
             if update is None or update.offer.update != name:
                 last = "there is none" if update is None else f"the last one is {update}, {update.state}"
                 raise UpdateError(f"{self.name}: unknown update {name!r:.120}; {last}")
-            update.touched = time.monotonic()
+            update.last_activity = time.monotonic()
             return update
 
     def _require_state(self, update: _Update, state: str) -> None:
@@ -349,7 +349,7 @@ class Receiver:
             # The first problem stays: those after it follow from it. The staging memory is freed at once.
             update.state, update.problem, update.staging = DROPPED, update.problem or problem, None
             update.digests = []
-        update.given_up.set()
+        update.abandoned.set()
         update.arrived.set()
 
     def _undo(self, update: _Update, cause: BaseException) -> CommitError:
@@ -363,20 +363,20 @@ class Receiver:
             try:
                 update.restore()
                 _synchronise(self._device)
-                error = CommitError(f"{text}. The weights from before it are in force")
+                error = CommitError(f"{text}. The weights from before it are active")
             except Exception as second:  # noqa: BLE001  whatever it is, the weights are a mixture
                 error = NotServingError(
                     f"{text}. Restoring the weights from before failed as well ({type(second).__name__}: {second}): this "
                     "engine must not answer until a commit succeeds"
                 )
         # A revert follows a commit that has set the version.
-        self._versions = dict(update.before)
+        self._versions = dict(update.previous_versions)
         if isinstance(error, NotServingError):
             self.serving = False
             # No version is active: the next commit may have any, the same one included.
             self._versions.pop(update.manifest.target, None)
         update.state, update.problem, update.staging, update.restore = DROPPED, error, None, None
-        update.given_up.set()
+        update.abandoned.set()
         return error
 
     def _tensors(self, update: _Update) -> Iterator[tuple[str, Tensor]]:
@@ -402,7 +402,7 @@ class Receiver:
             with self._lock:
                 # It may have been dropped while the last bucket arrived.
                 if update.state == RECEIVING:
-                    update.state, update.touched = RECEIVE_DONE, time.monotonic()
+                    update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
         except WireError as error:
             self._drop(update, error)
         except Exception as error:
@@ -414,15 +414,15 @@ class Receiver:
     def _keep_while_leased(self, update: _Update) -> None:
         lease = update.offer.lease_s
         while update.state in _OPEN:
-            left = update.touched + lease - time.monotonic()
+            left = update.last_activity + lease - time.monotonic()
             if left > 0:
                 # At most a second: calls extend the lease meanwhile, and a commit ends the loop without this event.
-                update.given_up.wait(min(left, 1.0))
+                update.abandoned.wait(min(left, 1.0))
                 continue
             with self._lock:
                 # Not while receiving: the transfer has deadlines of its own. Checked again under the lock, which a
                 # call may have held to extend the lease.
-                if update.state in (RECEIVE_DONE, VERIFIED) and update.touched + lease <= time.monotonic():
+                if update.state in (RECEIVE_DONE, VERIFIED) and update.last_activity + lease <= time.monotonic():
                     reason = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
                     log.warning("%s", reason)
                     self._drop(update, UpdateError(reason))
@@ -433,12 +433,10 @@ def _receive(name: str, update: _Update) -> None:
     offer, staging = update.offer, update.staging
     assert staging is not None
     buckets = plan_buckets(offer.manifest.tensors, offer.manifest.bucket_bytes)
-    group = join(offer.host, offer.port, offer.update, offer.rank(update.worker), offer.timeout_s, update.given_up)
-    # Bound before the try block: creating the transport may fail, and the group must still be told.
+    group = join(offer.host, offer.port, offer.update, offer.rank(update.worker), offer.timeout_s, update.abandoned)
+    # Bound before the try block: if creating the transport fails, the group must still be notified.
     transport = None
-    threading.Thread(
-        target=_abandon_when_given_up, args=(update, group), name="weightwire-given-up", daemon=True
-    ).start()
+    threading.Thread(target=_abandon_group, args=(update, group), name="weightwire-given-up", daemon=True).start()
     try:
         transport = make_transport(
             offer.transport, Setup(group, offer.manifest, staging.device, offer.timeout_s, offer.options)
@@ -446,7 +444,7 @@ def _receive(name: str, update: _Update) -> None:
         works: list[tuple[Bucket, Work]] = []
         for bucket in buckets:
             works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
-            # Two, as Transport allows: the sender has two buffers.
+            # At most two, as the Transport interface allows: the sender has two buffers.
             if len(works) == 2:
                 _finish(update, staging, *works.pop(0), group)
         for bucket, work in works:
@@ -472,17 +470,17 @@ def _receive(name: str, update: _Update) -> None:
 
 def _finish(update: _Update, staging: Tensor, bucket: Bucket, work: Work, group: Any) -> None:
     work.wait(update.offer.timeout_s)
-    # Only begun: the device computes while the next bucket arrives. verify() collects the values.
+    # Only started: the device computes the digest while the next bucket arrives; verify() reads the values.
     update.digests.append(digest.begin(update.manifest.digest, staging[bucket.start : bucket.stop]))
     update.buckets = bucket.index + 1
-    update.touched = time.monotonic()
+    update.last_activity = time.monotonic()
     group.progress(update.buckets)
 
 
-def _abandon_when_given_up(update: _Update, group: Any) -> None:
+def _abandon_group(update: _Update, group: Any) -> None:
     # Transports wait in calls of libraries that know no event; they poll the group's state instead.
     while not update.arrived.is_set():
-        if update.given_up.wait(1.0):
+        if update.abandoned.wait(1.0):
             group.abandon("the update was dropped")
             return
 

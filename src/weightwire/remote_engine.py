@@ -11,16 +11,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import Completion, InferenceEngine, RoutedExperts, Sampling
 from weightwire.errors import WireError
 from weightwire.offer import Offer, Seal
 from weightwire.transports.choice import Location
 
-MOST_RESPONSES = 1024
-MOST_STOP_TOKENS = 64
-MOST_TOKENS = 2**22
-MOST_SECONDS = 1e6
+# Bounds of what one caller may ask of an engine: requests are untrusted.
+MAX_RESPONSES = 1024
+MAX_STOP_TOKENS = 64
+MAX_TOKENS = 2**22
+MAX_SECONDS = 1e6
 _REQUIRED = object()
+"""Default of arguments that have none: None is a valid default."""
 
 
 class RemoteEngine(InferenceEngine):
@@ -47,13 +49,12 @@ class RemoteEngine(InferenceEngine):
     ) -> list[Completion]:
         arguments = {"prompt": list(prompt), "n": n, "adapter": adapter, **asdict(sampling)}
         arguments["stop_token_ids"] = list(sampling.stop_token_ids)
+        if not sampling.routed_experts:
+            del arguments["routed_experts"]  # unknown to servers of an earlier version
         answer = await self.ask("generate", arguments, self.answer_s)
         try:
-            return [
-                Completion(**{**fields, "tokens": tuple(fields["tokens"]), "logprobs": tuple(fields["logprobs"])})
-                for fields in answer["completions"]
-            ]
-        except (KeyError, TypeError) as error:
+            return [_completion(fields) for fields in answer["completions"]]
+        except (KeyError, TypeError, WireError) as error:
             raise self.unreadable(f"{self.name}: generate: the answer cannot be read ({error!r})") from error
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
@@ -98,6 +99,16 @@ class RemoteEngine(InferenceEngine):
             return answer[name]
         except (KeyError, TypeError) as error:
             raise self.unreadable(f"{self.name}: {name}: the answer cannot be read ({error!r})") from error
+
+
+def _completion(fields: dict[str, Any]) -> Completion:
+    experts = fields.get("routed_experts")
+    lists = {
+        "tokens": tuple(fields["tokens"]),
+        "logprobs": tuple(fields["logprobs"]),
+        "routed_experts": None if experts is None else RoutedExperts.from_json(experts),
+    }
+    return Completion(**{**fields, **lists})
 
 
 Run = Callable[[InferenceEngine], Awaitable[dict[str, Any]]]
@@ -177,21 +188,28 @@ class Arguments:
 
 
 def _generate(arguments: Arguments) -> Run:
-    prompt = arguments.tokens("prompt", 1, MOST_TOKENS)
-    n = arguments.integer("n", 1, MOST_RESPONSES, 1)
+    prompt = arguments.tokens("prompt", 1, MAX_TOKENS)
+    n = arguments.integer("n", 1, MAX_RESPONSES, 1)
     adapter = arguments.text("adapter", None)
     sampling = Sampling(
         max_tokens=arguments.integer("max_tokens", 1, 2**24),
         temperature=arguments.number("temperature", 100.0, 1.0),
-        stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MOST_STOP_TOKENS, ())),
+        stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MAX_STOP_TOKENS, ())),
         seed=arguments.integer("seed", -(2**63), 2**64, None),
+        routed_experts=arguments.flag("routed_experts", False),
     )
 
     async def run(engine: InferenceEngine) -> dict[str, Any]:
         completions = await engine.generate(prompt, sampling, n, adapter)
-        return {"completions": [{**vars(completion)} for completion in completions]}
+        return {"completions": [_completion_json(completion) for completion in completions]}
 
     return run
+
+
+def _completion_json(completion: Completion) -> dict[str, Any]:
+    fields, experts = {**vars(completion)}, completion.routed_experts
+    del fields["routed_experts"]
+    return fields if experts is None else {**fields, "routed_experts": experts.to_json()}
 
 
 def _locations(arguments: Arguments) -> Run:
@@ -219,18 +237,18 @@ def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable
 
 CALLS: dict[str, Callable[[Arguments], Run]] = {
     "generate": _generate,
-    "logprobs": _method("logprobs", lambda a: (a.tokens("tokens", 1, MOST_TOKENS), a.text("adapter", None))),
+    "logprobs": _method("logprobs", lambda a: (a.tokens("tokens", 1, MAX_TOKENS), a.text("adapter", None))),
     "receivers": _method("receivers", lambda a: ()),
     "locations": _locations,
     "begin_update": _method("begin_update", lambda a: (Offer.from_json(a.take("offer")),)),
-    "verify": _method("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MOST_SECONDS))),
+    "verify": _method("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MAX_SECONDS))),
     "commit": _method("commit", lambda a: (a.text("update"),)),
     "drop": _method("drop", lambda a: (a.text("update"),)),
     "version": _method("version", lambda a: (a.text("target", "model"),)),
     "load_adapter": _method(
         "load_adapter", lambda a: (a.text("name"), a.text("directory"), a.integer("version", 0, 2**62, None))
     ),
-    "pause": _method("pause", lambda a: (a.number("lease_s", MOST_SECONDS),)),
+    "pause": _method("pause", lambda a: (a.number("lease_s", MAX_SECONDS),)),
     "resume": _method("resume", lambda a: ()),
 }
 """Parsers of the arguments of each remote method, by name."""

@@ -55,10 +55,10 @@ class Sender:
     :meth:`connect` creates one when all receivers have joined.
 
     Args:
-        manifest: of the tensors to send.
-        group: complete; this process is its rank 0.
+        manifest: manifest of the tensors to send.
+        group: complete group; this process is its rank 0.
         transport: created with this group.
-        device: of the buckets: the transport's.
+        device: device of the buckets, chosen by the transport.
         timeout_s: deadline of each bucket, from when the buffer is needed again, in seconds.
         overlap: fill one bucket while the other is sent; otherwise wait for every bucket before the next one is filled.
     """
@@ -97,7 +97,7 @@ class Sender:
         """Join the group ``name`` with its receivers, and connect the transport.
 
         Args:
-            device: of the buckets; default: the transport's preferred type of device.
+            device: device of the buckets; default: the transport's preferred type of device.
 
         Raises:
             DeadlineError: receivers did not join within ``timeout_s`` seconds; the message names them.

@@ -19,10 +19,10 @@ import torch
 from weightwire.digest import digest
 from weightwire.errors import DigestError, ManifestError, TransportError, VersionError, WireError
 from weightwire.group import Group
-from weightwire.manifest import MOST_DIMENSIONS, TensorSpec, exactly
+from weightwire.manifest import MAX_DIMENSIONS, TensorSpec, exactly
 from weightwire.transports.base import Transport, Work
 
-MOST_HEADER_BYTES = 2**26
+MAX_HEADER_BYTES = 2**26
 LENGTH_BYTES = 8
 DIGEST = "multilinear64"
 
@@ -41,10 +41,10 @@ class Header:
     """Description of a bucket's content.
 
     Attributes:
-        version: of the update.
-        index: of the bucket, from 0.
+        version: version of the update.
+        index: index of the bucket, from 0.
         last: no bucket follows.
-        digest: of the bucket's bytes, as a hexadecimal number.
+        digest: digest of the bucket's bytes, as a hexadecimal number.
     """
 
     version: int
@@ -90,9 +90,9 @@ class StreamSender:
     """Sender of a stream: :meth:`add` each tensor, then :meth:`finish`. One bucket is sent while the next one is filled.
 
     Args:
-        transport, group: of the update; this member is rank 0.
-        device: of the buckets; two of ``bucket_bytes`` are allocated there.
-        version: of the weights.
+        transport, group: transport and group of the update; this member is rank 0.
+        device: device of the buckets; two of ``bucket_bytes`` are allocated there.
+        version: version of the weights.
         timeout_s: deadline, in seconds, of each wait for a bucket.
     """
 
@@ -177,8 +177,8 @@ class StreamReceiver:
     """Receiver of a stream: an iterator of ``(name, tensor)``, each tensor newly allocated on ``device``.
 
     Args:
-        transport, group: of the update.
-        device: of the tensors and of one bucket of ``bucket_bytes``.
+        transport, group: transport and group of the update.
+        device: device of the tensors and of one bucket of ``bucket_bytes``.
         version: expected; None for any.
         timeout_s: deadline, in seconds, of the wait for a bucket: the sender may need that long to fill it.
     """
@@ -236,8 +236,8 @@ class StreamReceiver:
     def _next_header(self) -> Header:
         length = int.from_bytes(self._receive_bytes(LENGTH_BYTES), "little")
         # Untrusted until verified: a damaged length must not allocate memory without bound.
-        if not 0 < length <= MOST_HEADER_BYTES:
-            raise ManifestError(f"{self._label()}: a header of {length} bytes; 1 to {MOST_HEADER_BYTES} are possible")
+        if not 0 < length <= MAX_HEADER_BYTES:
+            raise ManifestError(f"{self._label()}: a header of {length} bytes; 1 to {MAX_HEADER_BYTES} are possible")
         header = Header.from_bytes(self._receive_bytes(length))
         if self._version is not None and header.version != self._version:
             raise VersionError(f"{self._label()}: version {self._version} was expected, and {header.version} arrived")
@@ -294,7 +294,7 @@ def _part(row: Any) -> Part:
     if (
         not isinstance(row, list)
         or [type(value) for value in row] != [str, str, list, int, int]
-        or len(row[2]) > MOST_DIMENSIONS
+        or len(row[2]) > MAX_DIMENSIONS
     ):
         raise ManifestError(f"header: {row!r:.120} is not [name, dtype, shape, offset, length]")
     name, dtype, shape, offset, length = row

@@ -87,9 +87,9 @@ def test_select_keeps_order_and_rejects_unknown_sections() -> None:
     assert [section.name for section in plan.select(["speed", "doctor"])] == ["doctor", "speed"]
     with pytest.raises(ConfigError, match="unknown section spede; available: doctor, operators"):
         plan.select(["spede"])
-    assert plan.too_few_cards(plan.SECTIONS[0].least_cards, 1) == ""
+    assert plan.too_few_cards(plan.SECTIONS[0].min_cards, 1) == ""
     (recipes,) = plan.select(["recipes"])
-    assert plan.too_few_cards(recipes.least_cards, 1) == "needs 4 cards, and 1 takes part"
+    assert plan.too_few_cards(recipes.min_cards, 1) == "needs 4 cards, and 1 takes part"
 
 
 def test_count_cards_reads_devices_and_environment(tmp_path: Path) -> None:

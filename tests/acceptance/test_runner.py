@@ -50,7 +50,7 @@ def command(section: Section) -> list[str]:
 
 def test_run_sections_gives_verdicts_despite_failures(tmp_path: Path) -> None:
     sections = [Section(name, name, 10 if name == "hangs" else 120) for name in BODIES] + [
-        Section("larger", "larger", 6, least_cards=4)
+        Section("larger", "larger", 6, min_cards=4)
     ]
     started: list[str] = []
     results = list(

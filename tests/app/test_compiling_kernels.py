@@ -13,8 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
+from megascend.app import ahead
 from megascend.app.ahead import compiling_kernels, job_of
 from megascend.app.preflight import RunPlan, check_run
 from megascend.config import RunConfig
@@ -100,7 +102,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     popen = subprocess.Popen
     monkeypatch.setattr(compile_ahead, "DRIVER", None)
     monkeypatch.setattr(
-        compile_ahead.subprocess,
+        ahead.subprocess,
         "Popen",
         lambda *arguments, **options: processes.append(popen(*arguments, **options)) or processes[-1],
     )
@@ -120,6 +122,15 @@ def test_failed_process_logs_a_warning(tmp_path, started, caplog, monkeypatch):
     assert record.levelno == logging.WARNING
     assert "kernels could not be compiled ahead, so the first step takes seconds longer (exit code 1)" in record.message
     assert "JSONDecodeError" in record.message
+
+
+def test_process_sees_the_users_variables_and_none_of_the_launcher(tmp_path, started, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("USER_VARIABLE", "1")
+    with compiling_kernels(plan(tmp_path), Launch()):
+        variables = psutil.Process(started[0].pid).environ()
+    assert "RANK" not in variables
+    assert variables["USER_VARIABLE"] == "1"
 
 
 def test_process_without_a_device_ends_silently(tmp_path, started, triton, caplog):
@@ -147,7 +158,7 @@ def test_run_starts_without_room_for_temporary_files(tmp_path, started, monkeypa
     def full() -> None:
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(compile_ahead.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(ahead.tempfile, "TemporaryFile", full)
     with compiling_kernels(plan(tmp_path), Launch()):
         pass
     assert started == []
@@ -159,9 +170,9 @@ def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", "triton")
     popen_options: dict[str, Any] = {}
-    popen = compile_ahead.subprocess.Popen
+    popen = ahead.subprocess.Popen
     monkeypatch.setattr(
-        compile_ahead.subprocess,
+        ahead.subprocess,
         "Popen",
         lambda command, **options: popen_options.update(options) or popen(command, **options),
     )
@@ -176,10 +187,8 @@ def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
 def test_busy_process_is_killed(tmp_path, started, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     monkeypatch.setattr(Job, "to_text", lambda job: "100")
-    popen = compile_ahead.subprocess.Popen
-    monkeypatch.setattr(
-        compile_ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options)
-    )
+    popen = ahead.subprocess.Popen
+    monkeypatch.setattr(ahead.subprocess, "Popen", lambda command, **options: popen([command[0], "100"], **options))
     with compiling_kernels(plan(tmp_path), Launch()):
         assert started[0].poll() is None
     assert started[0].returncode == -9

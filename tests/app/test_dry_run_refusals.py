@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -123,9 +124,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_here(task: str, folder: Path) -> dict[str, Any]:
     """Run this file in a process of its own: a process is prepared for one engine."""
-    completed = subprocess.run(
-        [sys.executable, __file__, task, str(folder)], capture_output=True, text=True, timeout=300, check=False
-    )
+    # Set by the bootstrap of an earlier test in this process.
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    command = [sys.executable, __file__, task, str(folder)]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return json.loads(completed.stdout.splitlines()[-1])
 

@@ -49,7 +49,7 @@ def test_truncated_line_does_not_swallow_the_next(tmp_path: Path) -> None:
 def test_error_is_recorded_once_by_its_rank(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path, Launch(rank=3, world_size=4, attempt=2))
     event_log.start()
-    with pytest.raises(DataError), event_log.keeping_errors(lambda: 0), event_log.keeping_errors(lambda: 7):
+    with pytest.raises(DataError), event_log.recording_errors(lambda: 0), event_log.recording_errors(lambda: 7):
         raise DataError("line 7 is empty")
     assert [path.name for path in (tmp_path / "errors").iterdir()] == ["attempt-2-rank-3.json"]
     (record,) = lines(tmp_path / "errors" / "attempt-2-rank-3.json")
@@ -60,7 +60,7 @@ def test_error_is_recorded_once_by_its_rank(tmp_path: Path) -> None:
 
 def test_inactive_log_writes_nothing(tmp_path: Path) -> None:
     event_log = EventLog(tmp_path / "run", Launch(), active=False)
-    with pytest.raises(DataError), event_log.keeping_errors(lambda: 0):
+    with pytest.raises(DataError), event_log.recording_errors(lambda: 0):
         raise DataError("bad")
     assert not (tmp_path / "run").exists()
     event_log.start()

@@ -146,7 +146,7 @@ def test_resume_from_a_path(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no complete checkpoint there"):
         decide(output, False, tmp_path / "empty", Launch())
-    with pytest.raises(CheckpointError, match="there is no such directory"):
+    with pytest.raises(CheckpointError, match="not a directory"):
         check_start(output, False, str(tmp_path / "missing"), Launch())
 
 

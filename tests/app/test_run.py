@@ -42,7 +42,7 @@ def test_phases_add_up_from_the_start_of_the_process(monkeypatch: pytest.MonkeyP
 def test_set_apart_moves_seconds_and_short_phases_are_omitted() -> None:
     phases = StartPhases()
     phases.seconds, phases.processor_s = {"torch": 3.0, "settings": 0.01, "model": 9.0}, {}
-    phases.set_apart("self-check", "model", 8.0)
+    phases.split_off("self-check", "model", 8.0)
     assert phases.seconds == {"torch": 3.0, "settings": 0.01, "model": 1.0, "self-check": 8.0}
     assert str(phases) == "12.0 s: torch 3.0, model 1.0, self-check 8.0"
 

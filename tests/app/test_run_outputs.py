@@ -166,6 +166,16 @@ def test_bar_display_fits_the_terminal_width(width: int) -> None:
         assert "━" in first
 
 
+def test_plot_connects_the_values_of_a_metric_of_few_steps() -> None:
+    """A line through every step would break at each None, and draw nothing of an evaluation every third step."""
+    rows = [{"step": step, "eval_reward": step / 10 if step % 3 == 0 else None} for step in range(1, 61)]
+    panel = plot.Panel("eval_reward", "reward of evaluations", "tab:cyan", smoothed=True)
+    (line,) = plot.draw(rows, "a run", [panel]).axes[0].lines
+    assert list(line.get_xdata()) == list(range(3, 61, 3))
+    assert list(line.get_ydata()) == pytest.approx([step / 10 for step in range(3, 61, 3)])
+    assert (line.get_marker(), line.get_linestyle()) == (".", "-")
+
+
 def test_plot_is_a_png(tmp_path: Path) -> None:
     rows = [record(step).to_dict() for step in range(1, 20)]
     rows[5] = record(6, loss=float("nan"), skipped=True).to_dict()

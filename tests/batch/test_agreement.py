@@ -104,7 +104,7 @@ def test_report_counts_weights_and_tokens():
         Sample([9], [8], [1.0]),
     ]
     result = report(samples, 3, ["", ""], None)
-    count_ = TokenCounts(weight=3.5, pairs=0, trained=3, tokens=4)
+    count_ = TokenCounts(weight=3.5, pairs=0, trained=3, tokens=4, mtp_weight=2.5)
     assert (result.problem, result.micro_batches, result.counts) == (None, 3, {"": count_})
     assert result.checksums.keys() == {"input_ids", "target_ids", "weights", "adapter"}
     assert report([], 0, [], None) == RankReport(None)

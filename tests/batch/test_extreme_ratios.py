@@ -102,14 +102,14 @@ def test_gradient_and_value_equal_the_formulas_in_float64(name: str) -> None:
     result = evaluate(BUILT_IN[name], new, inputs_of(len(GRID), old_logprobs=old, advantages=advantages))
     assert_same(result.scores, gradient)
     inside = gradient.abs() <= LARGEST  # otherwise the step is skipped, for any value
-    assert_same(result.figures["loss"][inside], reference.detach()[inside])
-    for metric, values in result.figures.items():
+    assert_same(result.metrics["loss"][inside], reference.detach()[inside])
+    for metric, values in result.metrics.items():
         assert metric == "loss" or values.isfinite().all(), metric
     ratio = exp(new.double() - old.double()).clamp(max=LARGEST)
-    torch.testing.assert_close(result.figures["ratio"].double(), ratio, rtol=2e-4, atol=1e-37)
-    if "kl" in result.figures:
+    torch.testing.assert_close(result.metrics["ratio"].double(), ratio, rtol=2e-4, atol=1e-37)
+    if "kl" in result.metrics:
         kl = (exp(new.double() - old.double()) - 1 - (new.double() - old.double())).clamp(max=LARGEST)
-        torch.testing.assert_close(result.figures["kl"].double(), kl, rtol=2e-4, atol=1e-4)
+        torch.testing.assert_close(result.metrics["kl"].double(), kl, rtol=2e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -127,7 +127,7 @@ def test_old_probability_of_0_is_no_nan(name: str) -> None:
         "stable_reinforce": [math.inf] * 3,
     }[name]
     assert result.scores.tolist() == pytest.approx(expected)
-    assert all(figure.isfinite().all() for metric, figure in result.figures.items() if metric != "loss")
+    assert all(figure.isfinite().all() for metric, figure in result.metrics.items() if metric != "loss")
 
 
 def test_ratio_without_an_upper_clip_is_no_nan() -> None:
@@ -165,17 +165,17 @@ def test_dpo_equals_its_formula_in_float64(difference: float, sign: float) -> No
     (gradient,) = torch.autograd.grad(reference.sum(), exact)
     result = evaluate(BUILT_IN["dpo"], new, inputs_of(8, ref_logprobs=ref, **PAIRS))
     assert_same(result.scores, gradient)
-    assert_same(result.figures["loss"], reference.detach())
-    assert all(figure.isfinite().all() for figure in result.figures.values())
+    assert_same(result.metrics["loss"], reference.detach())
+    assert all(figure.isfinite().all() for figure in result.metrics.values())
 
 
 def test_reference_probability_of_0_settles_a_pair() -> None:
     ref = torch.zeros(8)
     ref[0], ref[4] = -math.inf, -math.inf  # of the chosen sample of the first pair, of the rejected one of the second
     result = evaluate(BUILT_IN["dpo"], torch.full((8,), -1.0), inputs_of(8, ref_logprobs=ref, **PAIRS))
-    assert result.figures["loss"].tolist() == [0.0, math.inf]
+    assert result.metrics["loss"].tolist() == [0.0, math.inf]
     assert result.scores.tolist() == pytest.approx([0.0] * 4 + [0.1, 0.1, -0.1, -0.1])
-    assert all(figure.isfinite().all() for metric, figure in result.figures.items() if metric != "loss")
+    assert all(figure.isfinite().all() for metric, figure in result.metrics.items() if metric != "loss")
 
 
 @pytest.mark.parametrize("size", [1.0, 91.0, 1e10, 1e19, 1e25, 1e38])
@@ -198,8 +198,8 @@ def test_losses_of_values_equal_their_formulas_in_float64(size: float) -> None:
         else:
             scores = result.scores
         assert_same(scores, gradient)
-        assert_same(result.figures["loss"], reference.detach(), rel=1e-3)
-        assert all(figure.isfinite().all() for metric, figure in result.figures.items() if metric != "loss")
+        assert_same(result.metrics["loss"], reference.detach(), rel=1e-3)
+        assert all(figure.isfinite().all() for metric, figure in result.metrics.items() if metric != "loss")
 
 
 @pytest.mark.parametrize("size", [1.0, 91.0, 2000.0, 3e38])
@@ -212,7 +212,7 @@ def test_bradley_terry_equals_its_formula_in_float64(size: float) -> None:
     pairs = torch.tensor([[0, 1], [2, 3]])
     result = evaluate(BUILT_IN["bradley_terry"], values, inputs_of(4, pairs=pairs))
     assert_same(result.scores, gradient)
-    assert_same(result.figures["loss"], reference.detach())
+    assert_same(result.metrics["loss"], reference.detach())
 
 
 # --- tokens of weight 0 ---

@@ -172,3 +172,33 @@ def test_pairs_are_positions_among_the_members():
     batch = build(samples, [3, 0, 1, 2], SequenceLayout(), BUILT_IN["dpo"], CPU)
     assert batch.pairs.tolist() == [[0, 1], [2, 3]]
     assert build(samples, [0, 1], SequenceLayout(), BUILT_IN["cross_entropy"], CPU).pairs.shape == (0, 2)
+
+
+@quick
+@given(**combinations)
+def test_mtp_targets_are_each_samples_own_shifted_by_one(packing, context, tensor, lengths):
+    samples = make(lengths)
+    batches = on_every_rank(lengths, packing, context, tensor, mtp=True)
+    total = sum(batches[0].padded_lengths)
+    joined = {name: torch.zeros(total) for name in ("input_ids", "targets", "weights", "padding")}
+    for batch in batches:
+        assert batch.mtp is not None
+        assert batch.mtp.input_ids.shape == batch.input_ids.shape
+        for name, values in joined.items():
+            values[batch.token_index] = getattr(batch.mtp, name).flatten().float()
+    columns = {"input_ids": "input_ids", "targets": "target_ids", "weights": "weights"}
+    for name, column in columns.items():
+        for sample, values in zip(samples, unpack(joined[name], batches[0]), strict=True):
+            assert values.tolist() == [*getattr(sample, column)[1:].tolist(), 0]
+    assert [values.tolist() for values in unpack(joined["padding"], batches[0])] == [
+        [0.0] * (length - 1) + [1.0] for length in lengths
+    ]
+    real = sum(lengths) - len(lengths)
+    assert int((joined["padding"] == 0).sum()) == int((joined["weights"] != 0).sum()) == real
+
+
+def test_dummy_batch_has_no_mtp_targets():
+    batch = build(make([5]), [0], SequenceLayout(), None, CPU, dummy=True, mtp=True)
+    assert batch.mtp is not None
+    assert not batch.mtp.weights.any()
+    assert build(make([5]), [0], SequenceLayout(), None, CPU).mtp is None

@@ -82,7 +82,7 @@ print('shared')
 
 
 def test_unknown_engine_error_lists_the_registered_ones(monkeypatch):
-    with pytest.raises(ConfigError, match="no 'megatorn'; there are megatron, single"):
+    with pytest.raises(ConfigError, match="unknown engine 'megatorn'; known: megatron, single"):
         engines.needs("megatorn")
     monkeypatch.setattr(engines, "_registry", dict(engines._registry))
     engines.register("own", megatron=True)

@@ -152,13 +152,13 @@ def test_doctor_names_the_prerequisite_whose_check_died(path: Path, monkeypatch:
     )
     monkeypatch.delenv("SIMNPU", raising=False)
     (check,) = checks.check_npu(60)
-    assert (check.name, check.status, check.found) == ("torch_npu", "fail", "exit code -9")
+    assert (check.name, check.status, check.result) == ("torch_npu", "fail", "exit code -9")
     refuses = "def look(stack, environment): raise KeyError('a fault of ours')\n"
     added = "from dataclasses import replace\nfrom megascend.bootstrap.mindspeed import prerequisites as p\n"
     added += "p.PREREQUISITES = (*p.PREREQUISITES[1:2], replace(p.PREREQUISITES[3], look=look))\n"
     write(path, {"sitecustomize.py": refuses + added})
     (check,) = checks.check_npu(60)
-    assert (check.name, check.status, check.found) == ("MindSpeed", "fail", "KeyError: 'a fault of ours'")
+    assert (check.name, check.status, check.result) == ("MindSpeed", "fail", "KeyError: 'a fault of ours'")
 
 
 @pytest.mark.parametrize(("torch", "message"), [("2.14.0", "2.14.0"), ("2.5.1", "2.5.1"), (None, "is not installed")])

@@ -10,7 +10,7 @@ from megascend.bootstrap import providers
 from megascend.bootstrap.providers import (
     PatchProvider,
     ProviderEntry,
-    Setup,
+    ProviderSetup,
     TransformerEngine,
     create,
     names,
@@ -36,8 +36,8 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers, "_registry", dict(providers._registry))
 
 
-def setup(platform: str) -> Setup:
-    return Setup(load(platform), STACKS[0], Parallel())
+def setup(platform: str) -> ProviderSetup:
+    return ProviderSetup(load(platform), STACKS[0], Parallel())
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,12 @@ def test_provider_is_chosen_by_name_or_import_path() -> None:
 
 
 def test_unknown_or_unsuitable_provider_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"no 'mindsped'; there are mindspeed, transformer_engine, reference"):
+    with pytest.raises(
+        ConfigError, match=r"unknown provider 'mindsped'; known: mindspeed, transformer_engine, reference"
+    ):
         create("mindsped", setup("npu"))
     with pytest.raises(
-        ConfigError, match=r"'mindspeed' is for platform npu, .* on 'cpu', for which there are reference"
+        ConfigError, match=r"'mindspeed' is for platform npu, .* on 'cpu'; providers for 'cpu': reference"
     ):
         create("mindspeed", setup("cpu"))
     with pytest.raises(ConfigError, match=r"'megascend\.nowhere:Provider' cannot be found"):

@@ -109,7 +109,7 @@ def test_first_failed_rank_is_named(tmp_path: Path) -> None:
     assert "rank 1 (far) failed first: OutOfMemoryError: CUDA out of memory" in text
     assert "then rank 0: PeerLostError" in text
     assert "lower batching.micro_batch_tokens" in text
-    assert "there is no complete checkpoint: start over" in text
+    assert "no complete checkpoint: start over" in text
     assert text.splitlines()[-1].strip() == "megascend train run.yaml --nproc 2 --overwrite"
 
 
@@ -295,7 +295,7 @@ def test_other_directories_are_refused(megascend, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"no run has written to this directory"):
         read_run(tmp_path)
-    with pytest.raises(ConfigError, match="there is no such directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         read_run(tmp_path / "missing")
     completed = megascend("doctor", "--run", tmp_path)
     assert completed.returncode == 2

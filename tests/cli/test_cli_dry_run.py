@@ -67,9 +67,9 @@ def test_dry_run_shows_samples_masks_and_statistics(megascend, folder: Path) -> 
     assert "4 ranks = tensor 1 x context 1 x data 4" in output
     [line] = [line for line in output.splitlines() if line.startswith("  parameters")]
     assert line.split() == ["parameters", "0.0", "MiB"]  # 45 thousand, in fp32, a quarter of them
-    for item in ("moments", "activations", "output head", "all", "recomputed"):
+    for item in ("moments", "activations", "output head", "total", "recomputed"):
         assert f"\n  {item} " in output
-    assert "this machine has for each rank" in output
+    assert "per rank on this machine" in output
     assert "data parallel ranks have no sample in a step" in output
     assert "schedule.total_steps: 4 ends before the 6 steps do" in output
     assert not (folder / "out").exists()

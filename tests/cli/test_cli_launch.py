@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megascend.app.preflight import check_processes
-from megascend.cli.launch import WorkerError, launch, why_not_started
+from megascend.cli.launch import WorkerError, launch, start_failure
 from megascend.errors import ConfigError, DataError, PlatformError
 from megascend.platforms.cpu import CpuPlatform
 from megascend.testing import faults
@@ -63,7 +63,7 @@ def test_full_shared_memory_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(PlatformError, match=r"--nproc 2: the processes cannot be started: .*No space left on device"):
         launch(ranks_see_torchrun_variables, "hello", nproc=2)
     with faults.full_disk(4096) as disk:
-        message = why_not_started(OSError(errno.ENOSPC, "No space left on device"), 2, disk)
+        message = start_failure(OSError(errno.ENOSPC, "No space left on device"), 2, disk)
     assert f"{disk} is full, and about 128 KiB of it are needed" in message
     assert "--shm-size" in message
 

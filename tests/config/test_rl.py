@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megascend.config.rl import Rollout
+from megascend.config.rl import RlConfig, Rollout
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,16 @@ from megascend.config.rl import Rollout
     ],
 )
 def test_groups_without_signal_are_bounded_by_ten_batches_or_by_the_setting(settings, bound) -> None:
-    assert Rollout(prompts="p.jsonl", reward="m:f", **settings).most_equal == bound
+    assert Rollout(prompts="p.jsonl", reward="m:f", **settings).max_equal_groups == bound
+
+
+def test_router_replay_needs_engines_that_return_experts() -> None:
+    settings = {
+        "model": "m",
+        "output": "o",
+        "steps": 1,
+        "rollout": {"prompts": "p", "reward": "m:f", "router_replay": True},
+    }
+    with pytest.raises(ValueError, match=r"rollout\.router_replay needs engines that return the experts of each token"):
+        RlConfig(**settings)
+    assert RlConfig(**settings, engines=("http://host:8000",)).rollout.router_replay

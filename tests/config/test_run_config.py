@@ -57,8 +57,8 @@ UNHELPFUL: dict[str, str] = {
     "batch_size=4": r"batch_size: unknown setting \(value 4\), did you mean data\.global_batch_size",
     "warmup_steps=4": r"did you mean schedule\.warmup_steps or lora\.schedule\.warmup_steps",
     "parallel.lr=4": r"parallel\.lr: unknown setting \(value 4\), did you mean optimizer\.lr",
-    "engine=fdsp": r"engine: there is no 'fdsp', did you mean fsdp\? there are megatron, single, fsdp",
-    "engine=deepspeed": r"engine: there is no 'deepspeed'; there are megatron, single, fsdp",
+    "engine=fdsp": r"unknown engine 'fdsp', did you mean fsdp\? Known: megatron, single, fsdp",
+    "engine=deepspeed": r"unknown engine 'deepspeed'; known: megatron, single, fsdp",
     "trackers=[wanb]": r"trackers: unknown tracker 'wanb', did you mean wandb\? Available: tensorboard, wandb",
 }
 
@@ -88,5 +88,5 @@ def test_names_are_checked_without_importing_packages(tmp_path):
         timeout=120,
         check=True,
     )
-    assert "engine: there is no 'fdsp'" in completed.stdout.splitlines()[0]
+    assert "unknown engine 'fdsp'" in completed.stdout.splitlines()[0]
     assert completed.stdout.splitlines()[1] == "[]"

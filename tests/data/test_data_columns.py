@@ -258,7 +258,7 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     "half a form": ({"prompt": "x"}, "found: prompt"),
     "two forms": (
         {"text": "x", "messages": list(CHAT)},
-        "exactly one.*found: messages, text; say which to read with data.columns",
+        "exactly one.*found: messages, text; choose the ones to read with data.columns",
     ),
     "empty text": ({"text": " "}, "'text' must be a string that is not empty"),
     "text is a number": ({"text": 3}, "found 3"),

@@ -128,7 +128,7 @@ BAD = {
     "no epochs": ({"epochs": 0}, "epochs"),
     "warm-up of the whole run": (
         {"steps": 5, "schedule": {"kind": "cosine", "warmup_steps": 5}},
-        "warmup_steps: 5 takes all of the 5 steps",
+        "warmup_steps: 5 leaves none of the run's 5 steps",
     ),
     "two validation sets": (
         {"validation": {"path": "v", "fraction": 0.1}},
@@ -150,5 +150,5 @@ def test_impossible_settings_raise_config_error(name: str) -> None:
 def test_warmup_longer_than_the_epochs_raises_config_error() -> None:
     config = RunConfig.model_validate(RUN | {"epochs": 1, "schedule": {"kind": "cosine", "warmup_steps": 5}})
     assert config.for_samples(24).schedule.total_steps == 6
-    with pytest.raises(ConfigError, match=r"schedule\.warmup_steps: 5 takes all of the 5 steps"):
+    with pytest.raises(ConfigError, match=r"schedule\.warmup_steps: 5 leaves none of the run's 5 steps"):
         config.for_samples(20)

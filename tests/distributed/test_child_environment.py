@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megascend.app import ahead
 from megascend.cli.checks import run_python
 from megascend.distributed.launch import Launch, child_environment, plain_environment
 from megascend.platforms import cpu_products
@@ -70,7 +69,6 @@ CHILDREN: dict[str, Callable[[Path], dict[str, str]]] = {
     "local engine and other guarded processes": guarded_environment,
     "vLLM": lambda folder: engine_environment(sys.executable),
     "self-check and reference programs": lambda folder: plain_environment(),
-    "compiler of kernels": lambda folder: ahead.compiler_environment(),
     "acceptance": acceptance_environment,
     "doctor": doctor_environment,
 }

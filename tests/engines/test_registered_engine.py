@@ -124,7 +124,7 @@ def test_a_run_file_names_its_plug_in_and_the_engine(checkpoint: Path, tmp_path:
 
     missing = command(tmp_path, "train", "run.yaml")
     assert missing.returncode == 2
-    assert "no package 'bigram'" in missing.stderr
+    assert "package 'bigram' is not installed" in missing.stderr
     assert "PYTHONPATH" in missing.stderr
 
     completed = command(tmp_path, "train", "run.yaml", "--nproc", "2", path=str(OUTSIDE))
@@ -155,7 +155,7 @@ def test_engine_names_are_unique_and_unknown_names_raise(monkeypatch: pytest.Mon
             ConfigError, match=f"another engine is called '{name}'; names in use: megatron, single, fsdp, mine"
         ):
             register_engine(name, lambda model: None)
-    with pytest.raises(ConfigError, match="no 'theirs'; there are megatron, single, fsdp, mine"):
+    with pytest.raises(ConfigError, match="unknown engine 'theirs'; known: megatron, single, fsdp, mine"):
         backends.make_backend("theirs")
     with pytest.raises(ConfigError, match="version table has no numpy"):
         register_engine("other", RegisteredBackend, packages=["numpy"])

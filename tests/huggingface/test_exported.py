@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megascend.huggingface.exported import FusedPart, differences, extra_tensors, fused_part
+from megascend.huggingface.exported import (
+    FusedPart,
+    derived_tensors,
+    differences,
+    fused_part,
+    prediction_tensors,
+)
 from megascend.huggingface.files import TensorHeader
 
 SOURCE = {
@@ -59,7 +65,7 @@ def test_differences_are_named(changes, dtype, expected):
 def test_extra_tensors_belong_to_no_layer_of_the_model(name, extra):
     sizes = {"num_hidden_layers": 4, "num_nextn_predict_layers": 2}
     for config in (sizes, {"text_config": sizes}):
-        assert extra_tensors(config, [name]) == ([name] if extra else [])
+        assert prediction_tensors(config, [name]) + derived_tensors([name]) == ([name] if extra else [])
 
 
 def test_fused_part_requires_the_fused_tensor_in_the_source():

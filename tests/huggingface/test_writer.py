@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from megascend.errors import CheckpointError
 from megascend.huggingface import safetensors_writer
-from megascend.huggingface.exported import extra_tensors
+from megascend.huggingface.exported import prediction_tensors
 from megascend.huggingface.files import WEIGHT_INDEX, read_config, tensor_headers
 from megascend.huggingface.info import ModelInfo, ModelShape
 from megascend.huggingface.safetensors_writer import SafetensorsWriter
@@ -147,7 +147,7 @@ WEIGHTS = {
 def info_of(source: Path) -> ModelInfo:
     """Build the ModelInfo that an engine has for a checkpoint with these layers."""
     headers = tensor_headers(source)
-    extra = {name: headers.pop(name) for name in extra_tensors(read_config(source), headers)}
+    extra = {name: headers.pop(name) for name in prediction_tensors(read_config(source), headers)}
     shape = ModelShape(4, num_layers=2, num_heads=1, num_query_groups=1, vocab_size=8, ffn_hidden_size=8)
     return ModelInfo(shape, headers, 0, 0, 4, extra=extra)
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 from megascend.errors import ConfigError, DataError
-from megascend.integrations.skyrl.batches import pass_of, sample_request_of
+from megascend.integrations.skyrl.batches import pass_of, sample_output, sample_request_of
 from megascend.integrations.skyrl.launch import engine_command, settings_from
 from megascend.integrations.skyrl.settings import BackendConfig, settings_of
+from megascend.sampling.request import SampledSequence, SampleResult
 
 
 def batch_of(loss: str, settings: Any = None, kind: str = "encoded_text", **fields: Any) -> SimpleNamespace:
@@ -99,3 +101,36 @@ def test_settings_and_the_engines_command() -> None:
     assert (settings_from(words).model.name, settings_from(words).max_rank) == ("model", 4)
     with pytest.raises(ValueError, match="Extra inputs"):
         BackendConfig(tensor_parallel_size=2)  # type: ignore[call-arg]
+
+
+class Output030(BaseModel):
+    """Fields of ``skyrl.tinker.types.SampleOutput`` in 0.3.0."""
+
+    sequences: list[dict[str, Any]]
+    prompt_logprobs: list[float] | None = None
+
+
+class Output(BaseModel):
+    """Fields of ``skyrl.tinker.types.SampleOutput`` after 0.3.0."""
+
+    sequences: list[dict[str, Any]]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+
+
+def test_answers_have_the_prompt_logprobs_that_the_version_can_hold() -> None:
+    result = SampleResult(
+        samples=(SampledSequence((7, 8), (-0.5, -1.5), "length"),),
+        prompt_logprobs=(None, -2.0),
+        topk_prompt_logprobs=(None, ((4, -0.1), (9, -2.0))),
+    )
+    sequences = [{"stop_reason": "length", "tokens": [7, 8], "logprobs": [-0.5, -1.5]}]
+    old, new = sample_output(result, Output030), sample_output(result, Output)
+    assert old.model_dump() == {"sequences": sequences, "prompt_logprobs": [0.0, -2.0]}
+    assert new.model_dump() == {
+        "sequences": sequences,
+        "prompt_logprobs": [None, -2.0],
+        "topk_prompt_logprobs": [None, [(4, -0.1), (9, -2.0)]],
+    }
+    without = sample_output(SampleResult(samples=result.samples), Output)
+    assert (without.prompt_logprobs, without.topk_prompt_logprobs) == (None, None)

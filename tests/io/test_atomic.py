@@ -29,7 +29,7 @@ from megascend.io.atomic import (
     vacant,
 )
 from megascend.io.hashing import digest
-from megascend.io.paths import is_mount_point, why_not_writable
+from megascend.io.paths import is_mount_point, unwritable_reason
 from megascend.io.shared import cached, prune
 from megascend.testing import faults
 
@@ -162,7 +162,7 @@ def test_circular_links_raise_os_error(tmp_path):
         write(tmp_path / "one", "x")
     with pytest.raises(OSError, match="symbolic links"), replacing(tmp_path / "one"):
         pass
-    assert "symbolic links" in (why_not_writable(tmp_path / "one" / "below") or "")
+    assert "symbolic links" in (unwritable_reason(tmp_path / "one" / "below") or "")
     assert (tmp_path / "one").is_symlink()
 
 
@@ -284,7 +284,7 @@ def test_interrupted_replacement_is_undone_before_the_target_is_checked(tmp_path
 
 def test_name_that_the_locale_cannot_encode_is_reported(tmp_path):
     program = (
-        "import pathlib as p; from megascend.io.paths import why_not_writable as w; print(w(p.Path('x', chr(252))))"
+        "import pathlib as p; from megascend.io.paths import unwritable_reason as w; print(w(p.Path('x', chr(252))))"
     )
     variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     completed = subprocess.run(

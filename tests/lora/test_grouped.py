@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megascend.lora import grouped
-from megascend.lora.grouped import GroupedLinear, Segments, accumulate, product
+from megascend.lora.grouped import SegmentedLinear, Segments, accumulate, product
 from megascend.lora.segments import by_expert_and_adapter, cut, token_segments, tokens_per_adapter
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_gradients_equal_autograds(counts, with_base):
     rows = torch.randn(5, 4, requires_grad=True)
     weights, base = torch.randn(count, 4, 3), torch.randn(5, 3, requires_grad=True) if with_base else None
     grads, grad = torch.full((count, 4, 3), 0.5), torch.randn(5, 3)
-    GroupedLinear.apply(rows, weights, grads, segments, base).backward(grad)
+    SegmentedLinear.apply(rows, weights, grads, segments, base).backward(grad)
     gradients = rows.grad, None if base is None else base.grad
 
     rows.grad = None

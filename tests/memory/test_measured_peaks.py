@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -13,6 +14,8 @@ from types import ModuleType
 import pytest
 
 from megascend.testing import run_distributed, write_tiny_checkpoint
+from support.covering import first_stack_required
+from support.prediction_head import add_prediction_head
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "measure_memory.py"
 
@@ -64,6 +67,9 @@ LATENT = {
 }
 
 
+HEADS = {"one process": "packed", "recomputed": "recomputed", "stages": "pp2", "tensor parallel": "tp2 sequence"}
+
+
 @pytest.mark.parametrize("name", ["packed", pytest.param("dense", marks=pytest.mark.nightly), "lora", "tp2"])
 def test_estimate_of_latent_attention_is_close_to_the_peak(
     megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, name: str
@@ -77,6 +83,31 @@ def test_estimate_of_latent_attention_is_close_to_the_peak(
     peak = max(rank.peak for rank in ranks)
     assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
     assert not any("MLA" in remark for remark in expected.remarks)
+
+
+@first_stack_required
+@pytest.mark.parametrize(
+    "settings", [name if name == "stages" else pytest.param(name, marks=pytest.mark.nightly) for name in HEADS]
+)
+def test_estimate_counts_a_prediction_head(
+    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, settings: str
+):
+    sizes = {name: script.SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    folder = tmp_path_factory.mktemp("head")
+    source = write_tiny_checkpoint(
+        folder / "source", "deepseek_v3", max_position_embeddings=4096, num_hidden_layers=3, **sizes, **LATENT
+    )
+    model = add_prediction_head(source, folder / "model")
+    expected, peaks = {}, {}
+    for mtp in ("keep", "train"):
+        case = script.CASES[HEADS[settings]]
+        case = dataclasses.replace(case, settings=case.settings | {"mtp": mtp})
+        expected[mtp] = script.estimate_of(case, "cpu", model).tensors
+        ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+        peaks[mtp] = max(rank.peak for rank in ranks)
+    assert script.LOWEST <= expected["train"] / peaks["train"] - 1 <= script.HIGHEST, (expected, peaks)
+    more = (expected["train"] - expected["keep"]) / (peaks["train"] - peaks["keep"])
+    assert script.LOWEST <= more - 1 <= script.HIGHEST, (expected, peaks)
 
 
 @pytest.mark.nightly

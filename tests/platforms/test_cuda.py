@@ -26,7 +26,7 @@ def test_device_that_fails_to_start_is_ignored_by_start_ahead(monkeypatch: pytes
 
     monkeypatch.setattr(torch.cuda, "device_count", count)
     threads = set(threading.enumerate())
-    CudaPlatform().start_ahead(0)
+    CudaPlatform().warm_up(0)
     for thread in set(threading.enumerate()) - threads:
         thread.join(60)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -122,7 +122,7 @@ def test_update_is_active_and_responses_report_its_version(server, weights, refe
             assert (completion.first_version, completion.last_version) == (1, 1)
             sequence = [*TOKENS[:12], *completion.tokens]
             assert far(completion.logprobs, reference.logprobs(new, sequence, begin=12)) < BOUND
-        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is in force"):
+        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is already active"):
             await push(engine, listener, weights, 1)
         await assert_in_force(engine, new_values, 1)
         await push(engine, listener, weights, 2)
@@ -301,9 +301,7 @@ def test_failed_commit_restores_the_previous_weights(server, weights, reference,
         await asyncio.sleep(0.2)
         server.fault.write_text("load")
         try:
-            with pytest.raises(
-                CommitError, match=r"no sixth tensor.*The weights from before it are in force"
-            ) as caught:
+            with pytest.raises(CommitError, match=r"no sixth tensor.*The weights from before it are active") as caught:
                 await push(engine, listener, changed(weights, 4), 2)
             assert not isinstance(caught.value, NotServingError)
         finally:

@@ -207,7 +207,6 @@ def test_zigzag_layout() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "named"),
     [
-        ({"softmax_type": "learnable"}, "softmax_type"),
         ({"softmax_type": "off-by-one"}, "softmax_type"),
         ({"return_max_logit": True}, "qk_clip"),
         ({"cp_group": [None, None]}, "hierarchical"),

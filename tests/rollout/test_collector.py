@@ -124,7 +124,7 @@ def test_prompt_failed_by_all_engines_raises_the_engines_error(monkeypatch):
 def test_groups_without_signal_end_the_run_at_the_bound(reward, expected, monkeypatch, caplog):
     engine = Engine("one")
     with (
-        collecting(monkeypatch, engine, reward=reward, most_equal=40) as rollouts,
+        collecting(monkeypatch, engine, reward=reward, max_equal_groups=40) as rollouts,
         caplog.at_level(logging.WARNING),
         pytest.raises(DataError, match="step 1: the last 40 groups have no learning signal") as raised,
     ):
@@ -148,7 +148,7 @@ def test_truncated_responses_are_reported(monkeypatch):
             ]
 
     with (
-        collecting(monkeypatch, CutOff("one"), reward=lambda response, prompt: 0.0, most_equal=4) as rollouts,
+        collecting(monkeypatch, CutOff("one"), reward=lambda response, prompt: 0.0, max_equal_groups=4) as rollouts,
         pytest.raises(DataError, match="8 of them were cut off at max_tokens: 1"),
     ):
         rollouts.take(0, DEADLINE_S)
@@ -157,7 +157,7 @@ def test_truncated_responses_are_reported(monkeypatch):
 def test_group_with_signal_resets_the_count(monkeypatch):
     """Give every seventh prompt a signal: the limit of 11 is never reached and batches of four fill."""
     reward = lambda response, prompt: float(response) * (prompt["prompt"] % 7 == 6)  # noqa: E731
-    with collecting(monkeypatch, Engine("one"), reward=reward, most_equal=11) as rollouts:
+    with collecting(monkeypatch, Engine("one"), reward=reward, max_equal_groups=11) as rollouts:
         groups = rollouts.take(0, DEADLINE_S)
     assert groups is not None
     assert [group.number % 7 for group in groups] == [6, 6, 6, 6]
@@ -166,7 +166,7 @@ def test_group_with_signal_resets_the_count(monkeypatch):
 @pytest.mark.parametrize("bounded", [True, False], ids=["kept", "no bound"])
 def test_groups_without_signal_are_warned_of_without_a_bound(bounded, monkeypatch, caplog):
     """Warn also where the groups are trained on."""
-    settings = {"drop_equal": False, "most_equal": 8} if bounded else {}
+    settings = {"drop_equal": False, "max_equal_groups": 8} if bounded else {}
     reward = lambda response, prompt: float(response) * (prompt["prompt"] >= 50)  # noqa: E731
     engine = Engine("one")
     with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine, reward=reward, **settings) as rollouts:
@@ -197,11 +197,11 @@ def test_a_reward_that_never_returns_is_named(monkeypatch):
 
     with collecting(monkeypatch, Engine("one"), reward=stuck, locate=lambda prompt: "p.jsonl:3") as rollouts:
         assert rollouts.take(0, 0.2) is None
-        assert "stuck has not returned for 0 s for the prompt at p.jsonl:3" in rollouts.hold_up()
+        assert "stuck has not returned for 0 s for the prompt at p.jsonl:3" in rollouts.describe_wait()
         never.set()
     with collecting(monkeypatch, Engine("one")) as rollouts:
         assert rollouts.take(0, DEADLINE_S) is not None
-        assert rollouts.hold_up() == "no engine has answered"
+        assert rollouts.describe_wait() == "no engine has answered"
         assert rollouts.graded() >= 4
 
 

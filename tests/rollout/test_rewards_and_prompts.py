@@ -80,7 +80,7 @@ def test_unusable_rewards_raise_config_error(code: Path) -> None:
         f"{code}:stream": "stream is async",
         f"{code}:waiting": "waiting is async",
         "no.such.module:f": "cannot be imported: ModuleNotFoundError",
-        str(code.parent / "none.py:f"): "there is no file",
+        str(code.parent / "none.py:f"): "does not exist",
     }.items():
         with pytest.raises(ConfigError, match=message):
             load_reward(name)

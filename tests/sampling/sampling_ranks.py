@@ -36,7 +36,7 @@ def sampled(
             for name, path in adapters.items():
                 backend.load_adapter(name, path)
             sampler = megascend.Sampler(backend)
-            return sampler.generate(requests), sampler.why_no_cache
+            return sampler.generate(requests), sampler.cache_unsupported_reason
 
     if ranks == 1:
         return [on_rank()]

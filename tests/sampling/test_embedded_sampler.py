@@ -159,7 +159,7 @@ def sampled(
             backend.load_adapter(name, path)
         sampler = Sampler(backend, decode=letters, cache=cache)
         results = [sampler.generate(call) for call in calls]
-        assert (sampler.why_no_cache is None) == (cache and parallel.context == 1)
+        assert (sampler.cache_unsupported_reason is None) == (cache and parallel.context == 1)
         return results
 
 
@@ -303,8 +303,8 @@ def test_engines_without_megatron_sample_the_same(checkpoint, adapters, single_r
         completed = run_forked(RANKS, tmp_path / "job", tmp_path / "result", timeout_s=120)
         assert completed.returncode == 0, completed.stderr[-4000:]
         ranks_results = torch.load(tmp_path / "result", weights_only=False)
-        results, why_no_cache = ranks_results[0]
-        assert why_no_cache is None
+        results, cache_unsupported_reason = ranks_results[0]
+        assert cache_unsupported_reason is None
         same(results, [single_rank[0][number] for number in numbers])
         assert ranks_results == [ranks_results[0]] * ranks
 

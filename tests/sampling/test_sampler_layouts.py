@@ -27,7 +27,7 @@ def sampled(case: Case, checkpoint: Path) -> tuple[list[SampleResult], bool]:
 
     with case_backend(case, checkpoint) as backend:
         sampler = Sampler(backend)
-        return sampler.generate(REQUESTS), sampler.why_no_cache is None
+        return sampler.generate(REQUESTS), sampler.cache_unsupported_reason is None
 
 
 def reference(checkpoint: Path, sequences: list[list[int]]) -> list[torch.Tensor]:

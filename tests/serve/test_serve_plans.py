@@ -268,5 +268,5 @@ def test_a_port_that_is_taken_is_found_out_before_the_model_is_loaded(tmp_path) 
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port} cannot be listened on: .*; choose another --port"):
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*; choose another --port"):
             check_address(ServeConfig(model=tmp_path, port=port))

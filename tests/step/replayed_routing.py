@@ -44,19 +44,19 @@ class Block(nn.Module):
                 .scatter(1, best, 1.0)
                 .repeat_interleave(scores.shape[1] // self.config.n_group, dim=1)
             )
-            own = biased.masked_fill(allowed == 0, 0.0).topk(k).indices
+            indices = biased.masked_fill(allowed == 0, 0.0).topk(k).indices
         elif self.kind == "ernie4_5_moe":
             scores = logits.softmax(-1)
-            own = (scores + self.block.gate.moe_statics.e_score_correction_bias).topk(k).indices
+            indices = (scores + self.block.gate.moe_statics.e_score_correction_bias).topk(k).indices
         else:
             scores = logits.softmax(-1)
-            own = scores.topk(k).indices
-        chosen = own
+            indices = scores.topk(k).indices
+        chosen = indices
         if self.chosen is not None:
-            known = self.chosen[:, :1] >= 0
-            differs = (own.sort(-1).values != self.chosen.sort(-1).values).any(-1, keepdim=True)
-            self.changed.append((int((differs & known).sum()), int(known.sum())))
-            chosen = torch.where(known, self.chosen, own)
+            recorded = self.chosen[:, :1] >= 0
+            differs = (indices.sort(-1).values != self.chosen.sort(-1).values).any(-1, keepdim=True)
+            self.changed.append((int((differs & recorded).sum()), int(recorded.sum())))
+            chosen = torch.where(recorded, self.chosen, indices)
         weights = scores.gather(1, chosen)
         weights = weights / weights.sum(-1, keepdim=True)
         weights = weights * getattr(self.config, "routed_scaling_factor", 1.0)

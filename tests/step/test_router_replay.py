@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -186,6 +187,15 @@ def test_choices_that_do_not_fit_the_model_are_refused(
 def test_sample_checks_its_experts(experts: Any) -> None:
     with pytest.raises(DataError, match="routed_experts"):
         Sample(list(range(5)), list(range(5)), [1.0] * 5, routed_experts=experts)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int64"])
+def test_experts_of_vllm_and_skyrl_are_taken_as_they_are(dtype: str) -> None:
+    """Both return a numpy array of unsigned integers, with a row for each token but the last."""
+    rows = np.arange(5 * 4 * 2).reshape(5, 4, 2).astype(dtype) + (300 if dtype != "uint8" else 0)
+    sample = Sample.causal(list(range(6)), routed_experts=rows)
+    assert sample.routed_experts.dtype == torch.int16
+    assert sample.routed_experts.tolist() == rows.tolist()
 
 
 def test_dense_model_refuses_experts(parity_folder: Path) -> None:

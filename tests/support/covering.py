@@ -19,6 +19,9 @@ FIRST_STACK_ONLY: list[pytest.MarkDecorator] = [] if FIRST_STACK else [pytest.ma
 """Marks of a parameter that is nightly on the second stack."""
 
 
+first_stack_required = pytest.mark.skipif(not FIRST_STACK, reason="the feature needs megatron-core 0.16")
+
+
 def first_stack_only(test: T) -> T:
     """Mark a test as nightly on the second stack."""
     return test if FIRST_STACK else pytest.mark.nightly(test)

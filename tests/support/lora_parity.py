@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -65,12 +65,14 @@ class PeftTrajectory:
         losses, grad_norms: of every step, before clipping; empty without training.
         logits: of the initial adapter, one fp32 [length, vocabulary] a sample.
         factors: after the last step, by Hugging Face name.
+        gradients: of the first step, after clipping, as ``factors``; empty where they were not kept.
     """
 
     losses: list[float]
     grad_norms: list[float]
     logits: list[Tensor]
     factors: dict[str, Factors]
+    gradients: dict[str, Factors] = field(default_factory=dict)
 
 
 def peft_reference(
@@ -116,13 +118,42 @@ def peft_reference(
     }
     tensors = load_file(reference(folder, Path(__file__).with_name("peft_reference.py"), job))
     config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
-    trained = {key.removeprefix("adapter."): value for key, value in tensors.items() if key.startswith("adapter.")}
+
+    def factors(prefix: str) -> dict[str, Factors]:
+        named = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        return to_factors(named, config["r"], config.get("target_parameters") or [])
+
     return PeftTrajectory(
         tensors["losses"].tolist() if steps else [],
         tensors["grad_norms"].tolist() if steps else [],
         [tensors[f"logits.{index}"] for index in range(len(tokens))],
-        to_factors(trained, config["r"], config.get("target_parameters") or []),
+        factors("adapter."),
+        factors("gradient.") if steps else {},
     )
+
+
+def peft_gradients(folder: Path, checkpoint: Path, adapter: Path, tokens: list[list[int]]) -> dict[str, Factors]:
+    """Return the gradients of ``adapter``'s factors in the first step under peft, before clipping, by Hugging Face name.
+
+    Args: as :func:`peft_reference`.
+    """
+    from safetensors.torch import load_file
+
+    contents = b"".join((adapter / name).read_bytes() for name in (CONFIG, WEIGHTS))
+    job = {
+        "checkpoint": str(checkpoint),
+        "adapter": str(adapter),
+        "adapter_sha256": hashlib.sha256(contents).hexdigest(),
+        "samples": [{"token_ids": ids, "prompt_length": PROMPT} for ids in tokens],
+        "steps": 0,
+        "gradients": True,
+    }
+    tensors = load_file(reference(folder, Path(__file__).with_name("peft_reference.py"), job))
+    config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
+    gradients = {
+        key.removeprefix("gradients."): value for key, value in tensors.items() if key.startswith("gradients.")
+    }
+    return to_factors(gradients, config["r"], config.get("target_parameters") or [])
 
 
 # --- one adapter against peft ---
@@ -219,7 +250,7 @@ def run_mixed(case: Case, checkpoint: Path, adapters: Sequence[Path], steps: int
 def train_mixed(backend: Backend, adapters: Sequence[Path], steps: int, out: Path) -> list[PeftTrajectory]:
     """Train several adapters in the same batches on one rank, each on its share of the tokens; return their trajectories.
 
-    Adapters stay in the backend as ``tenant-0`` and so on.
+    Adapters stay in the backend as ``tenant-0`` and so on. Gradients are read from Adam's first moments after the first step.
     """
     from megascend.lora import peft_format
 
@@ -233,14 +264,32 @@ def train_mixed(backend: Backend, adapters: Sequence[Path], steps: int, out: Pat
     samples = backend.shard(batch)
     losses: dict[str, list[float]] = {name: [] for name in names}
     norms: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(steps):
+    gradients: dict[str, dict[str, Factors]] = {}
+    for number in range(steps):
         result, step = backend.forward_backward(samples), backend.optimizer_step()
         for name in names:
             losses[name].append(result.adapters[name].loss)
             norms[name].append(step.adapters[name].grad_norm)
+            if number == 0:
+                backend.save_adapter(name, out / f"{name}-first")
+                gradients[name] = first_gradients(out / f"{name}-first")
     for name in names:
         backend.save_adapter(name, out / name)
-    return [PeftTrajectory(losses[name], norms[name], [], peft_format.read(out / name)[1]) for name in names]
+    return [
+        PeftTrajectory(losses[name], norms[name], [], peft_format.read(out / name)[1], gradients.get(name, {}))
+        for name in names
+    ]
+
+
+def first_gradients(saved: Path) -> dict[str, Factors]:
+    """Return the clipped gradients of an adapter that was saved after its first step with the default beta of 0.9."""
+    from megascend.lora import adapter_io
+    from megascend.lora.factors import Factors
+
+    moments = adapter_io.read(saved, optimizer=True).moments
+    if moments is None:
+        raise DistributedTestError(f"{saved} has no optimizer state")
+    return {name: Factors(first.a / 0.1, first.b / 0.1) for name, first in moments[0].items()}
 
 
 def share_of(number: int, count: int) -> list[list[int]]:
@@ -253,13 +302,14 @@ class AdapterDifferences:
     """Largest absolute differences to peft; ``logits`` is None where the case does not compare them.
 
     ``factors`` is relative: the L2 norm of a trained factor's difference over the factor's. (Single elements whose gradient is
-    near 0 get a step of Adam's in the direction of its rounding.)
+    near 0 get a step of Adam's in the direction of its rounding.) ``gradients`` likewise, of the first step's.
     """
 
     loss: float
     grad_norm: float
     factors: float
     logits: float | None
+    gradients: float | None = None
 
 
 def adapter_differences(trajectory: PeftTrajectory, reference: PeftTrajectory) -> AdapterDifferences:
@@ -268,18 +318,23 @@ def adapter_differences(trajectory: PeftTrajectory, reference: PeftTrajectory) -
         raise DistributedTestError(
             f"adapted layers differ: {sorted(trajectory.factors.keys() ^ reference.factors.keys())}"
         )
-    pairs = [(trajectory.factors[name], reference.factors[name]) for name in reference.factors]
     pairs_of_logits = zip(trajectory.logits, reference.logits, strict=True) if trajectory.logits else ()
     logits = [float((a - b).abs().max()) for a, b in pairs_of_logits]
     return AdapterDifferences(
         loss=max(abs(a - b) for a, b in zip(trajectory.losses, reference.losses, strict=True)),
         grad_norm=max(abs(a - b) for a, b in zip(trajectory.grad_norms, reference.grad_norms, strict=True)),
-        factors=max(
-            float((value - reference_value).norm() / reference_value.norm())
-            for factors, expected in pairs
-            for value, reference_value in ((factors.a, expected.a), (factors.b, expected.b))
-        ),
+        factors=largest_difference(trajectory.factors, reference.factors),
         logits=max(logits) if logits else None,
+        gradients=largest_difference(trajectory.gradients, reference.gradients) if trajectory.gradients else None,
+    )
+
+
+def largest_difference(values: dict[str, Factors], expected: dict[str, Factors]) -> float:
+    """Return the largest L2 norm of a factor's difference over that of the expected factor."""
+    return max(
+        float((value - reference).norm() / reference.norm())
+        for name, factors in expected.items()
+        for value, reference in ((values[name].a, factors.a), (values[name].b, factors.b))
     )
 
 

@@ -4,7 +4,8 @@
 
 JOB names a checkpoint, a PEFT adapter directory, samples (token ids and prompt lengths) and optimizer settings; with
 ``steps`` 0 nothing is trained. RESULT holds the first logits of every sample, the losses and gradient norms of every step,
-and as ``adapter.KEY`` the adapter's tensors after the last step, under the names that peft saves them by.
+and as ``adapter.KEY`` the adapter's tensors after the last step, under the names that peft saves them by; as ``gradient.KEY`` the
+gradients of the first step after clipping, and with ``gradients`` as ``gradients.KEY`` those before.
 """
 
 from __future__ import annotations
@@ -35,12 +36,32 @@ def main(job_path: str, result_path: str) -> None:
         for index, sample in enumerate(samples):
             tokens = torch.tensor(sample["token_ids"])
             result[f"logits.{index}"] = model(input_ids=tokens[None, :-1]).logits[0].contiguous()
+    if job.get("gradients"):
+        model.train()
+        batch_loss(model, samples).backward()
+        result |= {f"gradients.{key}": tensor for key, tensor in gradients(model).items()}
+        model.zero_grad()
     if job["steps"]:
-        losses, norms = train(model, samples, job)
+        losses, norms, clipped = train(model, samples, job)
         result["losses"], result["grad_norms"] = torch.tensor(losses), torch.tensor(norms)
+        for key, tensor in get_peft_model_state_dict(model, state_dict=clipped).items():
+            result[f"gradient.{key}"] = tensor.contiguous()
     for key, tensor in get_peft_model_state_dict(model).items():
         result[f"adapter.{key}"] = tensor.detach().contiguous()
     save_file(result, result_path)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Return the factors' gradients under the names that peft saves the factors by."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    values = [parameter.detach().clone() for parameter in trained]
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.copy_(parameter.grad)
+        saved = {key: tensor.detach().clone().contiguous() for key, tensor in get_peft_model_state_dict(model).items()}
+        for parameter, value in zip(trained, values, strict=True):
+            parameter.copy_(value)
+    return saved
 
 
 def load(checkpoint: str, adapter: str) -> Any:
@@ -62,14 +83,20 @@ def keep_keys() -> None:
     transformers_weight_conversion.build_peft_weight_mapping = lambda *arguments, **options: []
 
 
-def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms (before clipping) of ``job["steps"]`` steps on the same samples."""
+def train(
+    model: Any, samples: list[dict[str, Any]], job: dict[str, Any]
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Train ``job["steps"]`` steps on the same samples.
+
+    Returns:
+        Losses, gradient norms before clipping, and the first step's gradients after clipping by parameter.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=job["lr"], betas=(0.9, 0.999), eps=1e-8, weight_decay=job["weight_decay"]
     )
     model.train()
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for step in range(job["steps"]):
         if job.get("learning_rates"):
             optimizer.param_groups[0]["lr"] = job["learning_rates"][step]
@@ -78,8 +105,14 @@ def train(model: Any, samples: list[dict[str, Any]], job: dict[str, Any]) -> tup
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, job["max_grad_norm"] or float("inf"))))
         losses.append(float(loss.detach()))
+        if step == 0:
+            gradients = {
+                name: parameter.grad.clone()
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad and parameter.grad is not None
+            }
         optimizer.step()
-    return losses, norms
+    return losses, norms, gradients
 
 
 def batch_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:

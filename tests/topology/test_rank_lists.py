@@ -23,5 +23,5 @@ def test_every_set_of_ranks_is_listed_once_under_its_first_name() -> None:
 
 
 def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(ProcessGroupError, match="no process group 'ddp'; there are world, tp"):
+    with pytest.raises(ProcessGroupError, match="unknown process group 'ddp'; known: world, tp"):
         axes_of("ddp")

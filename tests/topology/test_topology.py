@@ -152,7 +152,7 @@ def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
         ({"context": 2, "pipeline": 2}, 2, DENSE, r"x parallel.context=2 = 4; start 4 processes"),
         ({"expert": 2}, 3, MOE, r"world size 3 .* parallel.expert=2 x parallel.pipeline=1 = 2; start 2 or 4"),
         ({"tensor": 2, "expert": 2}, 2, MOE, r"expert_tensor=2 x parallel.expert=2 .*\(expert_tensor defaults to tens"),
-        ({"pipeline": 3}, 3, DENSE, r"4 layers cannot .* parallel.pipeline=3 stages; .* one of 1, 2 or 4"),
+        ({"pipeline": 3}, 3, DENSE, r"4 layers cannot .* parallel.pipeline=3 stages; use 1, 2 or 4"),
         ({"pipeline": 2, "virtual_pipeline": 4}, 2, DENSE, r"pipeline=2 x parallel.virtual_pipeline=4 = 8 stages"),
         ({"virtual_pipeline": 2}, 1, DENSE, r"virtual_pipeline=2 .* parallel.pipeline=1; set pipeline to 2 or more"),
         ({"expert": 2}, 2, DENSE, r"parallel.expert=2, but the model has no experts"),
@@ -197,7 +197,7 @@ def test_questions_that_make_no_sense() -> None:
         topology.coordinates(2)
     with pytest.raises(TopologyError, match="rank -1 is outside"):
         topology.group_of(-1, "data")
-    with pytest.raises(TopologyError, match="no axis 'dp'; there are tensor, context"):
+    with pytest.raises(TopologyError, match="unknown axis 'dp'; known: tensor, context"):
         topology.groups("dp")
     with pytest.raises(TopologyError, match="tensor and expert are not axes of one grid"):
         topology.groups("tensor", "expert")

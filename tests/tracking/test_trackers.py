@@ -81,7 +81,7 @@ def test_an_unknown_name_and_a_missing_package_are_found_before_training(
         ):
             check_packages(config(tmp_path, name))
     # A plug-in may register it: where it is imported, not before any process is started.
-    check_packages(config(tmp_path, "mine", plugins=["package"]), plugins_to_come=True)
+    check_packages(config(tmp_path, "mine", plugins=["package"]), plugins_pending=True)
     with pytest.raises(ConfigError, match="unknown tracker 'mine'"):
         check_packages(config(tmp_path, "mine", plugins=["package"]))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from weightwire import errors
 from weightwire.errors import ManifestError
-from weightwire.manifest import DTYPE_BYTES, MOST_NAME, AdapterInfo, Manifest, TensorSpec
+from weightwire.manifest import DTYPE_BYTES, MAX_NAME, AdapterInfo, Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import offsets, plan_buckets
 
@@ -132,7 +132,7 @@ def normal(value):
         ({"tensors": [["a", "float32", [-1]]]}, "a has shape"),
         ({"tensors": [["a", "float32", [2.0]]]}, "a has shape"),
         ({"tensors": [["a\n", "float32", [2]]]}, "not the name of a tensor"),
-        ({"tensors": [["a" * (MOST_NAME + 1), "float32", [2]]]}, "not the name of a tensor"),
+        ({"tensors": [["a" * (MAX_NAME + 1), "float32", [2]]]}, "not the name of a tensor"),
         ({"tensors": [["a", "float32", [2**40, 2**40]]]}, "at most"),
         ({"tensors": [["a", "uint8", [2**40]]], "bucket_bytes": 1}, "buckets are possible"),
         ({"format": 2}, "format 2; this side supports format 1"),

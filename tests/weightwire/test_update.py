@@ -98,7 +98,7 @@ def test_receiver_calls_are_idempotent(served):
 @pytest.mark.parametrize("version", [0, 1])
 def test_an_older_or_equal_version_is_refused(served, version):
     receiver, engine = served
-    with pytest.raises(VersionError, match=f"version {version} of model is offered, and version 1 is in force"):
+    with pytest.raises(VersionError, match=f"version {version} of model is offered, and version 1 is already active"):
         receiver.open(Trainer([receiver]).offers(manifest_of(NEW, version))[0])
     works_again(receiver, engine, 2)
 
@@ -223,7 +223,7 @@ def test_unsupported_offers_are_refused():
         ManifestError, match=r"empty is missing; more is not .*; step comes as float64 \[\], not int64 \[\]"
     ):
         receiver.open(Trainer([receiver]).offers(manifest_of(other, 1))[0])
-    small = Receiver("engine", most_bytes=100)
+    small = Receiver("engine", max_bytes=100)
     with pytest.raises(ManifestError, match="at most 100 are taken"):
         small.open(Trainer([small]).offers(manifest_of(NEW, 1))[0])
     with pytest.raises(TransportError, match=r"unknown transport 'pigeon'; known: .*gloo"):
@@ -268,7 +268,7 @@ def test_failed_commit_restores_the_old_weights(served):
 
     seal = Trainer([receiver]).push(2, NEW)
     with pytest.raises(
-        CommitError, match=r"ValueError: the third tensor\. The weights from before it are in force"
+        CommitError, match=r"ValueError: the third tensor\. The weights from before it are active"
     ) as caught:
         receiver.commit(seal.update, load, engine.restore)
     assert not isinstance(caught.value, NotServingError)

@@ -174,7 +174,7 @@ def test_a_commit_is_between_pause_and_resume_on_all_workers(control, engine):
         await push(control, 3.0, 1)
         assert engine.calls == ["pause keep", "version 1", "resume"]
         assert (engine.values, control.version()) == ([3.0, 3.0], 1)
-        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is in force"):
+        with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is already active"):
             await push(control, 4.0, 1)
         await push(control, 4.0, 2)
         assert (engine.values, control.version()) == ([4.0, 4.0], 2)
@@ -362,6 +362,24 @@ def test_tied_head_is_optional_and_untied_head_is_required(tmp_path):
     untied = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False))
     with pytest.raises(ManifestError, match=r"lm_head\.weight is missing"):
         untied.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
+
+
+def test_prediction_head_comes_whole_or_not_at_all(tmp_path):
+    from safetensors.torch import save_file
+
+    body = {"model.layers.0.w": torch.ones(2), "model.layers.1.w": torch.ones(2)}
+    head = {"model.layers.2.w": torch.ones(2), "model.layers.2.enorm.weight": torch.ones(2)}
+    save_file(body | head, tmp_path / "model.safetensors")
+    config = SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=2, num_nextn_predict_layers=1)
+    expected = Expected(str(tmp_path), config)
+    for offered in (body, body | head):
+        expected.check(Manifest(1, tuple(spec_of(*item) for item in offered.items())))
+    part = {name: tensor for name, tensor in (body | head).items() if "enorm" not in name}
+    with pytest.raises(ManifestError, match=r"model\.layers\.2\.enorm\.weight is missing"):
+        expected.check(Manifest(1, tuple(spec_of(*item) for item in part.items())))
+    without = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=3))
+    with pytest.raises(ManifestError, match=r"model\.layers\.2\.\S+ is missing"):
+        without.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
 
 
 async def locations_of(control: Control, engine: Engine) -> tuple[list[Location], list[str]]:

@@ -28,7 +28,7 @@ from megascend.selfcheck import process
 logger = logging.getLogger(__name__)
 
 
-class SelfCheckAhead:
+class SelfCheckPrefetch:
     """Self-check of a run's model on rank 0, while this process imports Megatron and builds. Used from one thread.
 
     Attributes:
@@ -64,7 +64,7 @@ class SelfCheckAhead:
     def _question(self) -> tuple[dict[str, Any], dict[str, Any], int] | None:
         """Return the model's configuration, the same with all defaults, and tokens of the longest sample.
 
-        None with a sliding window, of which only the model's Megatron configuration says whether it is in force; or if
+        None with a sliding window, of which only the model's Megatron configuration says whether it is active; or if
         transformers cannot read the configuration, which the backend reports.
         """
         from transformers import AutoConfig

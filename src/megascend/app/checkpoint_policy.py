@@ -40,10 +40,10 @@ class CheckpointPolicy:
     ) -> None:
         """
         Args:
-            progress: what the loop needs to resume, as JSON; asked for at every save.
+            progress: returns the loop's state to resume from, as JSON; called at every save.
             before: called on every rank before a save.
-            ready: whether the run has something worth a checkpoint, alike on every rank. While it has not, none is due: the
-                files of an earlier run may still be in the way.
+            ready: returns True, on every rank, once the run has something worth saving. Until then no checkpoint is due, because
+                files of an earlier run may still be in the output directory.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
         self._event_log, self._progress, self._before, self._ready = event_log, progress, before, ready

@@ -46,15 +46,15 @@ class DryRun:
     """Plan of a run that has not started: statistics, steps, memory and disk.
 
     Attributes:
-        config: with the steps that ``epochs`` comes to.
+        config: the run's settings, with ``epochs`` converted to steps.
         platform: the one that the run would use.
         learned, held_out: statistics of the samples; the latter None without a validation set.
-        remarks: what was left out of the data, cut or not read.
-        epochs: how often the steps go through the data.
+        remarks: descriptions of data that was left out, cut or not read.
+        epochs: passes over the data in all steps.
         examples: the first samples of the first step.
         free_disk: bytes, where the output is to be.
         disk_warning: None if there is room for what the run will write.
-        memory: what a rank will need; None for an engine from outside.
+        memory: estimate for one rank; None for an engine from another package.
         recomputed: the same with recompute.granularity: full; None where that is set, or cannot be.
         device_memory: bytes of one device; on a CPU, this machine's for each rank.
     """
@@ -81,7 +81,7 @@ class RlDryRun:
     """Plan of a run of ``rl`` that has not started.
 
     Attributes:
-        prompts, held_out: how many are learned from, and evaluated with.
+        prompts, held_out: number of prompts for training and for evaluation.
     """
 
     config: RlConfig
@@ -103,14 +103,11 @@ def prepare(
     folder, where the run finds them.
 
     Args:
-        plan: of :func:`megascend.app.preflight.preflight`.
+        plan: result of :func:`megascend.app.preflight.preflight`.
         resume: what the run would resume from, which says the date that its chat template is given.
 
     Returns:
         The context, and the completed settings.
-
-    Raises:
-        MegascendError: what a real run would raise before its first step.
     """
     from megascend.backends import check_backend
     from megascend.lora.registry import check_targets
@@ -119,7 +116,7 @@ def prepare(
     config, launch = plan.config, Launch.from_environment()
     import_plugins(config.plugins)
     if config.plugins:  # which may bring the architecture of the model
-        plan = check_run(config, plan.world_size, overwrite, plugins_to_come=False)
+        plan = check_run(config, plan.world_size, overwrite, plugins_pending=False)
         training.check(config, launch)
     runtime = bootstrap(config)
     world = World(plan, launch, runtime, resume)
@@ -222,11 +219,11 @@ class StepPlan:
     """Micro batches of a run's first steps.
 
     Attributes:
-        steps: how many were planned.
+        steps: number of planned steps.
         budget: most tokens of a micro batch.
         micro_batches: most that a data parallel rank has in a step.
-        tokens: of the largest micro batch, padding included, over all context parallel ranks.
-        samples: of that one.
+        tokens: tokens in the largest micro batch, padding included, over all context parallel ranks.
+        samples: samples in that micro batch.
         longest: tokens of the longest sample, with its padding.
         padding: share of tokens that are padding.
         packed: some micro batch has samples of different length one after the other.

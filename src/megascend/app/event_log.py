@@ -86,7 +86,7 @@ class EventLog:
                 self._write(self._output / EVENTS, {"event": "output_lost", "stream": stream, "problem": problem})
 
     @contextlib.contextmanager
-    def keeping_errors(self, step: Callable[[], int]) -> Iterator[None]:
+    def recording_errors(self, step: Callable[[], int]) -> Iterator[None]:
         """Record the error that leaves the block, unless an inner block did; ``step`` returns the current step."""
         try:
             yield

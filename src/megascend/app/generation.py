@@ -28,7 +28,7 @@ class PromptAnswer:
     """Answer of the model to a prompt.
 
     Attributes:
-        prompt: for people; of a conversation, its messages.
+        prompt: readable form of the prompt; for a conversation, its messages.
         finish_reason: ``stop`` if the answer ended by itself, ``length`` if ``max_tokens`` cut it off.
     """
 
@@ -61,9 +61,9 @@ class Answering:
         """Read the prompts of a run. Local.
 
         Args:
-            tokenizer: with the chat template that the data have been written with.
+            tokenizer: tokenizer with the chat template that the data were rendered with.
             model: the model's directory, whose generation_config.json may name tokens that end an answer.
-            template_date: what the chat template is given as the date; default: today.
+            template_date: date passed to the chat template; default: today.
         """
         if settings.chat and not tokenizer.chat_template:
             raise ConfigError(

@@ -31,9 +31,9 @@ class Panel:
     """One panel of the plot.
 
     Attributes:
-        key: of a row of metrics.jsonl.
-        label: above it.
-        colour: of the line.
+        key: key in a row of metrics.jsonl.
+        label: title of the panel.
+        colour: colour of the line.
         smoothed: a run of many steps has a smoothed line over that of the steps.
         decades: a logarithmic axis where the values span two decades or more.
         from_zero: the axis begins at 0, unless it is logarithmic.
@@ -52,7 +52,7 @@ class Panel:
 def plot_metrics(
     rows: Sequence[dict[str, Any]], path: Path, title: str = "", panels: Sequence[Panel] | None = None
 ) -> None:
-    """Draw ``rows`` (the lines of metrics.jsonl) as a PNG. Steps whose value is None leave a gap."""
+    """Draw ``rows`` (the lines of metrics.jsonl) as a PNG. Steps without a value leave a gap; see :func:`draw_panel`."""
     with replacing(path) as fresh:
         draw(rows, title, PANELS if panels is None else panels).savefig(fresh, format="png", dpi=130)
 
@@ -78,19 +78,23 @@ def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) ->
 
 
 def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None:
-    """Draw one panel over the steps."""
-    steps, values = [row["step"] for row in rows], column(rows, panel.key)
+    """Draw one panel over the steps; a metric of less than half of them, such as an evaluation's, over those that have it."""
+    present = [row for row in rows if row.get(panel.key) is not None]
+    sparse = 2 * len(present) < len(rows)
+    drawn = present if sparse else rows
+    steps, values = [row["step"] for row in drawn], column(drawn, panel.key)
     measured = [row for row in rows if panel.beside is not None and row.get(panel.beside[0]) is not None]
     second_values = column(measured, panel.beside[0]) if panel.beside is not None else []
     logarithmic = panel.decades and spans_decades([*values, *second_values])
-    if panel.smoothed and len(rows) >= SMOOTHED_FROM:
+    if panel.smoothed and not sparse and len(rows) >= SMOOTHED_FROM:
         reach = len(rows) // SMOOTHED_FROM
         means = smoothed([math.log(value) for value in values], reach) if logarithmic else smoothed(values, reach)
         curve = [math.exp(mean) for mean in means] if logarithmic else means
         axes.plot(steps, values, color=panel.colour, linewidth=0.8, alpha=0.35, label="each step")
         axes.plot(steps, curve, color=panel.colour, linewidth=1.6, label="smoothed")
     else:
-        marker = "." if len(rows) < MARKED_BELOW else None
+        # Without a line to its neighbours, a point is visible only with a marker.
+        marker = "." if sparse or len(rows) < MARKED_BELOW else None
         axes.plot(steps, values, color=panel.colour, linewidth=1.4, marker=marker, label="each step")
     if panel.beside is not None and measured:
         where = [row["step"] for row in measured]

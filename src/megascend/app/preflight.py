@@ -48,7 +48,7 @@ class RunPlan(Generic[AnyConfig]):
 
     Attributes:
         config: the settings of the run file.
-        info: what the checkpoint's configuration and headers say.
+        info: description of the checkpoint, from its configuration and headers.
     """
 
     config: AnyConfig
@@ -124,12 +124,12 @@ def preflight(
 
 
 def check_run(
-    config: AnyConfig, world_size: int, overwrite: bool, *, plugins_to_come: bool = True
+    config: AnyConfig, world_size: int, overwrite: bool, *, plugins_pending: bool = True
 ) -> RunPlan[AnyConfig]:
     """Check settings, packages and the model's files, without torch.
 
     Args:
-        plugins_to_come: modules that the run names, and may register trackers, have not been imported yet.
+        plugins_pending: modules that the run names, and may register trackers, have not been imported yet.
 
     Raises:
         ConfigError: a setting cannot work with this model, or paths are in each other's way.
@@ -138,8 +138,8 @@ def check_run(
         CheckpointError: the model is missing, incomplete or damaged, as far as file headers tell.
     """
     check_plugins(config.plugins)
-    check_packages(config, plugins_to_come=plugins_to_come)
-    info = inspect_checkpoint(config.model)
+    check_packages(config, plugins_pending=plugins_pending)
+    info = inspect_checkpoint(config.model, mtp=config.mtp)
     topology = plan(config.parallel, world_size, info.shape)
     check_paths(config, overwrite)
     context, longest = info.shape.max_position, config.batching.max_length
@@ -153,20 +153,16 @@ def check_run(
 
 
 def check_service(config: ServeConfig, nproc: int) -> None:
-    """Check what of a service's settings needs no torch: the model's files, the layout, processes to be started on this host.
-
-    Raises:
-        MegascendError: whatever the first rank would have raised a few seconds later.
-    """
+    """Check what of a service's settings needs no torch: the model's files, the layout, processes to be started on this host."""
     plan(config.parallel, nproc, inspect_checkpoint(config.model).shape)
     check_processes(config.platform, nproc)
 
 
-def check_packages(config: TrainerConfig, *, plugins_to_come: bool = False) -> None:
+def check_packages(config: TrainerConfig, *, plugins_pending: bool = False) -> None:
     """Check that the packages which the settings need are installed, and that every tracker is known."""
     if config.plot:
         require_extra("matplotlib", "plot")
-    check_trackers(config.tracker_options, plugins=plugins_to_come and bool(config.plugins))
+    check_trackers(config.tracker_options, plugins=plugins_pending and bool(config.plugins))
 
 
 def check_paths(config: TrainerConfig, overwrite: bool) -> None:

@@ -91,7 +91,7 @@ class StepProfiler:
     def finish(self) -> None:
         """End recording with the run; warn if steps were still to be recorded."""
         if self._recorded:
-            logger.warning("profile: the run has ended before the steps that were to be recorded; there is no trace")
+            logger.warning("profile: the run ended before the steps to record; no trace was written")
         self.close()
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from megascend.checkpoint.retention import Retention
 from megascend.config import TrainerConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
-from megascend.io.paths import why_not_writable
+from megascend.io.paths import unwritable_reason
 from megascend.tracking.built_in import flattened
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class StartPoint:
 
     Attributes:
         candidates: checkpoints to resume from, the best first; empty: at the beginning.
-        clear: which files of an earlier run to remove; all of them once this run has done a step.
-        remark: what the user should know about the choice.
+        clear: files of an earlier run to remove, once this run has completed a step.
+        remark: message to the user about the choice.
     """
 
     candidates: tuple[Path, ...] = ()
@@ -72,7 +72,7 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
     if os.path.exists(output) and not output.is_dir():
         raise ConfigError(f"output: {output} exists and is not a directory")
     if launch.rank == 0:
-        if problem := why_not_writable(output):
+        if problem := unwritable_reason(output):
             raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
         # A start that was killed may have left an earlier run's files moved away; decide() must see them.
         restore(output)
@@ -81,7 +81,7 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
     if first and resume is None and not overwrite:
         refuse_earlier_run(output)
     if resume is not None and str(resume) != "auto" and not Path(resume).is_dir():
-        raise CheckpointError(f"--resume {resume}: there is no such directory")
+        raise CheckpointError(f"--resume {resume}: not a directory; name a checkpoint, the directory of a run, or auto")
     if launch.rank == 0:
         decide(output, overwrite, resume, launch)
 
@@ -90,10 +90,6 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
     """Decide how the run in ``output`` begins. Reads files, changes none.
 
     A launcher that restarts a run (``torchrun --max-restarts``) resumes from its last checkpoint, whatever it was started with.
-
-    Raises:
-        ConfigError: there is an earlier run that is neither to be resumed nor overwritten, or has not ended.
-        CheckpointError: there is no checkpoint at ``resume``.
     """
     checkpoints = tuple(Retention(output / CHECKPOINTS).candidates())
     if restarted(output, launch):
@@ -197,7 +193,7 @@ def begin(
     """Put the model at its first step, or where a checkpoint left it. Collective.
 
     Args:
-        progress_keys: what this kind of run saves beside the model.
+        progress_keys: keys that this kind of run saves beside the model.
 
     Returns:
         The output directory, and what the run saved beside the model; None at its beginning.
@@ -268,7 +264,7 @@ def load_first_good(
         if backend.rank == 0:
             print(f"resumed from {path} after step {backend.step_count}", flush=True)
         return progress, manifest.read(path).config
-    raise CheckpointError(f"no checkpoint can be loaded: {' | '.join(refused)}")
+    raise CheckpointError(f"no checkpoint can be loaded: {' | '.join(refused)}. To start over: --overwrite")
 
 
 def differences(saved: dict[str, Any] | None, config: TrainerConfig) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 import psutil
 
-from megascend.app.ahead import SelfCheckAhead, compiling_kernels
+from megascend.app.ahead import SelfCheckPrefetch, compiling_kernels
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.event_log import EventLog
 from megascend.app.plot import PANELS, Panel, plot_metrics
@@ -29,7 +29,7 @@ from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError
 from megascend.huggingface.files import copy_tokenizer, read_config
 from megascend.io.lasting_output import LastingOutput
-from megascend.io.paths import stays, why_not_writable
+from megascend.io.paths import stays, unwritable_reason
 from megascend.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class World(Generic[AnyConfig]):
     """Context of a run before its model is built.
 
     Attributes:
-        plan: what the checks of the settings have computed.
+        plan: result of the preflight checks.
         resume: ``auto``, the path of a checkpoint, or None.
     """
 
@@ -82,13 +82,13 @@ class Run(Generic[AnyConfig]):
 
 
 class Training(ABC, Generic[AnyConfig]):
-    """One kind of run. :func:`run` calls these methods in their order, on every rank.
+    """One kind of run. :func:`run` calls these methods in the order below, on every rank.
 
     Attributes:
-        progress_keys: of :meth:`progress`; a checkpoint without them is of another kind of run.
-        shared_errors: what a step raises on every rank, so that all of them can save what is done.
-        panels: of the picture of the run.
-        chat_template: what the export carries in place of the model's; None: the model's.
+        progress_keys: keys of the dict that :meth:`progress` returns; a checkpoint without them is from another kind of run.
+        shared_errors: errors that a step raises on every rank, so that all of them can save the last step.
+        panels: panels of the run's plot.
+        chat_template: template to export in place of the model's; None: the model's.
     """
 
     progress_keys: ClassVar[tuple[str, ...]]
@@ -97,33 +97,33 @@ class Training(ABC, Generic[AnyConfig]):
     chat_template: str | None = None
 
     def check(self, config: AnyConfig, launch: Launch) -> None:
-        """Refuse, before torch is imported, what :func:`check_run` does not see."""
+        """Check settings that :func:`check_run` does not know. Called before torch is imported."""
 
     @abstractmethod
     def prepare(self, world: World[AnyConfig]) -> AnyConfig:
-        """Read data and whatever else can be found wrong before the model is built; return the completed settings. Local."""
+        """Read the data, check everything that can be checked without the model, and return the completed settings. Local."""
 
     def model_config(self, config: AnyConfig) -> AnyConfig:
         """Return the settings with which the model is built."""
         return config
 
-    def built(self, run: Run[AnyConfig]) -> None:
-        """Check and compute what needs the model before a checkpoint is loaded into it. Collective."""
+    def after_build(self, run: Run[AnyConfig]) -> None:
+        """Run checks and computations that need the model, before a checkpoint is loaded into it. Collective."""
 
     @abstractmethod
     def begin(self, run: Run[AnyConfig], progress: dict[str, Any] | None) -> None:
         """Resume from ``progress`` of a checkpoint, or begin; print what is about to happen. Collective."""
 
     @abstractmethod
-    def start(self, log: RunLog) -> None:
-        """Begin with the loop, whose records go to ``log``. Collective."""
+    def start_loop(self, log: RunLog) -> None:
+        """Prepare for the loop, whose records go to ``log``. Collective."""
 
     @abstractmethod
-    def take(self, number: int, stop: Callable[[], bool]) -> Any | None:
-        """Return the batch of step ``number``; None if any rank is told to stop while they wait for it. Collective."""
+    def next_batch(self, number: int, stop: Callable[[], bool]) -> Any | None:
+        """Return the batch of step ``number``; None if a signal stops any rank while they wait for it. Collective."""
 
-    def recording(self, number: int) -> AbstractContextManager[None]:
-        """Return what surrounds a step and all that follows from it, up to its checkpoint."""
+    def step_context(self, number: int) -> AbstractContextManager[None]:
+        """Return a context around a step, its log row and its evaluations, up to its checkpoint."""
         return nullcontext()
 
     @abstractmethod
@@ -131,26 +131,26 @@ class Training(ABC, Generic[AnyConfig]):
         """Train on a batch. Collective."""
 
     def after_step(self, number: int) -> None:
-        """Do what is due after a step that is logged. Collective."""
+        """Run checks and evaluations that are due after a logged step. Collective."""
 
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside the model: as of the last optimizer step, whatever has been taken since."""
+        """Return the state to save beside the model, as of the last optimizer step, even if a later batch has been taken."""
 
-    def end(self) -> None:
-        """End the loop, which has neither failed nor any further step."""
+    def end_loop(self) -> None:
+        """Clean up after the loop has ended without an error."""
 
     @abstractmethod
     def title(self, run: Run[AnyConfig]) -> str:
-        """Return the title of the picture."""
+        """Return the title of the plot."""
 
     @abstractmethod
     def result(self) -> tuple[dict[str, Any], str]:
-        """Return the values of the event ``finished``, and the line that is printed."""
+        """Return the values of the event ``finished``, and the summary line to print."""
 
 
 @dataclass(frozen=True)
-class RunEnd:
+class RunResult:
     """Result of a run, the same on every rank.
 
     Attributes:
@@ -170,11 +170,11 @@ def run(
     overwrite: bool,
     resume: str | Path | None,
     plan: RunPlan[AnyConfig] | None = None,
-) -> RunEnd:
+) -> RunResult:
     """Run ``training`` as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
     Args:
-        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host; None: not called.
+        plan: result of :func:`megascend.app.preflight.preflight` for ``config``; None: it was not called on this host.
 
     Raises:
         MegascendError: a setting, data, a step, an export or a checkpoint that failed.
@@ -189,23 +189,23 @@ def run(
         output = LastingOutput()
         output.install()
         stack.callback(output.restore)
-        # An earlier run's event log is not this run's to write to.
+        # Until this run owns the directory, it must not write to an earlier run's event log.
         active = belongs(config.output, resume, launch)
         event_log = EventLog(config.output, launch, active=active, losses=output.losses)
-        stack.enter_context(event_log.keeping_errors(lambda: 0))
+        stack.enter_context(event_log.recording_errors(lambda: 0))
         # Before the checks: plug-ins register engines, trackers and architectures.
         import_plugins(config.plugins)
         if plan is None or config.plugins:  # which may bring the architecture of the model
-            plan = check_run(config, launch.world_size, overwrite, plugins_to_come=False)
+            plan = check_run(config, launch.world_size, overwrite, plugins_pending=False)
             training.check(config, launch)
-        self_check = SelfCheckAhead(plan, launch.rank)
+        self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
         kernels = stack.enter_context(ExitStack())
         kernels.enter_context(compiling_kernels(plan, launch))
         phases.ended("settings")
         # Before torch and Megatron are used: providers patch them while they are imported.
         runtime = bootstrap(config)
-        runtime.platform.start_ahead(launch.local_rank)
+        runtime.platform.warm_up(launch.local_rank)
         phases.ended("torch")
         from transformers import AutoConfig, AutoTokenizer  # noqa: F401  for data and the self-check: a phase of its own
 
@@ -222,7 +222,7 @@ def run(
         if megatron:
             self_check.begin()  # the verdict is needed when the model is built
             runtime.load_megatron()
-        # Modules stay: garbage collection need not look through them again, between steps least of all.
+        # Imported modules live as long as the process: without them, a garbage collection between steps takes far less time.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)  # the caller's own objects are among them
@@ -230,20 +230,20 @@ def run(
         backend = stack.enter_context(make_backend(training.model_config(config)))
         phases.ended("model")
         if backend.self_check is not None:
-            phases.set_apart("self-check", "model", backend.self_check_s)
-        stack.enter_context(event_log.keeping_errors(lambda: backend.step_count + 1))
+            phases.split_off("self-check", "model", backend.self_check_s)
+        stack.enter_context(event_log.recording_errors(lambda: backend.step_count + 1))
         # After the model is built: until then a signal may simply end the process, as there is nothing to save.
         signals = stack.enter_context(StopSignals(launched=launch.agent_store or launch.world_size > 1))
         adapter = None if config.lora is None else ADAPTER
         if adapter is not None:
             backend.add_adapter(adapter, config.lora)
         # The watchdog ends a process that cannot raise; the error file is then all that is left.
-        backend.groups.monitor.last_words = lambda error: event_log.error(error, backend.step_count + 1)
+        backend.groups.monitor.on_fatal = lambda error: event_log.error(error, backend.step_count + 1)
         backend.chat_template = training.chat_template
         # Before the first step: an export that fails after the last one would cost the run.
         check_results(config, backend, overwrite)
         this_run = Run(config, backend, event_log, adapter, stack.enter_context(ExitStack()))
-        training.built(this_run)
+        training.after_build(this_run)
         directory, progress = begin(config, backend, event_log, overwrite, resume, training.progress_keys)
         training.begin(this_run, progress)
         phases.ended("preparing")
@@ -262,7 +262,7 @@ def run(
             done,
             lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
         )
-        # Peaks of loading are no peaks of training.
+        # The peak while loading is not the peak of training.
         backend.platform.reset_peak_memory()
         with RunLog(
             config.output,
@@ -272,16 +272,16 @@ def run(
             done=done,
             waiting=lambda: directory.waiting,
         ) as log:
-            training.start(log)
+            training.start_loop(log)
             in_step = False
             try:
                 for number in range(done + 1, config.steps + 1):
-                    batch = training.take(number, lambda: signals.received is not None)
+                    batch = training.next_batch(number, lambda: signals.received is not None)
                     if batch is None:
                         number -= 1
                         saves.after_step(number, True)
                         break
-                    with training.recording(number):
+                    with training.step_context(number):
                         # Between these two lines other ranks may be in a collective of this step.
                         in_step = True
                         record = training.step(number, batch)
@@ -300,14 +300,14 @@ def run(
                     if saves.after_step(number, signals.received is not None):
                         break
             except Exception as error:
-                # A step that is half done is not saved, nor one that other ranks may be in.
+                # Neither an incomplete step is saved, nor one that other ranks may still be in.
                 complete = not in_step or backend.step_count == number
                 everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
                 last = not isinstance(error, (CheckpointError, NonFiniteError))
                 if complete and everywhere and last and backend.step_count > done:
                     saves.save_last(backend.step_count)
                 raise
-            training.end()
+            training.end_loop()
             if number == config.steps:
                 directory.take_over()
         saves.finish(number)
@@ -316,7 +316,7 @@ def run(
         if number < config.steps:
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
             report_stop(directory, number, stopped, saves.problem)
-            return RunEnd(number, None, stopped)
+            return RunResult(number, None, stopped)
         exported = export(this_run, saves, number) if config.export else None
         if this_run.main_rank and config.plot:
             path = config.output / "metrics.png"
@@ -328,7 +328,7 @@ def run(
         event_log.event("finished", step=number, **values)
         if this_run.main_rank:
             print(line, flush=True)
-        return RunEnd(number, exported, None)
+        return RunResult(number, exported, None)
 
 
 # --- the model ---
@@ -369,6 +369,8 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
             "schedule",
             "recompute",
             "moe",
+            "mtp",
+            "mtp_loss_weight",
             "batching",
             "platform",
             "seed",
@@ -426,7 +428,7 @@ def check_adapter_path(path: Path, overwrite: bool) -> None:
     removed = overwrite and not stays(path)
     if not removed:
         check_target(path)
-    if problem := why_not_writable(path.parent if removed else path):
+    if problem := unwritable_reason(path.parent if removed else path):
         raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
 
 
@@ -473,7 +475,7 @@ class StartPhases:
     """The phases between the start of this process and the first step, one after the other.
 
     Attributes:
-        seconds: of each phase that has ended, on the clock.
+        seconds: duration of each completed phase, by a monotonic clock.
         processor_s: user and system time of this process's threads in it; what is missing to ``seconds`` was waited for.
     """
 
@@ -493,7 +495,7 @@ class StartPhases:
         self.processor_s[name] = processor - self._since_processor
         self._since, self._since_processor = now, processor
 
-    def set_apart(self, name: str, part_of: str, seconds: float) -> None:
+    def split_off(self, name: str, part_of: str, seconds: float) -> None:
         """Make ``seconds`` of phase ``part_of``, spent waiting, a phase of their own."""
         self.seconds[part_of] -= seconds
         self.seconds[name] = seconds

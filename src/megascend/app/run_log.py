@@ -66,7 +66,7 @@ class RunLog:
     """Context manager over the outputs of a run; a display is closed and a file flushed however the run ends.
 
     Attributes:
-        rows: of metrics.jsonl, those of an earlier part of the run included.
+        rows: rows of metrics.jsonl, including those written before the run was resumed.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class StepClock:
     """Progress and remaining time of a run and its current step. Local: no communication between ranks.
 
     Args:
-        steps: of the whole run.
+        steps: total steps of the run.
         done: steps before this process.
         now: a clock in seconds.
     """
@@ -258,7 +258,7 @@ class StepClock:
 
         Args:
             done: micro batches before it.
-            count: of the step.
+            count: number of the step.
         """
         now = self._now()
         # Without a micro batch that is done, nothing is known of the others.

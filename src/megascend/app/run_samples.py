@@ -55,7 +55,7 @@ class RunSamples:
     Attributes:
         held_out: None without a validation set.
         longest: tokens of the longest sample of both.
-        remarks: what was left out of the data, cut or not read.
+        remarks: descriptions of data that was left out, cut or not read.
     """
 
     learned: SampleSubset

@@ -218,8 +218,8 @@ class BudgetSearch:
     there through the first trial can only promise too little. Later trials are extrapolated from the last two that fitted.
 
     Attributes:
-        smallest: what has to fit, tokens of the longest sample (or pair) with its padding.
-        largest: what a step can use.
+        smallest: lower bound: tokens of the longest sample (or pair) with its padding.
+        largest: upper bound: tokens that a step can use.
         limit: bytes that a peak may have.
         before: bytes that are there without a step.
     """

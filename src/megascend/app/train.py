@@ -39,9 +39,9 @@ class TrainResult:
 
     Attributes:
         steps: optimizer steps done, skipped ones included.
-        loss: of the last step.
+        loss: loss of the last step.
         tokens: input tokens over all ranks and steps.
-        seconds: from the first step to the last, without start-up and export.
+        seconds: duration from the first step to the last, without start-up and export.
         skipped_steps: steps that a non-finite gradient made all ranks skip.
         output: the run directory.
         export: directory of the exported model, or of the adapter if one was trained, or None.
@@ -70,15 +70,15 @@ def train(
     """Train as ``config`` says, on one process or as one rank of many (torchrun's environment variables).
 
     Rank 0 writes to ``config.output``: metrics.jsonl and the TensorBoard log step by step; config.yaml, the exported
-    model in hf/ (or, with ``lora``, in adapter/ what peft loads) and metrics.png each complete or not at all. A directory
-    that holds an earlier run is refused before anything starts, unless ``overwrite``; then the earlier run's files stay as they
-    are until this run has done its first step, and are removed then. Signals (:mod:`megascend.app.stop_signals`) end a run after
-    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.io.lasting_output`) ends none.
+    model in hf/ (or, with ``lora``, the adapter in peft's format in adapter/) and metrics.png each complete or not at all. A
+    directory that holds an earlier run is refused before anything starts, unless ``overwrite``; the earlier run's files are then
+    removed, but only after this run's first step. Signals (:mod:`megascend.app.stop_signals`) end a run after
+    its present step, with a checkpoint; output that cannot be written (:mod:`megascend.io.lasting_output`) does not.
 
     Args:
         resume: ``"auto"``: resume from the newest checkpoint in ``config.output`` that is complete, if there is any. A path: from
             that checkpoint, or the newest of that run.
-        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host, if it has been called.
+        plan: result of :func:`megascend.app.preflight.preflight` for ``config``; None: it was not called on this host.
 
     Raises:
         ConfigError: the output directory holds a run, or a setting cannot work, ``lora.targets`` or ``trackers`` for example.
@@ -88,12 +88,19 @@ def train(
         CheckpointError: there is no checkpoint to resume from, each is damaged, or one could not be written.
     """
     training = SupervisedTraining()
-    end = run(training, config, overwrite, resume, plan)
+    result = run(training, config, overwrite, resume, plan)
     counts = training.counts
     return TrainResult(
-        end.steps, counts.loss, counts.tokens, counts.seconds, counts.skipped, config.output, end.export, end.stopped,
-        counts.validation_loss,
-    )  # fmt: skip
+        steps=result.steps,
+        loss=counts.loss,
+        tokens=counts.tokens,
+        seconds=counts.seconds,
+        skipped_steps=counts.skipped,
+        output=config.output,
+        export=result.export,
+        stopped=result.stopped,
+        validation_loss=counts.validation_loss,
+    )
 
 
 @dataclass
@@ -103,8 +110,8 @@ class TrainCounts:
     Attributes:
         tokens: input tokens of all ranks.
         skipped: steps that all ranks skipped.
-        seconds: in steps, on this rank.
-        loss: of the last step.
+        seconds: time spent in steps, on this rank.
+        loss: loss of the last step.
         validation_loss: the last one that was measured.
     """
 
@@ -119,7 +126,7 @@ class SupervisedTraining(Training[RunConfig]):
     """Learning from tokens, or from preference pairs.
 
     Attributes:
-        samples, objective: what is learned; once :meth:`prepare` has read the data.
+        samples, objective: training data and its loss; set by :meth:`prepare`.
     """
 
     progress_keys = ("data", "counts")
@@ -147,10 +154,10 @@ class SupervisedTraining(Training[RunConfig]):
         from megascend.data.prepare import set_template
 
         plan, config = world.plan, world.plan.config
-        # Before the data: it costs nothing, and the data may cost minutes.
+        # Before the data, which may take minutes to read.
         check_platform(config, world.runtime.platform)
         tokenizer, limits = plan.tokenizer, plan.limits
-        # Set on the tokenizer, and kept for the export: the model must be used with the template that it learned.
+        # Set on the tokenizer, and kept for the export: the model must be used with the template that it was trained with.
         self.chat_template = set_template(config.data, tokenizer)
         config = with_template_date(config, tokenizer, world.resume, world.launch)
         self.samples = RunSamples.prepare(config, tokenizer, limits)
@@ -167,9 +174,9 @@ class SupervisedTraining(Training[RunConfig]):
 
         return with_first_budget(config, self._longest_unit)
 
-    def built(self, run: Run[RunConfig]) -> None:
+    def after_build(self, run: Run[RunConfig]) -> None:
         config, backend, samples, objective = run.config, run.backend, self.samples, self.objective
-        # Ranks of several hosts read their own files, and would train on different batches without a sign.
+        # Every host reads its own files. If they differed, ranks would silently train on different batches.
         samples.check_alike(backend)
         samples.check_lengths(backend)
         size = config.data.global_batch_size
@@ -210,17 +217,17 @@ class SupervisedTraining(Training[RunConfig]):
         if backend.self_check is not None:
             print(backend.self_check.summary(), flush=True)
 
-    def start(self, log: RunLog) -> None:
+    def start_loop(self, log: RunLog) -> None:
         config, backend, self._log = self._run.config, self._run.backend, log
         backend.on_micro_batch = log.micro_batch
         steps = range(backend.step_count + 1, config.steps + 1)
         self._profiler = StepProfiler(config.profile, config.output, backend.platform, backend.rank, steps)
         self._since = time.perf_counter()
 
-    def take(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
+    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
         return self.objective.batch(self.samples.learned, next(self._stream))
 
-    def recording(self, number: int) -> AbstractContextManager[None]:
+    def step_context(self, number: int) -> AbstractContextManager[None]:
         return self._profiler.step(number)
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
@@ -228,10 +235,10 @@ class SupervisedTraining(Training[RunConfig]):
         run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
         config, backend = run.config, run.backend
         result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=run.adapter)
-        # On a GPU the host runs ahead: this is its own time, and the rest was waiting for the device.
+        # On a GPU the host runs ahead: this is the time to issue the work; the rest of the step waits for the device.
         dispatched = time.perf_counter() - self._since
         step = backend.optimizer_step()
-        # At once: an error from here on saves the model after this step, with what is counted here.
+        # Counted at once: after an error from here on, a checkpoint of this step is saved with these counts.
         seconds = time.perf_counter() - self._since
         self._batch, self._skipped_in_a_row, self._stream_state = (
             batch,
@@ -261,7 +268,7 @@ class SupervisedTraining(Training[RunConfig]):
             step_seconds=seconds,
             dispatch_seconds=dispatched,
             seconds=counts.seconds,
-            mfu=utilisation(tokens_per_s, batch, backend),
+            mfu=model_flops_utilisation(tokens_per_s, batch, backend),
             validation_loss=validation_loss,
             metrics=result.metrics,
         )
@@ -270,9 +277,9 @@ class SupervisedTraining(Training[RunConfig]):
         """Have the model answer the run's prompts where it is due."""
         run, answering = self._run, self._answering
         config, backend = run.config, run.backend
-        # After the step is logged, so that the last rows show what happened.
+        # Checked after the step is logged, so that metrics.jsonl ends with the skipped steps.
         if self._skipped_in_a_row > config.max_skipped_steps:
-            path = keep_batch(config, number, self._batch) if self._log.writes else None
+            path = save_batch(config, number, self._batch) if self._log.writes else None
             raise too_many_skips(config, number, self._skipped_in_a_row, path)
         if answering is not None and answering.due(number, config.steps):
             since = time.perf_counter()
@@ -285,14 +292,14 @@ class SupervisedTraining(Training[RunConfig]):
     def progress(self) -> dict[str, Any]:
         return {"data": self._stream_state, "counts": vars(self.counts), "budget": self._budget.state_dict()}
 
-    def end(self) -> None:
+    def end_loop(self) -> None:
         self._profiler.finish()
 
     def title(self, run: Run[RunConfig]) -> str:
         return f"{model_line(run.config, run.backend)}\n{self._trained(run)}"
 
     def _trained(self, run: Run[RunConfig]) -> str:
-        """Return what is trained, for how long, and on what, in a line."""
+        """Return a one-line description of the data, the number of steps and the devices."""
         config, backend = run.config, run.backend
         ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
         lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
@@ -305,25 +312,25 @@ class SupervisedTraining(Training[RunConfig]):
 
 
 def end_line(config: RunConfig, counts: TrainCounts) -> str:
-    """Return what has happened, in a line."""
+    """Return a one-line summary of the run."""
     skipped = f", {counts.skipped} of them skipped (non-finite gradients)" if counts.skipped else ""
     validated = f", validation loss {counts.validation_loss:.4f}" if counts.validation_loss is not None else ""
     length = f"{config.steps} step{'s' if config.steps != 1 else ''} in {counts.seconds:.0f} s"
     return f"{length}{skipped}, last loss {counts.loss:.4f}{validated}; see {config.output}"
 
 
-def utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: Backend) -> float | None:
+def model_flops_utilisation(tokens_per_s: float, batch: Sequence[Sample], backend: Backend) -> float | None:
     """Return model FLOP/s over the bf16 peak of all devices, or None where that is not known."""
     peak = backend.platform.peak_flops()
     if peak is None:
         return None
-    # A token's attention costs as much as its sequence is long, so the mean length is that over tokens, not samples.
+    # The attention cost of a token is proportional to the length of its sequence: average lengths over tokens, not samples.
     length = sum(len(sample) ** 2 for sample in batch) / sum(len(sample) for sample in batch)
     return tokens_per_s * backend.flops_per_token(round(length)) / (peak * backend.world_size)
 
 
-def keep_batch(config: RunConfig, step: int, batch: Sequence[Sample]) -> Path | None:
-    """Write the samples of a step whose gradients were not finite, to look for the reason; None if they cannot be written."""
+def save_batch(config: RunConfig, step: int, batch: Sequence[Sample]) -> Path | None:
+    """Write the samples of a step with non-finite gradients, for debugging; None if they cannot be written."""
     path = config.output / "non_finite" / f"step-{step}.jsonl"
     fields = ("input_ids", "target_ids", "weights")
     try:
@@ -377,12 +384,12 @@ class StepRecord(MetricsRecord):
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as JSON can hold it; each of ``metrics`` under its own name."""
+        """Return the record as JSON values, with each of ``metrics`` under its own name."""
         values = super().to_dict()
         return values | {key: rounded(value) for key, value in values.pop("metrics").items()}
 
     def progress(self) -> str:
-        """Return how often the data has been gone through."""
+        """Return the number of passes over the data."""
         return f"epoch {self.epoch:.2f}  "
 
     def summary(self) -> str:

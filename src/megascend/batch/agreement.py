@@ -28,7 +28,7 @@ class RankReport:
         problem: why they cannot be trained on, or None.
         micro_batches: planned micro batches.
         counts: sums over the samples of each adapter; "" is the model itself.
-        checksums: of each per-token field of all samples, and of their adapters and pairs; equal on ranks with the same
+        checksums: checksums of each per-token field of all samples, and of their adapters and pairs; equal on ranks with the same
             samples.
     """
 
@@ -64,7 +64,8 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
             # Against mistakes, not malice: cheap, and the same in every process.
             checksums[label] = zlib.crc32(content, checksums.get(label, 0))
         counts[name] = counts.get(name, TokenCounts()) + TokenCounts(
-            weight=_weight(sample, loss),
+            weight=_weight(sample.weights, loss),
+            mtp_weight=_weight(sample.weights[1:], loss),
             pairs=int(loss is not None and loss.per == "pair" and bool(sample.chosen)),
             trained=int((sample.weights != 0).sum()),
             tokens=len(sample),
@@ -73,12 +74,12 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
     return RankReport(None, micro_batches, counts, checksums)
 
 
-def _weight(sample: Sample, loss: Loss | None) -> float:
-    """Return a sample's part of the divisor of averages over targets."""
+def _weight(weights: torch.Tensor, loss: Loss | None) -> float:
+    """Return the part of a sample's targets of these weights in the divisor of averages."""
     if loss is not None and loss.reduction == "sum":
-        return float((sample.weights != 0).sum())
+        return float((weights != 0).sum())
     # fp64: all losses are divided by the sum over all samples.
-    return float(sample.weights.sum(dtype=torch.float64))
+    return float(weights.sum(dtype=torch.float64))
 
 
 def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterator[tuple[str, bytes]]:

@@ -37,7 +37,7 @@ class LossProblem:
     """Reason that a loss function cannot be used.
 
     Attributes:
-        text: for the error message, with the traceback if there is one.
+        text: error message, with the traceback if there is one.
         local: the function raised on this rank, not on another one.
     """
 
@@ -50,11 +50,11 @@ class LossEvaluation:
     """Detached values and gradients of a loss function on one micro batch of n tokens.
 
     Attributes:
-        figures: its values, under "loss", and its metrics: [n] or [pairs] each.
+        metrics: the loss values under "loss", and the function's further metrics: [n] or [pairs] each.
         scores, entropy: the gradient of the weighted values with respect to each, [n]; None if the loss has no entropy.
     """
 
-    figures: dict[str, Tensor]
+    metrics: dict[str, Tensor]
     scores: Tensor
     entropy: Tensor | None
 
@@ -91,14 +91,14 @@ class LossCall:
 
         Args:
             scores, entropy: fp32 [n] from the model; scores are log-probabilities, or a scalar head's values.
-            inputs: of the function; ``reduce_context`` is the unguarded sum over context parallel ranks.
+            inputs: arguments of the loss function; ``reduce_context`` is the unguarded sum over context parallel ranks.
             factors: coefficient of each token's weighted value, or of each pair's value, in the sum that is differentiated.
             padding: bool [n], tokens of no sample.
         """
         return self._guarded(lambda: self._differentiate(scores, entropy, inputs, factors, padding))
 
     def observe(self, logprobs: Tensor, inputs: LossInputs, padding: Tensor) -> dict[str, Tensor] | None:
-        """Call the function of a loss with ``is_cross_entropy`` for its figures: [n] each; None as in :meth:`evaluate`."""
+        """Call the function of a loss with ``is_cross_entropy`` for its metrics: [n] each; None as in :meth:`evaluate`."""
 
         def call() -> dict[str, Tensor]:
             finite = _finite_at_weight_0(inputs.weights)
@@ -155,7 +155,7 @@ class LossCall:
         trained = weights != 0
         gradients = [None if gradient is None else torch.where(trained, gradient, 0.0) for gradient in raw_gradients]
         return LossEvaluation(
-            figures={"loss": values.detach(), **{name: metric.detach().float() for name, metric in metrics.items()}},
+            metrics={"loss": values.detach(), **{name: metric.detach().float() for name, metric in metrics.items()}},
             scores=torch.zeros_like(leaves[0]) if gradients[0] is None else gradients[0],
             entropy=gradients[1] if entropy is not None else None,
         )
@@ -282,12 +282,14 @@ class LossNormalizer:
         names: the adapters of all ranks' samples.
         loss_grad: the gradient that the engine's backward pass starts from at a micro batch's loss.
         function: calls the loss, micro batch by micro batch.
-        figure_scale: factor of weights in the sums of figures: a power of two, so that it does not round, with which float32
+        mtp_factor: factor of each target's weighted loss of a head for multi-token prediction; 0 without one.
+        metric_scale: factor of weights in the sums of metrics: a power of two, so that it does not round, with which float32
             sums stay finite if the averages are.
 
     Args:
         scales: [names], factor of each adapter's loss.
         count: divisor of averages, over all adapters.
+        mtp_factor: see above.
     """
 
     def __init__(
@@ -299,10 +301,11 @@ class LossNormalizer:
         device: torch.device,
         gather_context: Gather | None,
         count: float,
+        mtp_factor: float = 0.0,
     ) -> None:
-        self.loss, self.names, self.loss_grad = loss, names, loss_grad
+        self.loss, self.names, self.loss_grad, self.mtp_factor = loss, names, loss_grad, mtp_factor
         self.function = LossCall(loss, gather_context)
-        self.figure_scale = 2.0 ** -math.ceil(math.log2(max(count, 1.0)))
+        self.metric_scale = 2.0 ** -math.ceil(math.log2(max(count, 1.0)))
         self._scales = scales
         self._on_device = to_device(torch.tensor(scales), device)
 

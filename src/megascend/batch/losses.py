@@ -7,7 +7,7 @@ micro batches, data and context parallel ranks, so a loss never depends on the l
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class LossInputs:
         pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
         last: int64, indices of samples' last tokens among the n; None except for losses of values.
         reduce_context: sums a tensor over context parallel ranks, differentiably.
-        members: on the host, the index of each of the micro batch's samples in this rank's list.
+        members: index of each of the micro batch's samples in this rank's list, on the host.
     """
 
     targets: Tensor
@@ -86,7 +86,7 @@ class Loss:
     """A loss function and its requirements.
 
     Attributes:
-        name: for messages and metrics.
+        name: label for messages and metrics.
         function: ``(logprobs [n], LossInputs) -> losses`` or ``-> (losses, {metric: numbers})``; losses and metrics have
             shape [n] for ``per="token"`` and [pairs] for ``per="pair"``.
         of: first argument of the function: ``logprobs`` of the targets, or ``values`` of a scalar head.
@@ -323,18 +323,6 @@ def bradley_terry(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str,
     }
 
 
-def _built_in(policy_losses: Iterable[LossFunction]) -> dict[str, Loss]:
-    losses = [
-        Loss("cross_entropy", cross_entropy),
-        *(Loss(loss.__name__, loss, requires=("old_logprobs", "advantages")) for loss in policy_losses),
-        Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
-        Loss("value", value, requires=("returns",), of="values"),
-        Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
-        Loss("bradley_terry", bradley_terry, per="pair", of="values"),
-    ]
-    return {loss.name: loss for loss in losses}
-
-
 LOSS_METRICS = {
     "ratio": Metric("", "mean probability ratio p_new / p_old"),
     "clip_fraction": Metric("fraction", "tokens whose ratio, or values whose change, was clipped"),
@@ -346,7 +334,20 @@ LOSS_METRICS = {
 }
 """Metrics that built-in losses report beside the loss."""
 
-BUILT_IN = _built_in((importance_sampling, ppo, cispo, gspo, dro, stable_reinforce))
+POLICY = (importance_sampling, ppo, cispo, gspo, dro, stable_reinforce)
+"""Losses of a policy, on responses with the sampler's log-probabilities and advantages."""
+
+BUILT_IN: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss("cross_entropy", cross_entropy),
+        *(Loss(loss.__name__, loss, requires=("old_logprobs", "advantages")) for loss in POLICY),
+        Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
+        Loss("value", value, requires=("returns",), of="values"),
+        Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
+        Loss("bradley_terry", bradley_terry, per="pair", of="values"),
+    )
+}
 
 
 _by_name: dict[str, Loss] = dict(BUILT_IN)

@@ -51,7 +51,7 @@ class SequenceLayout:
     def padded_length(self, length: int) -> int:
         """Return the tokens that a sample of ``length`` takes in a plan."""
         multiple = self.sample_multiple
-        # In a padded batch sequence parallel ranks divide each row, in a packed one only all tokens together.
+        # Sequence parallel ranks divide each row of a padded batch, but only the total of a packed one.
         return round_up(length, multiple if self.packing else multiple * self.token_multiple)
 
     def local_chunks(self, length: int) -> list[slice]:
@@ -77,6 +77,25 @@ class PackedLengths:
     lengths: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class MtpTargets:
+    """Inputs and targets of a head for multi-token prediction: each sample's own, one token ahead.
+
+    They are shifted within each sample before it is cut into the shares of context parallel ranks, so that no value comes from
+    another sample or needs communication. A sample's last token has no such target: its row is token 0, with weight 0.
+
+    Attributes:
+        input_ids: int64, of the shape of the micro batch's.
+        targets, weights: [n].
+        padding: bool [n], rows without a next token.
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+    weights: Tensor
+    padding: Tensor
+
+
 @dataclass
 class MicroBatch:
     """Tensors of one micro batch on the device. n is the number of tokens that this rank holds, padding included.
@@ -90,15 +109,16 @@ class MicroBatch:
         fields: the samples' other per-token fields, float32 [n].
         sample: int64 [n], position in ``members`` of each token's sample.
         token_index: int64 [n], index of each token in the concatenation of all padded samples; disjoint between context ranks.
-        padded_lengths: of every sample in that concatenation.
+        padded_lengths: padded length of every sample in that concatenation.
         pairs: int64 [pairs, 2], positions in ``members``.
-        adapter_index: of every sample, the index of its adapter among those of the call, ascending; all 0 without adapters.
+        adapter_index: for every sample, the index of its adapter in the call's list of adapters, ascending; 0 without adapters.
         positions: int64, on the host, for every sample: positions of this rank's tokens in it.
-        padding: bool [n], tokens of no sample.
-        dummy: only there to match the collectives of ranks with more micro batches; all weights are 0.
+        padding: bool [n], True for padding tokens.
+        dummy: exists only to match the collectives of ranks with more micro batches; all weights are 0.
         segments: per-token adapter segments for the layers (``megascend.lora``'s ``TokenSegments``), or None.
         routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
+        mtp: what a head for multi-token prediction is trained on; None: the head does not run.
     """
 
     members: list[int]
@@ -120,11 +140,12 @@ class MicroBatch:
     segments: Any = None
     cached: Any = None
     routed_experts: Tensor | None = None
+    mtp: MtpTargets | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
         """Index of each token's adapter, int64 [n]."""
-        # Of one adapter, as usual: nothing to copy from the host.
+        # With one adapter, the usual case, nothing has to be copied from the host.
         if len(set(self.adapter_index)) == 1:
             return torch.full_like(self.sample, self.adapter_index[0])
         return to_device(torch.tensor(self.adapter_index), self.sample.device)[self.sample]
@@ -138,27 +159,30 @@ def build(
     device: torch.device,
     dummy: bool = False,
     adapter_index: Sequence[int] | None = None,
+    mtp: bool = False,
 ) -> MicroBatch:
     """Build a micro batch of ``samples[i] for i in members``.
 
     Args:
         samples: the caller's list.
         members: indices in ``samples``.
-        layout: of sequences on the ranks.
+        layout: padding, packing and division of sequences over the ranks.
         loss: names the fields that are needed; None for a forward pass without a loss.
-        device: of the tensors; copies are asynchronous.
+        device: device of the tensors; copies are asynchronous.
         dummy: give every token weight 0, for a micro batch that only matches other ranks' collectives.
         adapter_index: adapter index of every sample; ``members`` are in ascending order of it.
+        mtp: for a model that trains a head for multi-token prediction.
     """
     selected = [samples[index] for index in members]
     lengths = [len(sample) for sample in selected]
     indices = [adapter_index[index] for index in members] if adapter_index is not None else [0] * len(members)
     if len(set(indices)) == 1:  # layers need tokens sorted by adapter, but a plain batch interleaves samples
-        layout = without_boundaries(layout, lengths)
+        layout = layout_for_lengths(layout, lengths)
     padded = _padded_lengths(lengths, layout)
     names = [name for name in _field_names(selected, loss) if name not in ("input_ids", "target_ids", "weights")]
 
     columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
+    shifted: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights") if mtp}
     sample_of, token_index, offset = [], [], 0
     routed = routed_columns(selected)
     routed_parts: list[Tensor] = []
@@ -169,6 +193,9 @@ def build(
             # Padding is token 0, which every vocabulary has, with weight 0.
             padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
             columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
+        for name in shifted:
+            padded_values = F.pad(values[name][1:], (0, total - len(sample) + 1))
+            shifted[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
         if routed is not None:
             padded_choices = F.pad(routed[number], (0, 0, 0, 0, 0, total - len(sample)), value=-1)
@@ -177,7 +204,8 @@ def build(
         token_index.append(local + offset)
         offset += total
     if dummy:
-        columns["weights"] = [torch.zeros_like(part) for part in columns["weights"]]
+        for parts in (columns, shifted) if mtp else (columns,):
+            parts["weights"] = [torch.zeros_like(part) for part in parts["weights"]]
 
     def column(parts: list[Tensor]) -> Tensor:
         return to_device(torch.cat(parts), device)
@@ -205,6 +233,14 @@ def build(
         padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
         dummy=dummy,
         routed_experts=column(routed_parts).long() if routed_parts and not dummy else None,
+        mtp=MtpTargets(
+            input_ids=inputs(shifted["input_ids"]),
+            targets=column(shifted["target_ids"]),
+            weights=column(shifted["weights"]),
+            padding=column([part >= length - 1 for part, length in zip(columns["position"], lengths, strict=True)]),
+        )
+        if mtp
+        else None,
     )
 
 
@@ -219,7 +255,7 @@ def routed_columns(samples: Sequence[Sample]) -> list[Tensor] | None:
     ]
 
 
-def without_boundaries(layout: SequenceLayout, lengths: Sequence[int]) -> SequenceLayout:
+def layout_for_lengths(layout: SequenceLayout, lengths: Sequence[int]) -> SequenceLayout:
     """Return the layout for a micro batch: samples of equal length are not packed, since attention is faster unpacked."""
     plain = replace(layout, packing=False)
     if layout.packing and len(set(lengths)) == 1 and plain.padded_length(lengths[0]) == lengths[0]:
@@ -273,7 +309,7 @@ def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[i
 def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> Any:
     """Describe the samples of a packed batch.
 
-    Padding counts to the sample before it: causal attention hides it from that sample's tokens.
+    Padding belongs to the sample before it: causal attention hides it from that sample's tokens.
     """
     if not layout.for_megatron:
         return PackedLengths(tuple(padded))
@@ -320,8 +356,12 @@ def next_tokens(
 ) -> MicroBatch:
     """Build one row [1, n] of tokens that attend to ``cached`` and not to each other.
 
-    ``positions``: of each token in its sequence; ``adapter_index``: ascending; ``multiple``: n is padded to it with copies of the
-    last token; ``cached``: see ``MicroBatch.cached``, None for a batch that only matches other ranks' collectives.
+    Args:
+        tokens: token ids.
+        positions: position of each token in its sequence.
+        adapter_index: adapter index of each token, ascending.
+        multiple: n is rounded up to a multiple of this, with copies of the last token.
+        cached: see :attr:`MicroBatch.cached`; None for a batch that only matches other ranks' collectives.
     """
     count = len(tokens)
     total = round_up(count, multiple)

@@ -17,7 +17,7 @@ def units(pairs: Sequence[Hashable | None]) -> list[list[int]]:
     """Group indices that must stay together: a list per pair and per unpaired sample, in order of first appearance."""
     members: dict[Hashable, list[int]] = {}
     for index, pair in enumerate(pairs):
-        members.setdefault(("alone", index) if pair is None else ("pair", pair), []).append(index)
+        members.setdefault(("single", index) if pair is None else ("pair", pair), []).append(index)
     return list(members.values())
 
 
@@ -68,10 +68,16 @@ def plan_micro_batches(
     packing: bool,
     kinds: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Plan micro batches of at most ``budget`` tokens, as lists of sample indices: first fit over units by falling length.
+    """Plan micro batches of at most ``budget`` tokens, as lists of sample indices, by first-fit decreasing over units.
 
-    ``lengths`` are padded. With ``packing`` samples are concatenated, else padded to the longest, and micro batches hold one of
-    ``kinds`` (adapters) each.
+    Args:
+        lengths: padded length of every sample.
+        pairs: samples with equal entries stay together; None: unpaired.
+        packing: samples of a micro batch are concatenated; otherwise they are padded to the longest.
+        kinds: adapter of every sample; without packing, a micro batch holds samples of one.
+
+    Raises:
+        DataError: a sample (with its pair) exceeds the budget.
     """
     bin_kinds = kinds if kinds is not None and not packing else [None] * len(lengths)
     longest = [(max(lengths[index] for index in unit), unit) for unit in units(pairs)]
@@ -110,7 +116,7 @@ def split_to(
         return plan
     unit_of = {index: unit for unit in units(pairs) for index in unit}
     parts = dict(enumerate(plan))
-    # Of micro batches of equal weight the first is split; the halves are appended.
+    # Among micro batches of equal weight the first is split; the halves are appended.
     heaviest = [
         (-_weight(members, lengths), number) for number, members in parts.items() if _divisible(members, unit_of)
     ]
@@ -118,11 +124,13 @@ def split_to(
     end = len(plan)
     while heaviest and len(parts) < count:
         members = parts.pop(heapq.heappop(heaviest)[1])
-        inside = list({id(unit_of[index]): unit_of[index] for index in members}.values())
+        inner_units = list({id(unit_of[index]): unit_of[index] for index in members}.values())
         halves: tuple[list[int], list[int]] = ([], [])
         loads = [0, 0]
         # Longest first onto the lighter half.
-        for weight, unit in sorted(((_weight(unit, lengths), unit) for unit in inside), key=lambda entry: -entry[0]):
+        for weight, unit in sorted(
+            ((_weight(unit, lengths), unit) for unit in inner_units), key=lambda entry: -entry[0]
+        ):
             lighter = loads.index(min(loads))
             halves[lighter].extend(unit)
             loads[lighter] += weight

@@ -13,6 +13,9 @@ from megascend.batch.losses import Loss
 
 logger = logging.getLogger(__name__)
 
+MTP_LOSS = "mtp_loss"
+"""Metric of a head for multi-token prediction: its cross entropy, without the factor ``mtp_loss_weight``."""
+
 
 @dataclass(frozen=True)
 class AdapterLoss:
@@ -38,7 +41,8 @@ class TokenCounts:
     """Sums over samples: target weights, preference pairs, targets with a weight other than 0, input tokens.
 
     For a loss with ``reduction="sum"`` each target with a weight counts 1 in ``weight``. ``routed``: samples with
-    ``routed_experts``.
+    ``routed_experts``. ``mtp_weight``: as ``weight``, of all targets but each sample's first: those of a head for multi-token
+    prediction.
     """
 
     weight: float = 0.0
@@ -46,6 +50,7 @@ class TokenCounts:
     trained: int = 0
     tokens: int = 0
     routed: int = 0
+    mtp_weight: float = 0.0
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
@@ -54,6 +59,7 @@ class TokenCounts:
             self.trained + other.trained,
             self.tokens + other.tokens,
             self.routed + other.routed,
+            self.mtp_weight + other.mtp_weight,
         )
 
 
@@ -103,7 +109,8 @@ class ForwardBackwardResult:
         """Metrics of the loss function, averaged by weights (for a sum: over targets with a weight) or over pairs.
 
         With ``Sample.routed_experts``, ``router_replay_changed`` is the share of replayed choices (a token in a layer) for which
-        the router itself would have chosen other experts.
+        the router itself would have chosen other experts. A model that trains a head for multi-token prediction reports
+        ``mtp_loss``, the mean cross entropy of that head's targets.
         """
         metrics = {name: value for name, value in self._averages().items() if name != "loss"}
         if self._replayed is not None:
@@ -133,6 +140,8 @@ class ForwardBackwardResult:
         if name == "loss" and self._loss.reduction == "sum":
             return total
         count = counts.pairs if self._loss.per == "pair" else counts.weight
+        if name == MTP_LOSS:
+            count = counts.mtp_weight
         return total / count if count else math.nan
 
     def _sums(self) -> list[list[float]]:

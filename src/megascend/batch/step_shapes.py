@@ -21,13 +21,13 @@ class StepShape:
     """Sizes that determine a micro batch's kernels and their arguments.
 
     Attributes:
-        kind: of computation.
-        tokens: of the micro batch, padding included.
-        rows: above 1: samples of one length, unpacked and without padding.
+        kind: forward, or forward and backward.
+        tokens: tokens in the micro batch, padding included.
+        rows: rows of the batch; above 1, samples of one length, unpacked and without padding.
         samples: segments of attention, one of which holds the padding; 0: one sample in each row, followed by the padding.
         longest: most tokens of a segment.
-        adapters: in the stack; 0: the model without adapters.
-        rank: to which the adapters are padded.
+        adapters: number of adapters in the stack; 0: the model without adapters.
+        rank: rank that the adapters are padded to.
         entropy: also compute the entropy of the predicted distributions.
     """
 

@@ -71,5 +71,5 @@ def names() -> list[str]:
 def needs(name: str) -> EngineNeeds:
     """Return the requirements of the engine ``name``."""
     if name not in _registry:
-        raise ConfigError(f"engine: there is no {name!r}; there are {', '.join(names())}")
+        raise ConfigError(f"unknown engine {name!r}; known: {', '.join(names())}")
     return _registry[name]

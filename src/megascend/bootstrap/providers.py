@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setup:
+class ProviderSetup:
     """Arguments of a provider's constructor, known before Megatron is imported.
 
     Attributes:
@@ -67,7 +67,7 @@ class PatchProvider(ABC):
     must_come_first: ClassVar[bool] = True
     keeps_groups_in: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ProviderSetup) -> None:
         self.setup = setup
 
     @abstractmethod
@@ -133,7 +133,7 @@ class PatchProvider(ABC):
         return {}
 
 
-ProviderFactory = Callable[[Setup], PatchProvider]
+ProviderFactory = Callable[[ProviderSetup], PatchProvider]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def register(
     """Register a provider under a name that the setting ``provider`` then accepts. Call it before the bootstrap.
 
     Args:
-        factory: a :class:`PatchProvider` class, or a function from a :class:`Setup` to a provider; or its import path,
+        factory: a :class:`PatchProvider` class, or a function from a :class:`ProviderSetup` to a provider; or its import path,
             ``module:attribute``.
         platforms: names of supported platforms; default: all.
         packages: top-level packages that it imports and that patch other packages at their import: the self-check's worker
@@ -180,6 +180,7 @@ def register(
     if not name or ":" in name:
         raise ConfigError(f"a provider cannot be called {name!r}: a colon marks an import path")
     entry = ProviderEntry(factory, tuple(platforms), tuple(packages))
+    # The same entry again is no error: a plug-in may be imported under two names, or by a program and its run file.
     if _registry.get(name, entry) != entry:
         raise ConfigError(f"provider {name!r} is registered already; choose another name than {', '.join(_registry)}")
     _registry[name] = entry
@@ -195,7 +196,7 @@ def packages() -> list[str]:
     return [package for entry in _registry.values() for package in entry.packages]
 
 
-def create(name: str | None, setup: Setup) -> PatchProvider:
+def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
     """Create the provider ``name``, or the platform's default one, without patching anything."""
     platform = setup.platform.name
     if name is None:
@@ -207,15 +208,15 @@ def create(name: str | None, setup: Setup) -> PatchProvider:
         entry = ProviderEntry(name)
     elif name not in _registry:
         raise ConfigError(
-            f"provider: there is no {name!r}; there are {', '.join(names())} (for platform {platform!r}: "
-            f"{', '.join(names(platform))}), and one of your own as package.module:attribute"
+            f"unknown provider {name!r}; known: {', '.join(names())} (for platform {platform!r}: "
+            f"{', '.join(names(platform))}), or one of your own as package.module:attribute"
         )
     else:
         entry = _registry[name]
     if not entry.suits(platform):
         raise ConfigError(
-            f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}, for "
-            f"which there are {', '.join(names(platform))}"
+            f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}; providers "
+            f"for {platform!r}: {', '.join(names(platform)) or 'none'}"
         )
     provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
     if not isinstance(provider, PatchProvider):
@@ -231,7 +232,7 @@ def provider_for(platform: str, name: str | None = None) -> PatchProvider:
     from megascend.config import Parallel
     from megascend.platforms import load
 
-    return create(name, Setup(load(platform), nearest_stack(installed_versions()), Parallel()))
+    return create(name, ProviderSetup(load(platform), nearest_stack(installed_versions()), Parallel()))
 
 
 def refuse_options(options: Mapping[str, Any], because: str) -> None:
@@ -250,6 +251,7 @@ def _import_factory(path: str) -> ProviderFactory:
 
 class TransformerEngine(PatchProvider):
     name: ClassVar[str] = "transformer_engine"
+    # It replaces no class: the environment variable only has to precede the first use of the device.
     must_come_first: ClassVar[bool] = False
 
     def before_megatron(self) -> list[str]:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_hooks import after_import
-from megascend.bootstrap.providers import PatchProvider, Setup, refuse_options
+from megascend.bootstrap.providers import PatchProvider, ProviderSetup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
 from megascend.changes import changed, listed, record
 from megascend.errors import ConfigError, ImportOrderError
-from megascend.surroundings import name_user
+from megascend.surroundings import set_user_variables
 
 if TYPE_CHECKING:
     from megascend.config import Affinity, Batching, Parallel, Precision
@@ -76,7 +76,7 @@ class Runtime:
                 f"this process was prepared for engine {self.engine!r}, which needs no Megatron, so Megatron was not patched; "
                 "start another process, with megascend.bootstrap(engine='megatron') first"
             )
-        with warnings.catch_warnings(), logged_from(logging.ERROR), no_collection(), deferring():
+        with warnings.catch_warnings(), suppress_logs_below(logging.ERROR), gc_paused(), deferring():
             # Deprecations inside these packages, a missing Apex, parts of a dummy Transformer Engine that mcore-bridge could
             # not patch: a user cannot act on any of them.
             warnings.simplefilter("ignore")
@@ -173,7 +173,7 @@ class Runtime:
 
 
 @contextlib.contextmanager
-def logged_from(level: int) -> Iterator[None]:
+def suppress_logs_below(level: int) -> Iterator[None]:
     """Suppress all log records below ``level`` within the context."""
     disabled = logging.root.manager.disable
     # disable() takes the highest level that is suppressed; a stricter setting of the program stays.
@@ -185,9 +185,10 @@ def logged_from(level: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Pause cyclic garbage collection within the context: imports create half a million lasting objects, and it took a fifth
-    of their time.
+def gc_paused() -> Iterator[None]:
+    """Pause cyclic garbage collection within the context.
+
+    Imports create half a million objects that stay, and scanning them again and again took a fifth of the imports' time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -271,8 +272,8 @@ def bootstrap(
     from megascend.config import Parallel
     from megascend.platforms import choose
 
-    record(name_user())
-    # Under `megascend run`: the program calls the bootstrap itself, before the hook did.
+    record(set_user_variables())
+    # Under `megascend run` an import hook would call the bootstrap; this program has called it first.
     if (hook := sys.modules.get("megascend_run")) is not None:
         hook.disarm()
     engine = engine or engines.DEFAULT
@@ -283,15 +284,15 @@ def bootstrap(
         )
     stack = require_supported(installed_versions(), needs.packages)
     chosen = choose(platform)
-    setup = Setup(chosen, stack, parallel or Parallel(), precision)
+    setup = ProviderSetup(chosen, stack, parallel or Parallel(), precision)
     patcher = _create_provider(provider, setup) if needs.megatron else None
-    with no_collection():
+    with gc_paused():
         record(chosen.configure_products(bool(tf32)))
         if patcher is not None:
             record(patcher.before_megatron())
         record(chosen.prepare())
         if affinity == "numa":
-            record([_bound(chosen)])
+            record([_bind_to_numa_node(chosen)])
         if patcher is not None:
             record(install_missing_leaves())
             # These modules are patched at their import, by megascend's engine or by any program.
@@ -302,7 +303,7 @@ def bootstrap(
     return _current
 
 
-def _bound(platform: Platform) -> str:
+def _bind_to_numa_node(platform: Platform) -> str:
     """Bind this process to the CPUs of one NUMA node; return a one-line report."""
     from megascend.distributed.launch import Launch
     from megascend.platforms.affinity import bind_to_node
@@ -311,7 +312,7 @@ def _bound(platform: Platform) -> str:
     return bind_to_node(launch.local_rank, launch.local_size, platform.pci_address(launch.local_rank))
 
 
-def _create_provider(name: str | None, setup: Setup) -> PatchProvider:
+def _create_provider(name: str | None, setup: ProviderSetup) -> PatchProvider:
     """Create the provider, and check that no package that it has to patch first is imported."""
     platform = setup.platform.name
     if name is None and platform == "cuda" and os.environ.get("MEGASCEND_REFERENCE_TE") == "1":

@@ -30,9 +30,9 @@ class HfSlice:
     Both have the same last dimensions; if one has more dimensions, the slice has size 1 along its first ones.
 
     Attributes:
-        offsets, sizes: in the tensor.
+        offsets, sizes: position and extent of the slice in the tensor.
         weight: its name in Hugging Face's checkpoint.
-        weight_offsets: in the weight.
+        weight_offsets: position of the slice in the weight.
     """
 
     offsets: tuple[int, ...]
@@ -74,12 +74,9 @@ def translate(
     its parameters are fp32 and are read instead.
 
     Args:
-        state: of the engine: :class:`TensorSlices`, and objects that other engines do not have.
+        state: the engine's state: :class:`TensorSlices`, and objects that other engines do not have.
         engine_slices, stored_slices: Hugging Face slices of the tensors of engine and checkpoint.
         stored: shapes and dtypes of the checkpoint's tensors, by name; without slices.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a tensor or a part of one.
     """
     translation = Translation()
     by_tensor = {name: _ByFirstOffset(slices) for name, slices in engine_slices.items()}
@@ -111,7 +108,7 @@ def translate(
                     raise CheckpointError(
                         f"it has only {read} of the {values.numel()} values of {key} that this rank needs"
                     )
-                # Rows that pad a vocabulary.
+                # Rows that pad a vocabulary to a multiple of the ranks: no token uses them, and other layouts have more or fewer.
                 translation.padding.append(values)
     return translation
 
@@ -135,6 +132,7 @@ class _ByFirstOffset:
     def __init__(self, slices: Sequence[HfSlice]) -> None:
         self._all = slices
         self._by_first: dict[int, list[HfSlice]] | None = None
+        # Only slices that are one thick in the first dimension, such as a layer or an expert, belong to one offset.
         if all(len(hf_slice.sizes) > 1 and hf_slice.sizes[0] == 1 for hf_slice in slices):
             self._by_first = defaultdict(list)
             for hf_slice in slices:
@@ -189,6 +187,7 @@ def check_sizes(hf_slices: HfSlices, shapes: Mapping[str, tuple[int, ...]]) -> N
             for hf_slice in slices
             for offset, size, length in zip(hf_slice.offsets, hf_slice.sizes, shape, strict=True)
         )
+        # Slices that cover more than the tensor overlap: a weight would be read into the same place twice.
         if not inside or sum(math.prod(hf_slice.sizes) for hf_slice in slices) > math.prod(shape):
             raise CheckpointError(f"{name} is not made of Hugging Face weights in a way that can be described")
 
@@ -206,11 +205,7 @@ def to_text(hf_slices: HfSlices | str) -> str:
 
 
 def read(directory: Path) -> HfSlices:
-    """Read the file of a checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint is older than this file, or its engine could not describe its tensors.
-    """
+    """Read the file of a checkpoint."""
     try:
         values = json.loads((directory / NAME).read_text(encoding="utf-8"))
         if "problem" in values:

@@ -29,12 +29,12 @@ class Manifest:
 
     Attributes:
         step: optimizer steps so far, skipped ones included.
-        precision: of the parameters: fp32, fp16 or bf16.
+        precision: precision of the parameters: fp32, fp16 or bf16.
         model: layers, hidden size and vocabulary; a checkpoint of another model is not read.
         layout: sizes of the topology's axes.
         optimizer: step counters and fp16 loss scale, or None if adapters are trained.
         adapters: their names; each has a directory under ``adapters/``.
-        versions: of megascend and the packages that it builds on.
+        versions: versions of megascend and of the packages that it builds on.
         progress: data that the caller gets back when it loads, for example the position in the data. JSON.
         config: the run's settings, or None.
         engine: the kind of engine that saved it, which determines the tensors' names.
@@ -61,11 +61,7 @@ class Manifest:
 
 
 def parse(text: str, path: Path) -> Manifest:
-    """Parse the manifest in ``text``.
-
-    Raises:
-        CheckpointError: it is damaged, or of another format.
-    """
+    """Parse the manifest in ``text``."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -82,11 +78,7 @@ def parse(text: str, path: Path) -> Manifest:
 
 
 def read(directory: Path) -> Manifest:
-    """Read the manifest of a checkpoint directory.
-
-    Raises:
-        CheckpointError: the directory has none, so it is not a complete checkpoint, or the manifest is damaged.
-    """
+    """Read the manifest of a checkpoint directory."""
     path = directory / NAME
     # Bytes: reading as text would translate line ends, which the comparison must see.
     try:
@@ -104,11 +96,7 @@ def read(directory: Path) -> Manifest:
 
 
 def digest(file: Path) -> dict[str, Any]:
-    """Return size and digest of a file.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Return size and digest of a file."""
     return entry(file.stat().st_size, digest_of(file, xxhash.xxh3_128))
 
 
@@ -160,11 +148,19 @@ def verify(directory: Path, groups: ProcessGroups) -> Manifest:
 
 def check_fits(saved: Manifest, current: Manifest, directory: Path) -> None:
     """Raise CheckpointError for a checkpoint of another model, precision, or kind of training."""
-    for name in ("model", "precision"):
-        if getattr(saved, name) != getattr(current, name):
-            raise CheckpointError(
-                f"load: {directory} has {name} {getattr(saved, name)}, this run has {getattr(current, name)}"
-            )
+    sizes = [
+        f"{name} {saved.model.get(name, 'none')} in the checkpoint, {current.model.get(name, 'none')} in this run"
+        for name in sorted({*saved.model, *current.model})
+        if saved.model.get(name) != current.model.get(name)
+    ]
+    if sizes:
+        raise CheckpointError(
+            f"load: {directory} is of another model: {'; '.join(sizes)}; set model to the one that it was trained from"
+        )
+    if saved.precision != current.precision:
+        raise CheckpointError(
+            f"load: {directory} has precision {saved.precision}, this run {current.precision}; set precision: {saved.precision}"
+        )
     if (saved.optimizer is None) != (current.optimizer is None):
         kind = "adapters on a frozen model" if saved.optimizer is None else "a model that was trained itself"
         raise CheckpointError(f"load: {directory} holds {kind}; this backend trains the other kind")

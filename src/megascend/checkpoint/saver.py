@@ -56,10 +56,10 @@ class CheckpointState:
     Attributes:
         state: this rank's tensors (:class:`megascend.checkpoint.slices.TensorSlices`) and objects, by name.
         manifest: without the files.
-        adapters: on rank 0, unsharded adapters by name.
+        adapters: unsharded adapters by name, on rank 0.
         base_model: name or path of the base model, stored with adapters.
         projections: Hugging Face weights that adapters of the model may target.
-        hf_slices: of its tensors, or the reason why they cannot be described; None: the model is frozen.
+        hf_slices: Hugging Face slices of its tensors, or the reason why they cannot be described; None: the model is frozen.
     """
 
     state: dict[str, Any]
@@ -257,9 +257,6 @@ class Saver:
 
         Returns:
             The directory to replace, and the temporary one.
-
-        Raises:
-            CheckpointError: it cannot be made, or ``path`` holds something else.
         """
         try:
             if not is_replaceable(path, manifest.NAME):

@@ -24,7 +24,7 @@ class TensorSlices:
     """Slices of one tensor that a rank holds.
 
     Attributes:
-        shape, dtype: of the global tensor.
+        shape, dtype: shape and dtype of the global tensor.
         may_differ: the checkpoint's tensor may be longer or shorter than this one (a padded vocabulary).
         slices: (offsets in the global tensor, values), values with as many dimensions as the global tensor.
     """
@@ -44,11 +44,7 @@ class TensorSlices:
         self.slices.append((tuple(offsets), values))
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """Return the slice at ``index.offset``; if there are several, the one with the number in ``index``.
-
-        Raises:
-            KeyError: no slice begins there.
-        """
+        """Return the slice at ``index.offset``; if there are several, the one with the number in ``index``."""
         if index.index is not None and index.index < len(self.slices):
             offsets, values = self.slices[index.index]
             if torch.Size(offsets) == index.offset:

@@ -31,7 +31,7 @@ class Style:
     """Marking of learned text, by colours or brackets.
 
     Attributes:
-        colour: by colours; else by marks.
+        colour: show weights by colour; otherwise by marks.
         unicode: the output can write every character.
     """
 
@@ -176,14 +176,14 @@ def memory_table(dry: DryRun) -> Iterator[str]:
     """Yield the memory that a rank will need, item by item."""
     memory = dry.memory
     if memory is None:
-        yield f"memory    there is no estimate for engine {dry.config.engine}"
+        yield f"memory    not estimated for engine {dry.config.engine}"
         return
     stage = f", of pipeline stage {memory.stage + 1}" if dry.topology.pipeline > 1 else ""
-    table = Table("memory", Column(justify="right"), f"of a rank{stage}, at the peak of a step (estimate)", **LAYOUT)
+    table = Table("memory", Column(justify="right"), f"per rank{stage}, at the peak of a step (estimate)", **LAYOUT)
     for name, bytes_ in (memory.items | memory.overhead).items():
         table.add_row(f"  {name}", size(bytes_))
-    machine = "this machine has for each rank" if dry.platform == "cpu" else "the device has"
-    table.add_row("  all", size(memory.total), f"{machine} {size(dry.device_memory)}")
+    machine = "per rank on this machine" if dry.platform == "cpu" else "on the device"
+    table.add_row("  total", size(memory.total), f"of {size(dry.device_memory)} {machine}")
     if dry.recomputed is not None:
         table.add_row("  recomputed", size(dry.recomputed.total), "with recompute.granularity: full")
     yield from plain(table)

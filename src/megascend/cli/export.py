@@ -43,12 +43,12 @@ def export_command(
     """
     from megascend.errors import ConfigError
     from megascend.io.atomic import vacant
-    from megascend.io.paths import why_not_writable
+    from megascend.io.paths import unwritable_reason
 
     # Checked before the model is loaded, which may take minutes.
     if not vacant(out):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one")
-    if problem := why_not_writable(out):
+    if problem := unwritable_reason(out):
         raise ConfigError(f"{out} cannot be written: {problem}")
     source = find_checkpoint(model)
     settings: dict[str, Any] = {"model": source, "precision": dtype.value}

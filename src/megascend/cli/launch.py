@@ -105,11 +105,11 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
                 if stop.received and isinstance(cause, WorkerError) and ended_by_signal(failure):
                     stop.exit()
             except OSError as error:
-                raise PlatformError(why_not_started(error, nproc)) from error
+                raise PlatformError(start_failure(error, nproc)) from error
     raise cause
 
 
-def why_not_started(error: OSError, nproc: int, semaphores: Path = Path("/dev/shm")) -> str:
+def start_failure(error: OSError, nproc: int, semaphores: Path = Path("/dev/shm")) -> str:
     """Say why the launcher could not start ``nproc`` processes: where semaphores lie, containers have little room."""
     text = f"--nproc {nproc}: the processes cannot be started: {error}"
     if (
@@ -232,12 +232,7 @@ class StopLaunch:
             send(signal.SIGTERM if self.received is signal.SIGINT else self.received, new)
 
     def exit(self) -> None:
-        """End this process as the received signal would have.
-
-        Raises:
-            KeyboardInterrupt: for SIGINT.
-            SystemExit: for the others, 128 and their number: 143 for SIGTERM.
-        """
+        """End this process as the received signal would have."""
         assert self.received is not None
         if self.received is signal.SIGINT:
             raise KeyboardInterrupt

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from megascend.cli import doctor, export, new_model, rl, run, serve, show_config, train
 from megascend.cli.messages import several_ranks
 from megascend.errors import MegascendError
-from megascend.surroundings import name_user
+from megascend.surroundings import set_user_variables
 from simnpu.errors import SimnpuError
 
 EXIT_ERROR = 2
@@ -118,7 +118,7 @@ app.command("simnpu", context_settings=run.CONTEXT_SETTINGS)(run.simnpu_command)
 def main() -> None:
     """Entry point of the ``megascend`` script."""
     # First: some packages look up the user's name at import, and fail in containers whose user id has none.
-    name_user()
+    set_user_variables()
     atexit.register(gc.freeze)  # skips the final GC pass, about 1 s after importing Megatron
     app(prog_name="megascend")
 

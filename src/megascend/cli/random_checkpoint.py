@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.errors import ConfigError
 from megascend.io.atomic import replacing_directory, vacant
-from megascend.io.paths import why_not_writable
+from megascend.io.paths import unwritable_reason
 from megascend.models.base import EXPERT_COUNTS, LatentAttention, expert_count
 from megascend.models.registry import BUILT_IN
 
@@ -33,11 +33,7 @@ CHATML = (
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Shape of the model to create.
-
-    Raises:
-        ConfigError: no such architecture, or the sizes do not go together.
-    """
+    """Shape of the model to create."""
 
     arch: str = "qwen3"
     hidden: int = 128
@@ -125,7 +121,7 @@ def _particular(size: ModelSize) -> dict[str, Any]:
         names = dict.fromkeys(EXPERT_COUNTS, experts) | {"num_experts_per_tok": per_token, "moe_k": per_token}
         settings |= {name: value for name, value in names.items() if name in settings}
         settings[width] = size.ffn or size.hidden
-    if LatentAttention.of(settings) is not None:
+    if LatentAttention.from_config(settings) is not None:
         settings["num_key_value_heads"] = size.heads
     return settings
 
@@ -163,14 +159,10 @@ def byte_characters() -> list[str]:
 
 
 def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
-    """Create the model and write it to ``out``, all of it or nothing; returns the number of parameters.
-
-    Raises:
-        ConfigError: ``out`` holds something already, or cannot be written.
-    """
+    """Create the model and write it to ``out``, all of it or nothing; returns the number of parameters."""
     if not vacant(out):
         raise ConfigError(f"{out} exists and is not an empty directory; choose another one or remove it")
-    if problem := why_not_writable(out):
+    if problem := unwritable_reason(out):
         raise ConfigError(f"{out} cannot be written: {problem}")
 
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from megascend.cli.train import prepare_rank, print_dry_run, start_training
+from megascend.cli.train import Overrides, Overwrite, Processes, Resume, prepare_rank, print_dry_run, start_training
 
 if TYPE_CHECKING:
     from megascend.app.preflight import RunPlan
@@ -16,23 +16,10 @@ if TYPE_CHECKING:
 
 def rl_command(
     config: Annotated[Path, typer.Argument(help="YAML file with the run's settings (docs/rl.md).")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Start this many trainer processes here (not under torchrun).")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier run's files in the output directory.")
-    ] = False,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="auto|PATH",
-            help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
-        ),
-    ] = None,
+    overrides: Overrides = None,
+    nproc: Processes = None,
+    overwrite: Overwrite = False,
+    resume: Resume = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check all that can be known before training; no request to an engine.")
     ] = False,

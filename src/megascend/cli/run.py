@@ -33,7 +33,7 @@ def run_command(
     from megascend.errors import ConfigError
 
     if platform not in PLATFORMS:
-        raise ConfigError(f"--platform: there is no {platform!r}; there are {', '.join(PLATFORMS)}")
+        raise ConfigError(f"--platform: unknown platform {platform!r}; known: {', '.join(PLATFORMS)}")
     if simulated and platform not in ("auto", "npu"):
         raise ConfigError(f"--simulated is platform npu on a simulated device, and --platform says {platform}")
     if (option := isolating_option(command)) is not None:

@@ -104,7 +104,7 @@ class RunReport:
     Attributes:
         steps: number of steps that the run was configured for; None if unknown.
         metrics: rows of metrics.jsonl, cut-off lines left out.
-        checkpoints: by step, ascending.
+        checkpoints: checkpoints by step, ascending.
         latest: the name in ``latest``, or None.
         verified: the digests of all files were compared.
         unfinished: directories of saves that were interrupted.
@@ -149,12 +149,9 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
 
     Args:
         verify: compare every file of every checkpoint with its digest; else their manifests are looked at.
-
-    Raises:
-        ConfigError: the directory is missing, or no run has written to it.
     """
     if not directory.is_dir():
-        raise ConfigError(f"--run {directory}: there is no such directory")
+        raise ConfigError(f"--run {directory}: not a directory; name the output directory of a run")
     if not any((directory / name).exists() for name in TRACES):
         raise ConfigError(
             f"--run {directory}: no run has written to this directory: it has none of {', '.join(TRACES)}"

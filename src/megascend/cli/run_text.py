@@ -103,7 +103,7 @@ def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> lis
 
     Args:
         last: it is the latest attempt.
-        steps: of the whole run.
+        steps: total steps of the run.
     """
     ranks = (
         f"{attempt.world_size} rank{'s' if attempt.world_size != 1 else ''}" if attempt.world_size else "ranks unknown"
@@ -230,7 +230,7 @@ def next_steps(report: RunReport) -> list[str]:
     if good is not None:
         steps.append(f"resume after step {good.step}{_where(report)}:")
     elif has_begun:
-        steps.append(f"there is no complete checkpoint: start over{_where(report)}:")
+        steps.append(f"no complete checkpoint: start over{_where(report)}:")
     else:
         steps.append("start it again")
         return steps

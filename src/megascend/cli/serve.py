@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from megascend.cli.train import Overrides
+
 DEMO = "demo"
 
 DEMO_CLIENT = '''\
@@ -75,9 +77,7 @@ def serve_command(
     demo: Annotated[
         bool, typer.Option("--demo", help="Make a small random model and serve it; shows a client program to try.")
     ] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
-    ] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Serve a Hugging Face checkpoint to programs written for the Tinker API, which train LoRA adapters on it.
 

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from megascend.cli.train import Overrides
+
 
 def show_config_command(
     config: Annotated[Path, typer.Argument(help="YAML file with the run's settings.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
-    ] = None,
+    overrides: Overrides = None,
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Also check the parallel layout for this many processes.")
     ] = None,
@@ -34,7 +34,7 @@ def show_config_command(
     if nproc is None:
         layout = ""
     elif not settings.model.exists():
-        layout = f"layout not checked: there is no {settings.model} yet"
+        layout = f"layout not checked: {settings.model} does not exist yet"
     else:
         layout = plan(settings.parallel, nproc, inspect_checkpoint(settings.model).shape).describe()
     typer.echo(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), nl=False)  # as they are declared

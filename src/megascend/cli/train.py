@@ -14,26 +14,29 @@ if TYPE_CHECKING:
     from megascend.app.preflight import RunPlan
     from megascend.config import RunConfig, TrainerConfig
 
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+]
+Processes = Annotated[
+    int | None, typer.Option("--nproc", min=1, help="Start this many processes here (not under torchrun).")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run's files in the output directory.")]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="auto|PATH",
+        help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
+    ),
+]
+
 
 def train_command(
     config: Annotated[Path, typer.Argument(help="YAML file with the run's settings (see `megascend show-config`).")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
-    ] = None,
-    nproc: Annotated[
-        int | None, typer.Option("--nproc", min=1, help="Start this many processes here (not under torchrun).")
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier run's files in the output directory.")
-    ] = False,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            metavar="auto|PATH",
-            help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
-        ),
-    ] = None,
+    overrides: Overrides = None,
+    nproc: Processes = None,
+    overwrite: Overwrite = False,
+    resume: Resume = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -96,7 +99,7 @@ def print_dry_run(
     plan = preflight(settings, nproc or launch.world_size, overwrite, resume, starts=not under_torchrun())
     for line in report(plan_run(plan, overwrite, resume), Style.of(sys.stdout)):
         print(line)
-    print("\ndry run: nothing is wrong that can be known before training; nothing was trained or written", flush=True)
+    print("\ndry run: no problem found before training; nothing was trained or written", flush=True)
 
 
 def start_training(
@@ -109,7 +112,7 @@ def start_training(
     """Check a run, start its ranks unless torchrun has, and exit with 75 if a signal has stopped it.
 
     Args:
-        function: of :func:`train_rank`'s form.
+        function: called on every rank, with the arguments of :func:`train_rank`.
     """
     if under_torchrun(nproc):
         stopped = function(settings, overwrite, resume, None)

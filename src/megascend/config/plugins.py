@@ -21,16 +21,16 @@ def check_plugins(modules: Sequence[str]) -> None:
         # find_spec of a submodule would import its parents.
         package = module.partition(".")[0]
         if find_spec(package) is None:
-            raise ConfigError(f"plugins: there is no package {package!r}, of {module!r}: {REMEDY}")
+            raise ConfigError(f"plugins: {module!r} cannot be imported, package {package!r} is not installed: {REMEDY}")
 
 
 def check_names(engine: str, trackers: Iterable[str]) -> None:
     """Refuse names of engines and trackers that are not registered. Imports none of their packages."""
     if engine not in ENGINES:
         matches = get_close_matches(engine, ENGINES, 1)
-        advice = f", did you mean {matches[0]}?" if matches else ";"
+        advice = f", did you mean {matches[0]}? Known" if matches else "; known"
         raise ConfigError(
-            f"engine: there is no {engine!r}{advice} there are {', '.join(ENGINES)}. Register yours on every rank "
+            f"unknown engine {engine!r}{advice}: {', '.join(ENGINES)}. Register yours on every rank "
             "(megascend.register_engine; a run file names the module under plugins)"
         )
     check_tracker_names(trackers)

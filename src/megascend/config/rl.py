@@ -41,6 +41,11 @@ class Rollout(Section):
     stop: tuple[str, ...] = Field(
         (), description="tokens that end a response, in addition to the end-of-sequence token"
     )
+    router_replay: bool = Field(
+        False,
+        description="mixtures of experts: train each token on the experts that the engine chose for it; needs vLLM servers "
+        "started with --enable-return-routed-experts",
+    )
     timeout_s: Size = Field(600, description="seconds after which a request to an engine fails")
     controller: str | None = Field(
         None,
@@ -49,7 +54,7 @@ class Rollout(Section):
     )
 
     @property
-    def most_equal(self) -> int:
+    def max_equal_groups(self) -> int:
         """Consecutive groups with equal rewards that end the run; 0: never."""
         if self.max_groups_without_signal is None:
             # Ten batches, as in verl's max_num_gen_batches; fewer than 100 groups may be equal by chance.
@@ -129,6 +134,11 @@ class RlConfig(TrainerConfig):
         self.batching.budget  # noqa: B018, raises unless it is a number
         if not self.engines:
             raise ValueError("engines must name at least one")
+        if self.rollout.router_replay and self.rollout.controller is None and "local" in self.engines:
+            raise ValueError(
+                "rollout.router_replay needs engines that return the experts of each token, which the engine local does not: "
+                "set engines to vLLM servers started with --enable-return-routed-experts, or router_replay: false"
+            )
         if self.rollout.controller is not None and self.engines != ("local",):
             raise ValueError("rollout.controller brings the engines: leave engines out")
         # "local" may be repeated: each is an engine of its own.

@@ -21,6 +21,7 @@ from megascend.config.training import (
     Lora,
     ModuleName,
     Moe,
+    Mtp,
     Parallel,
     PlatformName,
     Precision,
@@ -141,6 +142,14 @@ class TrainerConfig(Section):
     schedule: Schedule = Schedule()
     recompute: Recompute = Recompute()
     moe: Moe = Moe()
+    mtp: Mtp = Field(
+        "keep",
+        description="heads for multi-token prediction: train one with the model (engine megatron), keep them as they are (an "
+        "export copies their tensors), or drop them (an export has none)",
+    )
+    mtp_loss_weight: float = Field(
+        0.1, gt=0, description="weight of the loss of a head for multi-token prediction, with mtp: train"
+    )
     batching: Batching = Batching()
     checkpoint: Checkpoint = Checkpoint()
     lora: Lora | None = Field(

@@ -27,7 +27,9 @@ def read_settings(path: str | Path | None, overrides: Sequence[str] | None = Non
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory; expected a run file in YAML")
+        raise ConfigError(
+            f"{path} is a directory; expected a run file in YAML (which names the model's directory as model:)"
+        )
     if not os.path.lexists(path):  # a dangling link exists and fails below, when it is read
         raise ConfigError(f"no config file at {path.absolute()}")
     try:

@@ -14,6 +14,7 @@ Precision = Literal["fp32", "fp16", "bf16"]
 PlatformName = Literal["auto", "cpu", "cuda", "npu"]
 Affinity = Literal["none", "numa"]
 ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
+Mtp = Literal["train", "keep", "drop"]
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
@@ -95,15 +96,14 @@ class Schedule(Section):
         """Return this schedule; without ``total_steps`` it ends with a run of ``steps`` steps.
 
         Raises:
-            ConfigError: the warm-up takes all of the steps.
+            ConfigError: the warm-up leaves no steps for the decay.
         """
         if self.kind == "constant" or self.total_steps:
             return self
-        # No steps would be left for the decay.
         if self.warmup_steps >= steps:
             raise ConfigError(
-                f"schedule.warmup_steps: {self.warmup_steps} takes all of the {steps} steps of the run (steps, or what epochs "
-                f"take), and kind: {self.kind} needs some after them: lower it"
+                f"schedule.warmup_steps: {self.warmup_steps} leaves none of the run's {steps} steps for the decay of kind: "
+                f"{self.kind}; lower it to {steps - 1} or less, or raise steps (or epochs)"
             )
         # Constructed anew, not model_copy(), which would skip the validators.
         return Schedule(**self.model_dump() | {"total_steps": steps})

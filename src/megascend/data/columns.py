@@ -69,7 +69,7 @@ def parse_record(
     forms = [name for name, (must, _) in FORMS.items() if all(column in values for column in must)]
     if len(forms) != 1:
         keys = ", ".join(sorted(map(str, record))) or "nothing"
-        advice = "; say which to read with data.columns: {NAME: COLUMN}" if forms else ""
+        advice = f"; {'choose the ones to read' if forms else 'map columns of other names'} with data.columns: {{NAME: COLUMN}}"
         raise DataError(f"{source}: expected exactly one of the keys {KNOWN_FORMS}, found: {keys}{advice}")
     form = forms[0]
     must, may = FORMS[form]

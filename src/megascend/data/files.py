@@ -57,7 +57,7 @@ def iterate_documents(
         with findings.collecting():
             yield value if isinstance(value, Document) else parse_record(value, source, columns, findings)
     if empty and not findings.problems:
-        raise DataError(f"no training data in {path} ({findings.setting}): there is no document in it")
+        raise DataError(f"no training data in {path} ({findings.setting}): it holds no document")
 
 
 def iterate_records(

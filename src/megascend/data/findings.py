@@ -44,11 +44,11 @@ class Findings:
     """Problems and remarks, gathered while data are read and turned into tokens.
 
     Attributes:
-        setting: which one names the data.
-        problems: what cannot be trained on, by kind.
-        more: how many problems there are beside those.
-        remarks: what was left out, cut or brought into another form, by kind.
-        more_remarks: how many remarks there are beside those.
+        setting: setting that names the data.
+        problems: data that cannot be trained on, by kind.
+        more: number of further problems.
+        remarks: data that was left out, cut or converted, by kind.
+        more_remarks: number of further remarks.
     """
 
     setting: str = "data.path"

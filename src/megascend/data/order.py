@@ -142,7 +142,7 @@ def changed_samples(
 
     Args:
         before, now: number of ``samples`` and ``fingerprint``.
-        saved, sources: what they were, and are, made of; empty if unknown.
+        saved, sources: their sources at the time of the save and now; empty if unknown.
     """
     difference = " and ".join(
         f"{key} was {before[key]} when it was saved and is {now[key]} now"

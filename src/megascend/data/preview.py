@@ -56,8 +56,8 @@ class SamplePiece:
     """Neighbouring tokens of one weight.
 
     Attributes:
-        weight: of each of them in the loss; 0: not learned.
-        tokens: how many there are.
+        weight: loss weight of each token; 0: carries no loss.
+        tokens: number of tokens.
     """
 
     text: str

@@ -127,9 +127,9 @@ class Rendering:
     """A conversation as a chat template writes it.
 
     Attributes:
-        messages: of the conversation.
-        text: what the template makes of them.
-        blocks: where the template's generation blocks are in it.
+        messages: messages of the conversation.
+        text: the template's output.
+        blocks: positions of the template's generation blocks in ``text``.
     """
 
     def __init__(self, messages: Sequence[Message], render: Render) -> None:

@@ -41,7 +41,7 @@ class SampleLimits:
 
     Attributes:
         length: longest sample, in tokens.
-        setting: where that limit comes from, for messages.
+        setting: setting that the limit comes from, for messages.
         vocab_size: token ids must be below it; None: unknown.
         budget: most tokens of a preference pair, ``batching.micro_batch_tokens``; None: unlimited.
         multiple: each sample of a pair is padded to a multiple of it.

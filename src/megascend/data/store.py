@@ -142,7 +142,7 @@ class SampleSubset(Sequence[Sample]):
 
     Attributes:
         fingerprint: tells them from others.
-        sources: what they were made of, see :class:`SampleStore`.
+        sources: files and settings that the samples were made from, see :class:`SampleStore`.
     """
 
     def __init__(self, store: SampleStore, chosen: np.ndarray, fingerprint: str) -> None:

@@ -32,9 +32,6 @@ class Fault:
         phase: name of the phase.
         step: number of the optimizer step, from 1; None: any.
         attempt: number of restarts by torchrun (``--max-restarts``) at which the fault is armed.
-
-    Raises:
-        ConfigError: a value is invalid.
     """
 
     action: Action

@@ -64,7 +64,8 @@ class Publication:
 
     Attributes:
         stack: phases of the thread that published it.
-        generation: of the stack at that time. Phases entered later have not published the exception: it was raised again.
+        generation: generation of the stack when the exception was recorded. Phases entered later publish it anew: for
+            them it was raised again.
         failure: the published record.
     """
 
@@ -94,11 +95,8 @@ class HangMonitor:
     Attributes:
         step: number of the current optimizer step, from 1.
         sequence: the object collectives that this rank enters.
-        last_words: called with the error, on the monitor's thread, before it ends the process.
+        on_fatal: called with the error, on the monitor's thread, before it ends the process.
         on_phase: called with the name of every phase that the main thread enters.
-
-    Raises:
-        ConfigError: ``MEGASCEND_FAULTS`` is set and cannot be read.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class HangMonitor:
     ) -> None:
         self.step = 1
         self.sequence = CollectiveSequence()
-        self.last_words: Callable[[BaseException], None] | None = None
+        self.on_fatal: Callable[[BaseException], None] | None = None
         self.on_phase: Callable[[str], None] | None = None
         self._rank, self._waits_on_host = rank, waits_on_host
         self._process = Identity.current()
@@ -414,8 +412,8 @@ class HangMonitor:
             self._watchdog.look(heartbeat)
 
     def _speak_last(self, error: BaseException) -> None:
-        if self.last_words is not None:
-            self.last_words(error)
+        if self.on_fatal is not None:
+            self.on_fatal(error)
 
     def _at_exit(self) -> None:
         """Publish an exception raised outside of every phase that ends the interpreter."""

@@ -31,7 +31,7 @@ class Watchdog:
     Args:
         stack: the main thread's phases.
         record: returns this rank's record, as it would be published now.
-        last_words: called with the error before the process is ended.
+        on_fatal: called with the error before the process is ended.
         timeout_s: timeout of collectives, in seconds.
 
     Attributes:
@@ -43,12 +43,12 @@ class Watchdog:
         rank: int,
         stack: PhaseStack,
         record: Callable[[], RankRecord],
-        last_words: Callable[[BaseException], None],
+        on_fatal: Callable[[BaseException], None],
         timeout_s: float,
     ) -> None:
         self.look_after_s = min(5.0, 0.5 * timeout_s)
         self._rank, self._stack, self._timeout_s = rank, stack, timeout_s
-        self._record, self._last_words = record, last_words
+        self._record, self._last_words = record, on_fatal
         # Generations of the stack in which a warning was logged and in which a lost peer was first seen.
         self._logged_generation = self._lost_generation = -1
         self._lost_since = self._checked_at = 0.0

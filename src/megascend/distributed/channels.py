@@ -30,11 +30,8 @@ class Channel:
     Attributes:
         name: the first of the groups' names; the collectives are counted under it.
         ranks: global ranks, in group order.
-        group: on Gloo; None for a single rank, which exchanges nothing.
-        timeout_s: of a collective, in seconds.
-
-    Raises:
-        ProcessGroupError: the group is not on Gloo.
+        group: Gloo group; None for a single rank, which exchanges nothing.
+        timeout_s: timeout of a collective, in seconds.
     """
 
     def __init__(
@@ -61,9 +58,6 @@ class Channel:
         Args:
             timeout_s: default: the group's timeout.
             look: called with growing pauses while this rank waits; see :data:`LOOK_S`.
-
-        Raises:
-            RuntimeError: from Gloo: a rank did not arrive, or was lost.
         """
         if self.is_single:
             return [frame]

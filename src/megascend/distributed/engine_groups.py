@@ -19,8 +19,8 @@ class EngineGroups:
     """The groups of one rank, by the names of :data:`megascend.topology.topology.GROUP_AXES`.
 
     Attributes:
-        device: on the device backend, a group for every name.
-        cpu: on Gloo, for some of the names; reserved for object collectives from now on.
+        device: groups on the device backend, one for every name.
+        cpu: Gloo groups, for some of the names; reserved for object collectives from now on.
     """
 
     device: dict[str, ProcessGroup]
@@ -34,9 +34,6 @@ class GroupFactory(Protocol):
         """Return all groups of ``topology``, on all ranks in the same order. Collective, after the default group exists.
 
         The caller compares their ranks with the topology once all ranks have created theirs.
-
-        Raises:
-            ProcessGroupError: they cannot be created.
         """
         ...
 

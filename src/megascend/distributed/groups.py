@@ -67,19 +67,11 @@ class ProcessGroups:
         return self.topology.group_of(self.rank, *axes_of(name))
 
     def device_group(self, name: str) -> ProcessGroup:
-        """Return the group on the device backend: tensors only, never objects.
-
-        Raises:
-            ProcessGroupError: the name is unknown, or the groups were destroyed.
-        """
+        """Return the group on the device backend: tensors only, never objects."""
         return _look_up(self._device_groups, name, "process group")
 
     def channel(self, name: str) -> Channel:
-        """Return the group's channel for objects, on Gloo; only :mod:`megascend.distributed.objects` uses it.
-
-        Raises:
-            ProcessGroupError: the group carries no objects, or the groups were destroyed.
-        """
+        """Return the group's channel for objects, on Gloo; only :mod:`megascend.distributed.objects` uses it."""
         return _look_up(self._channels, name, "channel for objects")
 
     def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:

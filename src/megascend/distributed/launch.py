@@ -97,11 +97,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
-        """Read the variables of torchrun or ``run_distributed``; without any, the world is this process.
-
-        Raises:
-            ProcessGroupError: only some of the variables are set, or one is not a number.
-        """
+        """Read the variables of torchrun or ``run_distributed``; without any, the world is this process."""
         environment = os.environ if environment is None else environment
         variables = {name: environment[name] for name in ("RANK", "WORLD_SIZE") if name in environment}
         if not variables:
@@ -147,9 +143,6 @@ class Launch:
 
         Args:
             start: name that the ranks agreed on; default: the number of the attempt, which ranks of one host share.
-
-        Raises:
-            CollectiveTimeoutError: the TCP store does not answer within ``timeout_s``.
         """
         import torch.distributed as dist
 

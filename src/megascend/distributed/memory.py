@@ -24,7 +24,7 @@ def _attempt(make: Callable[[], T], rank: int) -> tuple[T | None, OutOfDeviceMem
     return None, OutOfDeviceMemoryError(f"the device's memory has no room for this request (rank {rank}): {text}")
 
 
-def with_room(make: Callable[[], T], rank: int) -> T:
+def catch_oom(make: Callable[[], T], rank: int) -> T:
     """Return the result of ``make``, without communication.
 
     Raises:
@@ -36,7 +36,7 @@ def with_room(make: Callable[[], T], rank: int) -> T:
     return value  # type: ignore[return-value]
 
 
-def with_room_everywhere(make: Callable[[], T], groups: ProcessGroups, purpose: str) -> T:
+def catch_oom_on_all_ranks(make: Callable[[], T], groups: ProcessGroups, purpose: str) -> T:
     """Return the result of ``make``, which must not run collectives. One exchange, over Gloo.
 
     Args:

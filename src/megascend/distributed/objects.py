@@ -216,11 +216,7 @@ class _Collective:
         self._channel, self._groups, self._position, self._where = channel, groups, position, where
 
     def pickled(self, obj: Any) -> bytes:
-        """Pickle ``obj`` for the exchange.
-
-        Raises:
-            ProcessGroupError: on every rank: some rank's object cannot be pickled.
-        """
+        """Pickle ``obj`` for the exchange."""
         try:
             return pickle.dumps(obj)
         except Exception as error:  # a user's __reduce__ may raise anything
@@ -231,12 +227,7 @@ class _Collective:
             raise problem from error
 
     def refuse(self, problem: MegascendError) -> None:
-        """Let the other ranks raise ``problem`` too.
-
-        Raises:
-            OutOfStepError: they are at another position.
-            CollectiveTimeoutError, ProcessGroupError: as :meth:`meet`.
-        """
+        """Let the other ranks raise ``problem`` too."""
         if self._channel.is_single:
             return
         self._position = replace(self._position, refusal=(type(problem).__name__, str(problem)))
@@ -249,13 +240,7 @@ class _Collective:
             return
 
     def meet(self, content: bytes, timeout_s: float | None = None) -> list[Frame]:
-        """Exchange positions with the other ranks; return their frames, which also hold their objects if small enough.
-
-        Raises:
-            OutOfStepError, MegascendError: as :func:`megascend.distributed.frames.contents`.
-            CollectiveTimeoutError: ranks did not arrive; the message names them.
-            ProcessGroupError: the exchange failed although all ranks had arrived.
-        """
+        """Exchange positions with the other ranks; return their frames, which also hold their objects if small enough."""
         channel = self._channel
         with self._naming_the_late(timeout_s):
             position = replace(self._position, number=self._number)

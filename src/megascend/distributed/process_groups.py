@@ -40,7 +40,7 @@ class CommunicationPlatform(Protocol):
     """The part of :class:`megascend.platforms.base.Platform` that process groups use.
 
     Attributes:
-        name: for messages.
+        name: label for messages.
         device_type: type of the ``torch.device`` that tensors are on.
         backend: ``torch.distributed`` backend of collectives on device tensors.
         bind_device: pass the device to ``init_process_group``.

@@ -66,9 +66,6 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -
     Every rank stores a random number. Rank 0 proposes a name together with all the numbers it reads; a rank accepts a proposal
     that holds its number; rank 0 confirms the name when all have accepted. A proposal with a number left over from an earlier
     start is never accepted by all, and is replaced as soon as the new number is stored.
-
-    Raises:
-        CollectiveTimeoutError: ranks did not arrive within ``timeout_s``; the message names them.
     """
     number = secrets.token_hex(8)
     store.set(f"number/{rank}", number)

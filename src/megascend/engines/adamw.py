@@ -23,7 +23,7 @@ class MainAdamW:
     """AdamW over main parameters; see :class:`megascend.engines.full_model.ModelOptimizer`.
 
     Args:
-        pairs: by name, a parameter (or this rank's shard of it) and its fp32 main parameter, which is updated and has the
+        pairs: for each name, a parameter (or this rank's shard of it) and its fp32 main parameter, which is updated and has the
             gradient; the two may be the same tensor.
 
     Attributes:

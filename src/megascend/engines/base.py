@@ -43,10 +43,14 @@ class Output(Protocol):
 
     Attributes:
         fuses_loss: :meth:`cross_entropy` is supported.
+        prediction: of the head for multi-token prediction, if the micro batch has targets for it; else None.
     """
 
     @property
     def fuses_loss(self) -> bool: ...
+
+    @property
+    def prediction(self) -> Output | None: ...
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         """Return ``sum(-coefficients * logprobs)``, which will receive gradient ``loss_grad``, and fp32 log-probabilities [n]."""
@@ -80,7 +84,7 @@ class Trainable(Protocol):
     Attributes:
         step_count: calls of :meth:`step`, including skipped steps and those before a checkpoint.
         frozen: the model's own parameters are not trained.
-        adapters: by name; empty if the model itself is trained.
+        adapters: adapters by name; empty if the model itself is trained.
         projections: Hugging Face weights that adapters of this model may target.
     """
 
@@ -194,17 +198,21 @@ class Engine(ABC):
     Attributes:
         kind: the engine's name in checkpoints; each kind has its own tensor names.
         topology, groups: rank arithmetic and process groups.
-        device: of the tensors of micro batches.
-        info: of the checkpoint in ``model_dir`` that the model was built from; its ``scalar_head`` decides the kind of output.
-        precision: of parameters and activations; ``dtype`` is torch's name for it.
+        device: device of the tensors of micro batches.
+        info: description of the checkpoint in ``model_dir`` that the model was built from; its ``scalar_head`` decides the kind
+            of output.
+        precision: precision of parameters and activations; ``dtype`` is torch's name for it.
         batching: settings of micro batches.
         max_length: longest sample in tokens.
-        layout: of sequences on the ranks.
+        layout: padding, packing and division of sequences over the ranks.
         trainable: the model's parameters, or the adapters.
         mixes_adapters: one micro batch may have tokens of several adapters.
         independent_ranks: ranks do not communicate in :meth:`run`, with this model and layout; none waits for a failed one.
+        mtp_loss_weight: factor of the loss of a head for multi-token prediction; 0: none is trained.
         self_check: result of comparing a slice of the model with transformers; None: the engine has no such check.
         self_check_s: seconds spent waiting for its verdict.
+        router_replay: replays the experts of samples with ``routed_experts``; None for a model without experts.
+        replay_unsupported_reason: reason why this engine cannot replay experts, or None.
 
     Raises:
         ConfigError: adapters on a model with a scalar head.
@@ -215,8 +223,11 @@ class Engine(ABC):
     trainable: Trainable
     mixes_adapters = True
     independent_ranks = False
+    mtp_loss_weight = 0.0
     self_check: Verdict | None = None
     self_check_s = 0.0
+    router_replay: RouterReplay | None = None
+    replay_unsupported_reason: str | None = None
 
     def __init__(self, spec: EngineSpec, context: EngineContext) -> None:
         self.topology, self.groups, self.info = context.topology, context.groups, context.info
@@ -228,11 +239,6 @@ class Engine(ABC):
 
     # --- running micro batches ---
 
-    router_replay: RouterReplay | None = None
-    """Replays the experts of samples with ``routed_experts``; None for a model without experts."""
-    why_no_replay: str | None = None
-    """The reason why this engine cannot replay experts."""
-
     @abstractmethod
     def run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
         """Run forward passes of all micro batches, and backward passes unless ``forward_only``. Collective.
@@ -242,7 +248,7 @@ class Engine(ABC):
         """
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
-        """Return (factor of each rank's part of the loss, gradient that the loss of one micro batch receives).
+        """Return (factor of each rank's part of the loss, gradient that the backward pass of a micro batch starts from).
 
         The factor undoes the engine's averages over micro batches and ranks, so that the result is the sum over all of them.
         Both are 1 if the engine adds up the gradients of micro batches and ranks.
@@ -250,10 +256,10 @@ class Engine(ABC):
         return 1.0, 1.0
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Switch dropout off within the context, and finish pending parameter gathers. Default: nothing to do."""
+        """Switch dropout off within the context, after pending parameter gathers have finished. Default: a no-op."""
         return contextlib.nullcontext()
 
-    def why_no_cache(self) -> str | None:
+    def cache_unsupported_reason(self) -> str | None:
         """Return the reason why this model and layout have no KV cache for sampling, or None if they have one."""
         return f"engine {self.kind} has none"
 
@@ -262,7 +268,7 @@ class Engine(ABC):
         return contextlib.nullcontext()
 
     def release_memory(self) -> None:  # noqa: B027
-        """Free device memory that only makes the engine faster. Local."""
+        """Free device memory that is only an optimisation, such as CUDA graphs. Local."""
 
     # --- checkpoints ---
 
@@ -307,20 +313,20 @@ class Engine(ABC):
         Args:
             adapter: merge this adapter, in float32.
             receivers: all ranks, the main one (0), or a set of global ranks.
-            device: of the tensors; default: the model's. ``meta``: names, shapes and dtypes only.
+            device: device of the tensors; default: the model's. ``meta``: names, shapes and dtypes only.
         """
 
     def export(self, path: Path, adapter: str | None = None, device: str | None = None) -> None:
         """Write the model, with ``adapter`` merged into it, as a Hugging Face directory. Collective.
 
         Args:
-            device: on which tensors are collected; default: the model's.
+            device: device to collect tensors on; default: the model's.
         """
         weights = self.named_weights(adapter, receivers="main", device=device)
         export(weights, self.model_dir, path, str(self.dtype).removeprefix("torch."), self.groups, self.info)
 
     def check_export(self, path: Path, *, replaces: bool) -> None:
-        """Raise now the error with which :meth:`export` would fail later; see :func:`check_export`. Collective."""
+        """Raise the error with which a later :meth:`export` would fail; see :func:`check_export`. Collective."""
         weights = self.named_weights(receivers="main", device="meta")
         dtype = str(self.dtype).removeprefix("torch.")
         check_export(weights, self.model_dir, path, dtype, self.groups, self.info, replaces=replaces)

@@ -36,9 +36,6 @@ def describe(
 
     Args:
         progress, config: see :class:`Manifest`.
-
-    Raises:
-        ConfigError: one of them cannot be converted to JSON.
     """
     shape, trainable = engine.info.shape, engine.trainable
     versions = {}
@@ -51,7 +48,13 @@ def describe(
         step=trainable.step_count,
         engine=engine.kind,
         precision=engine.precision,
-        model={"layers": shape.num_layers, "hidden": shape.hidden_size, "vocabulary": shape.vocab_size},
+        model={
+            "layers": shape.num_layers,
+            "hidden": shape.hidden_size,
+            "vocabulary": shape.vocab_size,
+            # Left out without one, as in checkpoints of earlier versions.
+            **({"heads for multi-token prediction": 1} if engine.mtp_loss_weight else {}),
+        },
         layout={axis: getattr(engine.topology, axis) for axis in AXES},
         optimizer=trainable.counters(),
         adapters=sorted(trainable.adapters),

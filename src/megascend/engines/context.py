@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megascend.bootstrap import Runtime, bootstrap
-from megascend.config import Adam, Adapters, Batching, Fsdp, Moe, Parallel, PlatformName, Precision, Recompute, Schedule
+from megascend.config import (
+    Adam,
+    Adapters,
+    Batching,
+    Fsdp,
+    Moe,
+    Mtp,
+    Parallel,
+    PlatformName,
+    Precision,
+    Recompute,
+    Schedule,
+)
 from megascend.distributed import process_groups
 from megascend.distributed.engine_groups import GroupFactory
 from megascend.distributed.launch import Launch
@@ -37,10 +49,12 @@ class EngineSpec:
         optimizer, schedule, recompute, moe, batching, fsdp: see :mod:`megascend.config`.
         adapters: freeze the model and train LoRA adapters on it; None: train the model.
         provider_options: further settings of the provider, beside those derived from the model and the layout.
-        seed: of dropout and all other random numbers.
+        seed: seed of dropout and all other random numbers.
         timeout_s: seconds after which a missing rank is an error on all others.
         self_check: compare a small slice of the model with transformers first.
         head: ``lm``, or the kind of scalar head.
+        mtp: whether heads for multi-token prediction are trained, kept as they are, or dropped.
+        mtp_loss_weight: factor of the loss of such a head.
     """
 
     model: Path
@@ -58,6 +72,8 @@ class EngineSpec:
     timeout_s: float = 600.0
     self_check: bool = True
     head: HeadKind = "lm"
+    mtp: Mtp = "keep"
+    mtp_loss_weight: float = 0.1
     provider: str | None = None
     provider_options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
     fsdp: Fsdp = field(default_factory=Fsdp)
@@ -75,7 +91,7 @@ class EngineContext:
     Attributes:
         runtime: this process, prepared for the engine.
         topology, groups: rank arithmetic and process groups.
-        info: of the checkpoint in ``model_dir``.
+        info: description of the checkpoint in ``model_dir``.
         factory: created the engine's groups; None: plain torch groups.
     """
 
@@ -107,6 +123,7 @@ def engine_context(
     timeout_s: float = 600.0,
     prepare: Prepare = lambda runtime, topology, model_dir: None,
     head: HeadKind = "lm",
+    mtp: Mtp = "keep",
 ) -> Iterator[EngineContext]:
     """Yield the context to build an engine in; if the block raises, the process groups are destroyed. Collective.
 
@@ -122,18 +139,21 @@ def engine_context(
         prepare: called before ranks communicate.
         head: the model's last layer: logits (``lm``), the scalar head of its checkpoint (``scalar``), or a new one in place of
             a causal language model's output layer (``new_sequence_classifier``, ``new_token_classifier``).
+        mtp: what becomes of heads for multi-token prediction.
 
     Raises:
         MegascendError: the settings, the checkpoint, the platform or the installed versions do not fit, or a rank is missing.
     """
     if precision not in get_args(Precision):
         raise ConfigError(f"precision must be fp32, fp16 or bf16, got {precision!r}")
+    if mtp not in get_args(Mtp):
+        raise ConfigError(f"mtp must be train, keep or drop, got {mtp!r}")
     layout, model_dir = parallel or Parallel(), Path(model)
     launch = Launch.from_environment()
     # Prefetched while packages are imported and ranks connect.
     with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
         runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
-        info = inspect_checkpoint(model_dir, head)
+        info = inspect_checkpoint(model_dir, head, mtp)
         if info.quantised is not None and launch.rank == 0:
             logger.warning(
                 "%s is quantised (%s): it is trained and exported dequantised, in the dtype of precision: %s",

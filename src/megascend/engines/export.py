@@ -12,7 +12,7 @@ from megascend.engines.weight_stream import header_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
 from megascend.huggingface.files import companions
 from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
-from megascend.io.paths import stays, why_not_writable
+from megascend.io.paths import stays, unwritable_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ def export(
     Args:
         weights: a stream that has not been started, with the main rank (0) as its receiver.
         dtype: ``float32``, ``float16`` or ``bfloat16``: the parameters' dtype.
-        info: of the model as it was built from ``source``.
+        info: description of the model that was built from ``source``.
 
     Raises:
         CheckpointError: on every rank, if ``target`` exists and is not a Hugging Face directory (it would be replaced),
@@ -127,7 +127,7 @@ def check_export_files(source: Path, target: Path, dtype: str, info: ModelInfo, 
         removed = replaces and not stays(target)
         if not removed:
             check_target(target)
-        if reason := why_not_writable(target.parent if removed else target):
+        if reason := unwritable_reason(target.parent if removed else target):
             raise CheckpointError(f"export: {target} cannot be written: {reason}")
     except CheckpointError:
         raise

@@ -47,7 +47,7 @@ class FullModel:
     """All of a model's own parameters as the :class:`megascend.engines.base.Trainable`.
 
     Args:
-        optimizer: of the parameters.
+        optimizer: optimizer of the parameters.
         reduces_while_running: forward_backward already sums gradients over data parallel ranks.
     """
 

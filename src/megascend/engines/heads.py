@@ -44,6 +44,10 @@ class PlainOutput:
         return VocabShard(0, self.vocab_size)
 
     @property
+    def prediction(self) -> None:
+        """None: heads for multi-token prediction are trained by engine megatron."""
+
+    @property
     def fuses_loss(self) -> bool:
         """False for fp16: gradients computed before the loss scale is applied would underflow."""
         return self.weight.dtype != torch.float16

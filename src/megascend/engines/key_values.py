@@ -1,7 +1,10 @@
 """KV cache for sampling, so that only new tokens run through the model.
 
-Every attention layer of a rank has keys and values of all rows: [rows, KV heads, capacity, head dim]. Rows grow by one token at
-a time. A micro batch's ``cached`` is its use of the cache: :class:`Filling` (prefill) or :class:`Growing` (decode).
+Every attention layer of a rank has keys and values of all rows: [rows, KV heads, capacity, head dim]. A token takes KV heads x
+(key width + value width) numbers a layer, in the dtype of the keys. With latent attention (MLA) on the Megatron engine it takes
+latent + rotated width (DeepSeek-V3: 512 + 64, where keys and values of 128 heads have 40,960), on every tensor parallel rank, as
+one key of one head whose first numbers are the value. Rows grow by one token at a time. A micro batch's ``cached`` is its use of
+the cache: :class:`Filling` (prefill) or :class:`Growing` (decode).
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ class KeyValues:
         self.lengths = [0] * rows
         self._longest, self._device = longest, device
         # By transformers' layer_idx or Megatron's layer_number.
-        self._layers: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        # (keys, values), or (keys,) of which a part is the values.
+        self._layers: dict[Hashable, tuple[Tensor, ...]] = {}
         self._positions, self._visible = torch.empty(0), torch.empty(0)
 
     @property
@@ -63,31 +67,30 @@ class KeyValues:
     @property
     def bytes(self) -> int:
         """Memory of all keys and values."""
-        return sum(tensor.nbytes for pair in self._layers.values() for tensor in pair)
+        return sum(tensor.nbytes for tensors in self._layers.values() for tensor in tensors)
 
-    def fill(self, layer: Hashable, row: int, keys: Tensor, values: Tensor) -> None:
-        """Write the first keys and values [tokens, heads, head dim] of a row."""
+    def fill(self, layer: Hashable, row: int, *states: Tensor) -> None:
+        """Write the first keys and values [tokens, heads, head dim] of a row; keys alone where values are a part of them."""
+        tokens = len(states[0])
         if layer not in self._layers:
-            capacity = max(len(keys), min(SMALLEST, self._longest))
+            capacity = max(tokens, min(SMALLEST, self._longest))
             rows = len(self.lengths)
             # Zeros: masked positions take part in the products, and 0 times the NaN of unwritten memory is NaN.
-            self._layers[layer] = (
-                keys.new_zeros(rows, keys.shape[1], capacity, keys.shape[2]),
-                values.new_zeros(rows, values.shape[1], capacity, values.shape[2]),
+            self._layers[layer] = tuple(
+                tensor.new_zeros(rows, tensor.shape[1], capacity, tensor.shape[2]) for tensor in states
             )
-        self._reserve(layer, len(keys))
-        for cache, states in zip(self._layers[layer], (keys, values), strict=True):
-            cache[row, :, : len(states)] = states.transpose(0, 1)
-        self.lengths[row] = len(keys)
+        self._reserve(layer, tokens)
+        for cache, tensor in zip(self._layers[layer], states, strict=True):
+            cache[row, :, :tokens] = tensor.transpose(0, 1)
+        self.lengths[row] = tokens
 
     def take(self, rows: Sequence[int]) -> None:
         """Replace the rows by these of them, in this order; a row that is listed several times is copied."""
         if list(rows) == list(range(len(self.lengths))):
             return
         index = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
-        for layer in self._layers:
-            keys, values = self._layers[layer]
-            self._layers[layer] = keys.index_select(0, index), values.index_select(0, index)
+        for layer, tensors in self._layers.items():
+            self._layers[layer] = tuple(tensor.index_select(0, index) for tensor in tensors)
         self.lengths = [self.lengths[row] for row in rows]
 
     def begin(self) -> None:
@@ -104,7 +107,7 @@ class KeyValues:
         layer: Hashable,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | int,
         scale: float | None,
         window: int | None,
         sink: Tensor | None = None,
@@ -114,7 +117,8 @@ class KeyValues:
         Args:
             rows: the rows of the tokens.
             query: [rows, heads, head dim]; ``key`` and ``value`` may have fewer heads, as in grouped-query attention.
-            scale: of the products; None: one by the root of the head dim.
+            value: [rows, heads, head dim]; or the width of the values, if they are the first numbers of the keys.
+            scale: factor of the attention scores; None: 1 / sqrt(head dim).
             window: tokens that each token attends to, itself included; None: all.
             sink: [heads], a logit of each head that takes part in the softmax and has no value.
 
@@ -122,11 +126,15 @@ class KeyValues:
             [rows, heads, head dim of the values].
         """
         # rows is a slice, so these are views, and the writes below reach the cache.
-        keys, values = (cache[rows] for cache in self._layers[layer])
+        keys, *rest = (cache[rows] for cache in self._layers[layer])
         positions, visible = self._positions[rows], self._visible[rows]
         indices, longest = torch.arange(len(query), device=query.device), visible.shape[1]
         keys[indices, :, positions] = key
-        values[indices, :, positions] = value
+        if isinstance(value, Tensor):
+            (values,) = rest
+            values[indices, :, positions] = value
+        else:
+            values = keys[..., :value]
         if window is not None:
             visible = visible & (torch.arange(longest, device=query.device) > positions[:, None] - window)
         # The query heads of a KV head become its query tokens: keys and values need no copy per query head.
@@ -142,12 +150,12 @@ class KeyValues:
         self.lengths = [length + 1 for length in self.lengths]
 
     def _reserve(self, layer: Hashable, tokens: int) -> None:
-        keys, values = self._layers[layer]
-        capacity = keys.shape[2]
+        tensors = self._layers[layer]
+        capacity = tensors[0].shape[2]
         if tokens > capacity:
             # Doubled, so that rows are copied a logarithmic number of times.
             added = max(tokens, min(2 * capacity, self._longest)) - capacity
-            self._layers[layer] = tuple(torch.nn.functional.pad(cache, (0, 0, 0, added)) for cache in (keys, values))  # type: ignore[assignment]  # fmt: skip
+            self._layers[layer] = tuple(torch.nn.functional.pad(cache, (0, 0, 0, added)) for cache in tensors)
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class Filling:
 
     Attributes:
         rows: the row in ``cache`` of each sample.
-        lengths, padded_lengths: of the samples.
+        lengths, padded_lengths: unpadded and padded lengths of the samples.
     """
 
     cache: KeyValues
@@ -164,10 +172,10 @@ class Filling:
     lengths: tuple[int, ...]
     padded_lengths: tuple[int, ...]
 
-    def keep(self, layer: Hashable, keys: Tensor, values: Tensor) -> None:
+    def keep(self, layer: Hashable, *states: Tensor) -> None:
         """Write a layer's keys and values: [tokens, heads, head dim] of packed samples, [batch, tokens, ...] of padded ones."""
-        for row, row_keys, row_values in zip(self.rows, self._split(keys), self._split(values), strict=True):
-            self.cache.fill(layer, row, row_keys, row_values)
+        for row, *row_states in zip(self.rows, *(self._split(tensor) for tensor in states), strict=True):
+            self.cache.fill(layer, row, *row_states)
 
     def _split(self, states: Tensor) -> Iterator[Tensor]:
         parts = states.split(self.padded_lengths) if states.dim() == 3 else states
@@ -186,7 +194,7 @@ class Growing:
         layer: Hashable,
         query: Tensor,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | int,
         scale: float | None,
         window: int | None,
         sink: Tensor | None = None,
@@ -194,5 +202,6 @@ class Growing:
         """Call :meth:`KeyValues.attend`; rows of padding are 0."""
         count = self.rows.stop - self.rows.start
         padding = len(query) - count
-        mixed = self.cache.attend(self.rows, layer, query[:count], key[:count], value[:count], scale, window, sink)
+        value = value[:count] if isinstance(value, Tensor) else value
+        mixed = self.cache.attend(self.rows, layer, query[:count], key[:count], value, scale, window, sink)
         return torch.nn.functional.pad(mixed, (0, 0, 0, 0, 0, padding)) if padding else mixed

@@ -26,7 +26,7 @@ def gradients(formula: Formula, counts: Tensor, tokens: int, top_k: int) -> Tens
     Args:
         counts: [layers, experts], tokens of the micro batch on all ranks that each layer sends to each expert. For
             ``transformers`` all layers of the model.
-        tokens: of the micro batch on all ranks; without any the loss is 0.
+        tokens: tokens in the micro batch on all ranks; with none, the loss is 0.
         top_k: experts of each token.
 
     Returns:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
-from megascend.engines.router_replay import ExpertLayers, RouterReplay
+from megascend.engines.router_replay import ExpertLayers, ReplayedPass, RouterReplay
 from megascend.errors import MegascendError
 from megascend.models import architecture_of
 
@@ -27,21 +26,11 @@ BLOCK = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:[^.]+\.)*experts$")
 """Name of the experts in a mixture-of-experts block of a layer."""
 
 
-@dataclass
-class _Pass:
-    """Forward pass of one micro batch; ``complete``: later calls of its blocks are recomputation."""
-
-    routed: Tensor | None
-    real: Tensor
-    complete: bool = False
-
-
 class BlockReplay(RouterReplay):
     """Router replay of a transformers model's mixture-of-experts blocks."""
 
     def __init__(self, layers: ExpertLayers, blocks: dict[int, nn.Module], device: torch.device) -> None:
         super().__init__(layers, device)
-        self._pass: _Pass | None = None
         for column, number in enumerate(layers.numbers):
             block = blocks[number]
             patch(
@@ -73,8 +62,9 @@ class BlockReplay(RouterReplay):
     def replaying(self, batch: MicroBatch) -> Iterator[None]:
         """Replay a micro batch's experts in the forward pass in the block, and in what is recomputed of it afterwards."""
         routed = None if batch.routed_experts is None else self.layers.columns(batch.routed_experts)
-        self._pass = _Pass(routed, ~batch.padding)
+        self._pass = ReplayedPass(routed, ~batch.padding)
         yield
+        # Not in a finally block: after an error nothing is recomputed, and the next micro batch replaces this pass.
         self._pass.complete = True
 
     def _forward(self, column: int, forward: Any, *args: Any, **options: Any) -> Any:
@@ -102,14 +92,15 @@ class _Choice(TorchFunctionMode):
         self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The model's own choice is computed in any case: rows without replay keep it, and differences from it are counted.
         result = func(*args, **(kwargs or {}))
         layers = self._replay.layers
         if func not in (torch.topk, Tensor.topk):
             return result
         scores = args[0] if args else kwargs["input"]
         if scores.shape[-1] != layers.experts or result.indices.shape[-1] != layers.topk:
-            return result  # of groups of experts
+            return result  # a choice among groups of experts (DeepSeek-V3), which precedes the one of experts
         self.calls += 1
-        own = result.indices.reshape(-1, layers.topk)
-        chosen = self._replay.choose(own, self._replayed, self._real).view_as(result.indices)
+        indices = result.indices.reshape(-1, layers.topk)
+        chosen = self._replay.choose(indices, self._replayed, self._real).view_as(result.indices)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))

@@ -24,8 +24,8 @@ class ExpertLayers:
 
     Attributes:
         total: layers of the model.
-        numbers: of those with experts, from 0, ascending.
-        experts: of each of them.
+        numbers: indices of the layers that have experts, from 0, ascending.
+        experts: number of experts in each of those layers.
         topk: experts of a token.
     """
 
@@ -39,6 +39,7 @@ class ExpertLayers:
         routed = sample.routed_experts
         if routed is None:
             return
+        # Inference engines report either all layers, dense ones included, or only those with experts.
         layers = sorted({self.total, len(self.numbers)})
         if routed.shape[1] not in layers or routed.shape[2] != self.topk:
             raise DataError(
@@ -46,13 +47,14 @@ class ExpertLayers:
                 f"with {' or '.join(map(str, layers))} layers (all, or those with experts)"
             )
         choices = self.columns(routed)
-        known = ~(choices < 0).all(-1)
-        if bool(((choices >= self.experts) | ((choices < 0) & known[..., None])).any()):
+        recorded = ~(choices < 0).all(-1)
+        if bool(((choices >= self.experts) | ((choices < 0) & recorded[..., None])).any()):
             raise DataError(
                 f"sample {index}: routed_experts must be in [0, {self.experts}), or -1 where they are not known"
             )
+        # No router chooses an expert twice: a duplicate would enter the token's output, and its gradient, twice.
         ordered = choices.sort(-1).values
-        if bool(((ordered[..., 1:] == ordered[..., :-1]) & known[..., None]).any()):
+        if bool(((ordered[..., 1:] == ordered[..., :-1]) & recorded[..., None]).any()):
             raise DataError(f"sample {index}: routed_experts names an expert twice for one token and layer")
 
     def columns(self, routed: Tensor) -> Tensor:
@@ -62,31 +64,49 @@ class ExpertLayers:
         return routed[:, list(self.numbers)]
 
 
+@dataclass
+class ReplayedPass:
+    """Forward pass of one micro batch.
+
+    Attributes:
+        routed: int64 [rows, layers with experts, k]; None: routers choose.
+        real: bool [rows], rows that are not padding; None if routers choose.
+        complete: the pass has run; later calls of its routers are recomputation.
+    """
+
+    routed: Tensor | None
+    real: Tensor | None
+    complete: bool = False
+
+
 class RouterReplay:
     """Replaces the choices of a forward pass's routers by those of its micro batch, and counts where they differ.
 
     Args:
-        layers: of the model.
-        device: of the counts.
+        layers: the model's layers with experts.
+        device: device of the counts.
     """
 
     def __init__(self, layers: ExpertLayers, device: torch.device) -> None:
         self.layers = layers
+        self._pass: ReplayedPass | None = None
         self._counts = torch.zeros(2, device=device)
 
-    def choose(self, own: Tensor, replayed: Tensor, real: Tensor | None) -> Tensor:
-        """Return the experts [rows, k] of a layer's tokens: ``replayed`` where they are known (not -1), ``own`` elsewhere.
+    def choose(self, indices: Tensor, replayed: Tensor, real: Tensor | None) -> Tensor:
+        """Return the experts [rows, k] of a layer's tokens: ``replayed`` where they are recorded (not -1), ``indices`` elsewhere.
 
         Args:
-            own: int64 [rows, k], the router's own choice.
+            indices: int64 [rows, k], the router's own choice.
             real: bool [rows], rows that count; None: nothing is counted, as the layer is recomputed.
         """
-        known = replayed[:, :1] >= 0
+        # The first entry decides for the row: check() has refused rows that are recorded in part.
+        recorded = replayed[:, :1] >= 0
         if real is not None:
-            differs = (own.sort(-1).values != replayed.sort(-1).values).any(-1, keepdim=True)
-            rows = known & real[:, None]
+            # Compared as sets: the order among the chosen experts has no meaning.
+            differs = (indices.sort(-1).values != replayed.sort(-1).values).any(-1, keepdim=True)
+            rows = recorded & real[:, None]
             self._counts += torch.stack([(differs & rows).sum(), rows.sum()]).float()
-        return torch.where(known, replayed, own)
+        return torch.where(recorded, replayed, indices)
 
     def take_counts(self) -> Tensor:
         """Return [tokens and layers routed otherwise by the router itself, all that were replayed] since the last call."""
@@ -95,13 +115,13 @@ class RouterReplay:
         return counts
 
 
-def check(samples: Sequence[Sample], layers: ExpertLayers | None, why_not: str | None) -> None:
+def check(samples: Sequence[Sample], layers: ExpertLayers | None, unsupported_reason: str | None) -> None:
     """Raise DataError for samples whose ``routed_experts`` do not fit the model, or which the engine cannot replay."""
     for index, sample in enumerate(samples):
         if sample.routed_experts is None:
             continue
-        if layers is None or why_not is not None:
+        if layers is None or unsupported_reason is not None:
             raise DataError(
-                f"sample {index} has routed_experts, and {why_not or 'this model has no experts'}; leave them out"
+                f"sample {index} has routed_experts, and {unsupported_reason or 'this model has no experts'}; leave them out"
             )
         layers.check(sample, index)

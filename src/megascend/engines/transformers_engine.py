@@ -21,7 +21,7 @@ class TransformersEngine(Engine):
 
     Attributes:
         model: transformers' causal language model, or its token classifier for a scalar head.
-        optimizer: of the model's own parameters; None if adapters are trained.
+        optimizer: optimizer of the model's own parameters; None if adapters are trained.
     """
 
     model: Any

@@ -48,11 +48,8 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
     A slice's ``weight_offsets`` are all 0; the weight may lack its first dimension, the 1 of a single expert.
 
     Args:
-        model: of transformers; may be on ``meta``, not yet sharded.
-        headers: of the checkpoint's tensors that the model has.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a tensor, has one that the model does not use, or stores one in an unknown way.
+        model: a transformers model; may be on ``meta``, not yet sharded.
+        headers: headers of those tensors of the checkpoint that the model has.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in persistent_tensors(model).items()}
     slices: dict[str, list[HfSlice]] = {}

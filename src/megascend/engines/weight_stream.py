@@ -84,8 +84,8 @@ def stream_weights(
 
     Args:
         weights: joins ``barrier`` before each layer; yields nothing on ranks that do not receive.
-        headers: of the checkpoint that the model was built from; names, shapes and dtypes are compared with them.
-        dtype: of the model's parameters.
+        headers: headers of the checkpoint's tensors; exported names, shapes and dtypes are compared with them.
+        dtype: dtype of the model's parameters.
         finish: called with every tensor before it is yielded; returns the tensor to yield.
 
     Raises:

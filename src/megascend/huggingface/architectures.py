@@ -15,12 +15,7 @@ def architecture_in(model_dir: Path) -> Architecture:
 
 
 def transformers_config(model_dir: Path) -> Any:
-    """Return transformers' configuration of the model in a directory, without its quantisation: weights are read dequantised.
-
-    Raises:
-        ConfigError: a module that the architecture is registered with cannot be imported.
-        OSError, ValueError, KeyError, or others that its validators raise: transformers cannot read it.
-    """
+    """Return transformers' configuration of the model in a directory, without its quantisation: weights are read dequantised."""
     from transformers import AutoConfig
 
     make_known_to_transformers(model_dir)

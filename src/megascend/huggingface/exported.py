@@ -15,22 +15,26 @@ ONE_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>g
 OUTPUT = "lm_head.weight"
 
 
-def extra_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the tensors that are not built: multi-token prediction heads, and buffers derived from the configuration.
+def derived_tensors(names: Iterable[str]) -> list[str]:
+    """Return the tensors that are buffers derived from the configuration, which no engine loads."""
+    return [name for name in names if name.endswith(DERIVED)]
 
-    Such heads are named ``mtp.*`` or, in DeepSeek-V3 and GLM-4.5, like the ``num_nextn_predict_layers`` layers after the last.
+
+def prediction_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the tensors of heads for multi-token prediction.
+
+    They are named ``mtp.*`` or, in DeepSeek-V3 and GLM-4.5, like the ``num_nextn_predict_layers`` layers after the last.
     """
     text = config.get("text_config", config)
     layers = text.get("num_hidden_layers") or 0
     heads = range(layers, layers + (text.get("num_nextn_predict_layers") or 0))
 
-    def is_extra(name: str) -> bool:
+    def is_head(name: str) -> bool:
         layer = LAYER.search(name)
-        is_head = layer is not None and int(layer[1]) in heads
         # The added dot also finds a name that begins with "mtp.".
-        return is_head or ".mtp." in f".{name}" or name.endswith(DERIVED)
+        return (layer is not None and int(layer[1]) in heads) or ".mtp." in f".{name}"
 
-    return [name for name in names if is_extra(name)]
+    return [name for name in names if is_head(name) and not name.endswith(DERIVED)]
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import scalar_head as scalar_heads
-from megascend.huggingface.exported import LAYER, OUTPUT, extra_tensors
+from megascend.huggingface.exported import LAYER, OUTPUT, derived_tensors, prediction_tensors
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
 from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, text_config
+
+if TYPE_CHECKING:
+    from megascend.config import Mtp
 
 
 @dataclass(frozen=True)
@@ -126,14 +129,17 @@ class ModelInfo:
     """Shape and weights of a checkpoint.
 
     Attributes:
-        shape: what the topology has to divide; ``shape.tied`` is what engines build, whatever ``config.json`` says.
-        tensors: headers of all weights in the checkpoint that the model has; heads for multi-token prediction are not built,
-            and a tied model has no output layer of its own.
+        shape: sizes that the topology has to divide; ``shape.tied`` is what engines build, even if ``config.json`` differs.
+        tensors: headers of all weights in the checkpoint that the model has; a head for multi-token prediction is one of its
+            layers only if it is trained, and a tied model has no output layer of its own.
         parameter_count: elements of these weights.
         active_matmul_parameters: elements of the weights that multiply each token (embedding look-up excluded, the
             output projection included, of the experts only those a token is sent to).
-        scalar_head: what stands in the output layer's place; None for a causal language model.
+        scalar_head: head that replaces the output layer; None for a causal language model.
         extra: headers of weights that the model does not have and an export copies.
+        mtp: what becomes of heads for multi-token prediction.
+        copies: weights of the trained head that repeat one of :attr:`tensors`: its name by theirs. The model has one of the two,
+            and an export writes it under both names.
         architecture: the declaration of its family.
     """
 
@@ -144,6 +150,8 @@ class ModelInfo:
     attention_width: int
     scalar_head: ScalarHead | None = None
     extra: Mapping[str, TensorHeader] = field(default_factory=dict)
+    mtp: Mtp = "keep"
+    copies: Mapping[str, str] = field(default_factory=dict)
     architecture: Architecture = field(default_factory=lambda: architecture_named(""))
 
     @property
@@ -157,6 +165,16 @@ class ModelInfo:
         """Return the names of :attr:`tensors`."""
         return list(self.tensors)
 
+    @property
+    def exported(self) -> dict[str, TensorHeader]:
+        """Return the headers of all weights that an export writes from the model: :attr:`tensors` and :attr:`copies`."""
+        return {**self.tensors, **{name: self.tensors[original] for name, original in self.copies.items()}}
+
+    @property
+    def attention_layers(self) -> int:
+        """Return the number of layers that compute attention, a trained head for multi-token prediction included."""
+        return self.shape.num_layers + (self.mtp == "train")
+
     def flops_per_token(self, length: int, frozen: bool = False) -> float:
         """Return the model FLOPs of forward and backward for one token of a causal sequence of ``length`` tokens.
 
@@ -166,7 +184,7 @@ class ModelInfo:
         """
         # Frozen weights still pass the gradient on to their input.
         weight_flops = (4 if frozen else 6) * self.active_matmul_parameters
-        return weight_flops + 6 * self.shape.num_layers * self.attention_width * length
+        return weight_flops + 6 * self.attention_layers * self.attention_width * length
 
 
 NO_TARGETS = ("gate", "router", "_bias")
@@ -191,8 +209,16 @@ def linear_layers(info: ModelInfo) -> list[str]:
     return list(names)
 
 
-def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
-    """Read ``config.json`` and the headers of the weight files: the model that every engine trains, with ``head`` at its end."""
+def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep") -> ModelInfo:
+    """Read ``config.json`` and the headers of the weight files: the model that every engine trains, with ``head`` at its end.
+
+    Args:
+        mtp: what becomes of heads for multi-token prediction; those that are not trained are no part of the model.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or does not fit the others.
+        ConfigError: ``mtp`` is ``train``, and the model has no head that can be trained.
+    """
     config = read_config(model_dir)
     try:
         architecture = architecture_of(config)
@@ -205,12 +231,21 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
         raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
     tensors = dequantised_headers(tensor_headers(model_dir), config, Path(model_dir))
     check_vocabulary(shape, {name: header.shape for name, header in tensors.items()})
-    extra = {name: tensors.pop(name) for name in extra_tensors(config, tensors)}
+    extra = {name: tensors.pop(name) for name in derived_tensors(tensors)}
+    heads = {name: tensors.pop(name) for name in prediction_tensors(config, tensors)}
+    if mtp == "train":
+        check_prediction_head(architecture, text, shape, heads, head)
+    if mtp == "keep":
+        extra |= heads
     scalar_head = scalar_heads.find(head, config, tensors, model_dir)
     tied = scalar_head is None and is_tied(config, shape, tensors, Path(model_dir))
     if tied:
         tensors.pop(OUTPUT, None)
     tensors = scalar_heads.with_head(tensors, scalar_head, config)
+    copies: dict[str, str] = {}
+    if mtp == "train":
+        copies = shared_weights(heads, tensors, shape.num_layers)
+        tensors |= {name: header for name, header in heads.items() if name not in copies}
     shapes = {name: header.shape for name, header in tensors.items()}
     active = 0.0
     for name, dims in shapes.items():
@@ -219,6 +254,8 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
         if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
             continue
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
+    if mtp == "train":  # the output layer projects the head's hidden states, too
+        active += shape.vocab_size * shape.hidden_size
     return ModelInfo(
         shape=replace(shape, tied=tied),
         tensors=tensors,
@@ -227,8 +264,65 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm") -> ModelInfo:
         attention_width=architecture.attention_width(text),
         scalar_head=scalar_head,
         extra=extra,
+        mtp=mtp,
+        copies=copies,
         architecture=architecture,
     )
+
+
+def check_prediction_head(
+    architecture: Architecture,
+    config: Mapping[str, Any],
+    shape: ModelShape,
+    heads: Mapping[str, TensorHeader],
+    head: HeadKind,
+) -> None:
+    """Raise ConfigError if a checkpoint has no head for multi-token prediction that can be trained.
+
+    Args:
+        config: normalised.
+        heads: tensors of its heads.
+        head: the model's last layer.
+    """
+    kind = config.get("model_type")
+    if head != "lm":
+        raise ConfigError(
+            f"mtp: train with head: {head}: the head predicts tokens, and a scalar head has none; set keep"
+        )
+    count = config.get("num_nextn_predict_layers") or 0
+    if not heads:
+        raise ConfigError(
+            f"mtp: train, but the checkpoint of {kind} has no head for multi-token prediction (num_nextn_predict_layers: "
+            f"{count}); set keep"
+        )
+    if not architecture.prediction_head:
+        raise ConfigError(
+            f"mtp: train: heads of {kind} for multi-token prediction are not built here (those of deepseek_v3, glm4_moe and "
+            "glm4_moe_lite are); set keep"
+        )
+    layers = {int(match[1]) for name in heads if (match := LAYER.search(name))}
+    if count != 1 or layers != {shape.num_layers}:
+        raise ConfigError(
+            f"mtp: train: one head for multi-token prediction can be trained, and {kind} has {count} "
+            "(num_nextn_predict_layers); set keep"
+        )
+
+
+def shared_weights(heads: Iterable[str], tensors: Iterable[str], layer: int) -> dict[str, str]:
+    """Return the weights of a head for multi-token prediction that repeat the model's embedding and output layer.
+
+    Args:
+        heads: names of the head's tensors.
+        tensors: names of the model's.
+        layer: index of the head among the layers.
+    """
+    embedding = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    output = next((name for name in tensors if name == OUTPUT), embedding)
+    ends = {
+        f".layers.{layer}.embed_tokens.weight": embedding,
+        f".layers.{layer}.shared_head.head.weight": output,
+    }
+    return {name: original for name in heads for end, original in ends.items() if name.endswith(end)}
 
 
 def check_vocabulary(sizes: ModelShape, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -51,9 +51,6 @@ def dequantised_headers(
     Args:
         config: ``config.json``.
         source: the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: the checkpoint is quantised by a method that is not read, or scales do not fit their weight.
     """
     settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     if settings is None:

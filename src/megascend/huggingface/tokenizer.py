@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside the model's weights; nothing is downloaded.
-
-    Raises:
-        CheckpointError: the directory is missing, or holds no tokenizer that transformers can load, or one without tokens.
-    """
+    """Load the tokenizer beside the model's weights; nothing is downloaded."""
     from transformers import AutoTokenizer
 
     if not model.is_dir():

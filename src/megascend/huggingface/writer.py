@@ -20,9 +20,14 @@ from megascend.huggingface.quantised import read_tensor
 from megascend.huggingface.safetensors_writer import DTYPES, FILE_BYTES, SafetensorsWriter
 from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
 from megascend.io.paths import followed, remove
+from megascend.models.base import ALIASES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+PREDICTION_COUNTS = {"num_nextn_predict_layers", *ALIASES["num_nextn_predict_layers"], "mtp_num_hidden_layers"}
+"""Keys of configurations that count the heads for multi-token prediction."""
 
 
 class CheckpointWriter:
@@ -59,7 +64,7 @@ class CheckpointWriter:
             # Before the weights are gathered and written.
             check_target(target)
             stage(self._final, self._temporary)
-            self._tensors = SafetensorsWriter(self._temporary, [*info.tensors, *info.extra], file_bytes)
+            self._tensors = SafetensorsWriter(self._temporary, [*info.exported, *info.extra], file_bytes)
         self._unknown: dict[str, TensorHeader] = {}
 
     def __enter__(self) -> CheckpointWriter:
@@ -74,7 +79,7 @@ class CheckpointWriter:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write one tensor. Its memory is free afterwards."""
-        if name not in self._info.tensors:
+        if name not in self._info.exported:
             self._unknown[name] = TensorHeader(DTYPES.get(str(tensor.dtype), str(tensor.dtype)), tuple(tensor.shape))
             return  # reported by finish(), together with missing tensors
         with self._converting_errors():
@@ -138,12 +143,14 @@ def exported_config(source: Path, info: ModelInfo, dtype: str) -> dict[str, Any]
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)  # weights are exported dequantised
+            if info.mtp == "drop":
+                part.update(dict.fromkeys(PREDICTION_COUNTS & part.keys(), 0))
     return with_dtype(config, dtype)
 
 
 def require_same_tensors(source: Path, info: ModelInfo, exported: Mapping[str, TensorHeader], dtype: str) -> None:
     """Raise CheckpointError unless ``exported`` are the tensors of the model that came from ``source``, in ``dtype``."""
-    if problems := differences(info.tensors, exported, DTYPES[f"torch.{dtype}"]):
+    if problems := differences(info.exported, exported, DTYPES[f"torch.{dtype}"]):
         raise CheckpointError(
             f"export: not the tensors that {source} has, so transformers would not load it as the same model: "
             f"{'; '.join(problems)}. Nothing has been written; please report the model's architecture"

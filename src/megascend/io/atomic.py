@@ -80,11 +80,7 @@ def staging(target: Path) -> Path:
 
 
 def heal(target: Path) -> None:
-    """Undo an interrupted replacement of ``target``: restore the old content and remove leftovers.
-
-    Raises:
-        OSError: the old content cannot be restored.
-    """
+    """Undo an interrupted replacement of ``target``: restore the old content and remove leftovers."""
     old = _old(target)
     # put_in_place() was killed between its two renames if the target is missing, and after them if it exists.
     if os.path.lexists(old):
@@ -103,20 +99,13 @@ def is_replaceable(path: Path, mark: str) -> bool:
 
     Args:
         mark: name of a file that every directory of this kind has.
-
-    Raises:
-        OSError: the directory cannot be listed.
     """
     heal(followed(path))
     return vacant(path) or (path / mark).is_file()
 
 
 def stage(target: Path, temporary: Path) -> None:
-    """Create ``temporary``, the :func:`staging` directory of ``target``, empty, after :func:`heal`.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    """Create ``temporary``, the :func:`staging` directory of ``target``, empty, after :func:`heal`."""
     heal(target)
     remove(temporary)
     make_directory(temporary.parent)

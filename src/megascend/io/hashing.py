@@ -32,9 +32,6 @@ def digest(file: Path, new: Callable[[], Hash]) -> str:
 
     Args:
         new: makes the hash: ``hashlib.sha256``, ``xxhash.xxh3_128``.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     state = new()
     with file.open("rb") as stream:
@@ -89,9 +86,6 @@ class HashingWriter(io.BufferedWriter):
 
         Returns:
             its bytes.
-
-        Raises:
-            OSError: it cannot be written.
         """
         # As bytes: len() of a memoryview counts items, which may be larger.
         data = memoryview(buffer).cast("B")

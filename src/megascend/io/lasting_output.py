@@ -25,7 +25,7 @@ class LastingFile(io.RawIOBase):
     """Writes to a descriptor what can be written, and drops the rest. Leaves the descriptor open when it is closed.
 
     Attributes:
-        name: of the stream, as Python's have one.
+        name: name of the stream, as in ``sys.stdout.name``.
         loss: why something was dropped the first time, until somebody has taken note of it.
     """
 

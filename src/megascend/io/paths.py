@@ -30,11 +30,7 @@ def cache_folder() -> Path:
 
 
 def cache_limit() -> int:
-    """Return the bytes that each part of the cache may take: ``MEGASCEND_CACHE_GIB`` GiB, or :data:`CACHE_GIB`.
-
-    Raises:
-        ConfigError: the variable holds no number above 0.
-    """
+    """Return the bytes that each part of the cache may take: ``MEGASCEND_CACHE_GIB`` GiB, or :data:`CACHE_GIB`."""
     text = os.environ.get(CACHE_LIMIT_VARIABLE) or str(CACHE_GIB)
     try:
         gib = float(text)
@@ -56,9 +52,6 @@ def followed(path: Path) -> Path:
     """Return the absolute path of the target if ``path`` is a link (the target may be missing), else of ``path`` itself.
 
     A replacement of ``path`` is renamed to this path: renaming it to ``path`` would replace the link.
-
-    Raises:
-        OSError: the links are cyclic (ELOOP).
     """
     path = path.absolute()
     if path.is_symlink():
@@ -71,11 +64,7 @@ def followed(path: Path) -> Path:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents, unless it exists. Links to missing directories are followed, too.
-
-    Raises:
-        OSError: it cannot be created, or is not a directory.
-    """
+    """Create a directory and its parents, unless it exists. Links to missing directories are followed, too."""
     # mkdir() of a dangling link fails with EEXIST.
     real(path).mkdir(parents=True, exist_ok=True)
 
@@ -108,7 +97,7 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def why_not_writable(directory: Path) -> str | None:
+def unwritable_reason(directory: Path) -> str | None:
     """Return why no file can be written to a directory, which may be missing; None if one can. Removes what it creates."""
     missing: list[Path] = []
     try:

@@ -26,7 +26,7 @@ def attention_with_sinks(
             that sees no key gets zeros.
         sinks: logits, broadcastable to [batch, heads, queries, 1]; [heads] is taken as [1, heads, 1, 1].
         bias: added to the scaled scores, broadcastable as ``visible``.
-        options: of ``scaled_dot_product_attention``.
+        options: keyword arguments of ``scaled_dot_product_attention``.
     """
     rows = query.shape[:3]
     scores = query.new_zeros(1, 1, rows[2], key.shape[2]) if bias is None else bias.to(query.dtype)

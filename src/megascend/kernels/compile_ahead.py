@@ -52,7 +52,7 @@ class Attention:
         heads: number of query heads of each group.
         width: size of a head.
         rotary: number of elements of a head that are rotated.
-        norms: with QK-norm.
+        norms: True for a model with QK-norm.
         trained: the norms' weights are trained.
     """
 

@@ -40,10 +40,10 @@ def _backward_kernel(grad, y, dy, width, BLOCK: tl.constexpr):
     up = tl.load(y + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     # silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x))).
     sigmoid = tl.sigmoid(gate)
-    of_gate = upstream * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
-    of_up = upstream * gate * sigmoid
-    tl.store(dy + row * 2 * width + column, of_gate.to(dy.dtype.element_ty), mask=inside)
-    tl.store(dy + row * 2 * width + width + column, of_up.to(dy.dtype.element_ty), mask=inside)
+    gate_grad = upstream * sigmoid * (1.0 + gate * (1.0 - sigmoid)) * up
+    up_grad = upstream * gate * sigmoid
+    tl.store(dy + row * 2 * width + column, gate_grad.to(dy.dtype.element_ty), mask=inside)
+    tl.store(dy + row * 2 * width + width + column, up_grad.to(dy.dtype.element_ty), mask=inside)
 
 
 def gated_silu(y: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from megascend.changes import patch
 ROWS = 16
 MAX_WIDTH = 256
 PROGRAMS_PER_PROCESSOR = 8
+"""Backward programs on a multiprocessor. Each writes one row of partial sums: more would lengthen the second pass over them."""
 
 
 @triton.jit
@@ -68,6 +69,7 @@ def _backward_kernel(
 class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # Keys are a slice of the fused projection's output, which needs no copy; other layouts are rare.
         x = x if _tokens_are_evenly_spaced(x) else x.contiguous()
         heads, width = x.shape[-2:]
         count = x.numel() // width

@@ -39,24 +39,26 @@ def _narrow_kernel(
     begin = tl.program_id(0) * ROWS
     stop = tl.minimum(begin + ROWS, n)
     row, column, depth = begin + tl.arange(0, ROWS), tl.arange(0, M), tl.arange(0, K)
-    of_row = rows + row.to(tl.int64)[:, None] * row_stride
+    row_ptrs = rows + row.to(tl.int64)[:, None] * row_stride
     # A block of rows may span several segments: one masked product for each.
     segment = _segment_of(ends, begin, segments, SEGMENTS)
     while (begin < stop) & (segment < segments):
         end = tl.minimum(tl.load(ends + segment), stop)
         if end > begin:
-            own = (row >= begin) & (row < end)
+            in_segment = (row >= begin) & (row < end)
             # int64: offsets into the stack of all adapters may exceed 2**31.
-            place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
+            matrix_offset = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(
+                tl.int64
+            ) * inner_stride
             total = tl.zeros([ROWS, M], tl.float32)
             for start in range(0, k, K):
                 at = start + depth
-                x = tl.load(of_row + at[None, :], mask=own[:, None] & (at < k)[None, :], other=0.0)
-                of_weight = weights + place + at[:, None] * k_stride + column[None, :] * m_stride
-                w = tl.load(of_weight, mask=(at < k)[:, None] & (column < m)[None, :], other=0.0)
+                x = tl.load(row_ptrs + at[None, :], mask=in_segment[:, None] & (at < k)[None, :], other=0.0)
+                weight_ptrs = weights + matrix_offset + at[:, None] * k_stride + column[None, :] * m_stride
+                w = tl.load(weight_ptrs, mask=(at < k)[:, None] & (column < m)[None, :], other=0.0)
                 total = tl.dot(x, w, total)
-            of_out = out + row.to(tl.int64)[:, None] * m + column[None, :]
-            tl.store(of_out, total.to(out.dtype.element_ty), mask=own[:, None] & (column < m)[None, :])
+            out_ptrs = out + row.to(tl.int64)[:, None] * m + column[None, :]
+            tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=in_segment[:, None] & (column < m)[None, :])
         begin = end
         segment += 1
 
@@ -76,18 +78,20 @@ def _wide_kernel(
     while (begin < stop) & (segment < segments):
         end = tl.minimum(tl.load(ends + segment), stop)
         if end > begin:
-            own = ((row >= begin) & (row < end))[:, None]
-            place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
-            of_row = rows + row.to(tl.int64)[:, None] * row_stride + depth[None, :]
-            x = tl.load(of_row, mask=own & (depth < k)[None, :], other=0.0)
-            of_weight = weights + place + depth[:, None] * k_stride + column[None, :] * m_stride
-            w = tl.load(of_weight, mask=(depth < k)[:, None] & inside, other=0.0)
+            in_segment = ((row >= begin) & (row < end))[:, None]
+            matrix_offset = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(
+                tl.int64
+            ) * inner_stride
+            row_ptrs = rows + row.to(tl.int64)[:, None] * row_stride + depth[None, :]
+            x = tl.load(row_ptrs, mask=in_segment & (depth < k)[None, :], other=0.0)
+            weight_ptrs = weights + matrix_offset + depth[:, None] * k_stride + column[None, :] * m_stride
+            w = tl.load(weight_ptrs, mask=(depth < k)[:, None] & inside, other=0.0)
             total = tl.dot(x, w)
             if WITH_BASE:
-                of_base = base + row.to(tl.int64)[:, None] * base_stride + column[None, :]
-                total += tl.load(of_base, mask=own & inside, other=0.0).to(tl.float32)
-            of_out = out + row.to(tl.int64)[:, None] * m + column[None, :]
-            tl.store(of_out, total.to(out.dtype.element_ty), mask=own & inside)
+                base_ptrs = base + row.to(tl.int64)[:, None] * base_stride + column[None, :]
+                total += tl.load(base_ptrs, mask=in_segment & inside, other=0.0).to(tl.float32)
+            out_ptrs = out + row.to(tl.int64)[:, None] * m + column[None, :]
+            tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=in_segment & inside)
         begin = end
         segment += 1
 
@@ -106,17 +110,17 @@ def _gradient_kernel(
         total = tl.zeros([P, Q], tl.float32)
         for start in range(begin, end, ROWS):
             row = start + tl.arange(0, ROWS)
-            own = (row < end)[:, None]
-            of_small = small + row.to(tl.int64)[:, None] * small_stride + across[None, :]
-            one = tl.load(of_small, mask=own & (across < p)[None, :], other=0.0)
-            of_large = large + row.to(tl.int64)[:, None] * large_stride + column[None, :]
-            other = tl.load(of_large, mask=own & (column < q)[None, :], other=0.0)
-            total = tl.dot(tl.trans(one), other, total)
-        place = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
-        of_into = into + place + across[:, None] * p_stride + column[None, :] * q_stride
+            in_segment = (row < end)[:, None]
+            small_ptrs = small + row.to(tl.int64)[:, None] * small_stride + across[None, :]
+            small_block = tl.load(small_ptrs, mask=in_segment & (across < p)[None, :], other=0.0)
+            large_ptrs = large + row.to(tl.int64)[:, None] * large_stride + column[None, :]
+            large_block = tl.load(large_ptrs, mask=in_segment & (column < q)[None, :], other=0.0)
+            total = tl.dot(tl.trans(small_block), large_block, total)
+        matrix_offset = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
+        into_ptrs = into + matrix_offset + across[:, None] * p_stride + column[None, :] * q_stride
         # No atomics: no other program has this tile of this segment.
         inside = (across < p)[:, None] & (column < q)[None, :]
-        tl.store(of_into, tl.load(of_into, mask=inside, other=0.0) + total, mask=inside)
+        tl.store(into_ptrs, tl.load(into_ptrs, mask=inside, other=0.0) + total, mask=inside)
 
 
 def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = None) -> Tensor:

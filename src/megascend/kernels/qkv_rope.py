@@ -234,8 +234,8 @@ class _QkvRope(torch.autograd.Function):
                 TOKENS=tile, num_warps=4,
             )  # fmt: skip
         # Without norms the backward pass only rotates the gradients, and does not need the input.
-        kept = None if query_weight is None else mixed
-        ctx.save_for_backward(kept, query_weight, key_weight, angles, starts)
+        saved_mixed = None if query_weight is None else mixed
+        ctx.save_for_backward(saved_mixed, query_weight, key_weight, angles, starts)
         ctx.eps = eps
         return query, key, value
 

@@ -23,7 +23,7 @@ class Statistics:
     Attributes:
         log_sum: log of the sum of exponentials over the whole vocabulary.
         target: logit of the target.
-        entropy: in nats, or None if it was not requested.
+        entropy: entropy in nats, or None if it was not requested.
     """
 
     log_sum: Tensor

@@ -48,7 +48,7 @@ class Adapter:
     Attributes:
         name, lora: as given to ``add_adapter``.
         values: float32, all factors of this rank in one vector; see :class:`FlatLayout`.
-        grads: of the same layout; accumulated, not yet reduced over ranks.
+        grads: gradients in the same layout; accumulated, not yet reduced over ranks.
         accumulated: True if a forward_backward has added to ``grads`` since the last step.
         step_count: optimizer steps so far, skipped ones included; the schedule follows it.
         skipped_in_a_row: steps skipped since the last one that changed the adapter.

@@ -14,7 +14,7 @@ from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
-from megascend.distributed.memory import with_room, with_room_everywhere
+from megascend.distributed.memory import catch_oom, catch_oom_on_all_ranks
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError, DataError, OutOfDeviceMemoryError
@@ -152,7 +152,7 @@ class AdapterSet:
             # A step updates them in turn, so the largest bounds its temporaries.
             max(chosen, key=lambda adapter: adapter.layout.size).make_room()
 
-        with_room(make, self._groups.rank)
+        catch_oom(make, self._groups.rank)
 
     def discard(self, names: str | Sequence[str]) -> None:
         for adapter in self.require(names):
@@ -166,7 +166,7 @@ class AdapterSet:
             adapter.make_room()
             return adapter
 
-        self.registry.add(with_room_everywhere(make, self._groups, f"adapter {name!r}"))
+        self.registry.add(catch_oom_on_all_ranks(make, self._groups, f"adapter {name!r}"))
 
     def collect_unsharded(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
         """Return an unsharded adapter on the CPU, on rank 0; None on the others. ``optimizer``: with its state. Collective."""
@@ -226,7 +226,7 @@ class AdapterSet:
         # Not in the try block: the registry is the same everywhere, so all ranks raise alike.
         self.registry.check(name, settings)
         try:
-            adapter = with_room(lambda: self._restored(name, settings, saved), self._groups.rank)
+            adapter = catch_oom(lambda: self._restored(name, settings, saved), self._groups.rank)
         except CheckpointError as error:
             problem = CheckpointError(f"{path}: {error} (rank {self._groups.rank})")
         except OutOfDeviceMemoryError as error:
@@ -291,7 +291,7 @@ class MixedAdapters(AdapterSet):
 
     Args:
         layers: applies them.
-        dtype: of the model.
+        dtype: dtype of the model.
         sequence_first: layers see the tokens of a plain batch as [sequence, batch], not [batch, sequence].
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascend.kernels.low_rank import LowRank
 from megascend.kernels.token_rows import Moved
-from megascend.lora.grouped import GroupedLinear
+from megascend.lora.grouped import SegmentedLinear
 from megascend.lora.segments import ExpertAdapterRows, TokenSegments
 from megascend.lora.stacked_adapters import FactorsAndGrads, StackedAdapters
 from megascend.lora.target_modules import TargetModule, matches
@@ -53,9 +53,9 @@ class AppliedAdapters:
         before = segments.full if target.split == "row" else segments.local
         after = segments.full if target.split == "column" else segments.local
         x = drop(x, stacked, segments, target, local=self._sequence_parallel and target.split != "row")
-        down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
+        down = SegmentedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
         down = self.exchange(down, target)
-        total = GroupedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
+        total = SegmentedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
         return total.view(out.shape)
 
     def to_experts(self, shape_group: int, layer: int, rows: ExpertAdapterRows, x: Tensor, out: Tensor) -> Tensor:
@@ -63,11 +63,11 @@ class AppliedAdapters:
         assert self.stacked is not None
         a, a_grads, b, b_grads = self.stacked.factors_of_experts(shape_group, layer)
         if rows.order is None:
-            down = GroupedLinear.apply(x, a, a_grads, rows.segments, None)
-            return GroupedLinear.apply(down, b, b_grads, rows.segments, out)
+            down = SegmentedLinear.apply(x, a, a_grads, rows.segments, None)
+            return SegmentedLinear.apply(down, b, b_grads, rows.segments, out)
         # Grouped products need sorted rows; only the delta is moved back, as the base output is in order.
-        down = GroupedLinear.apply(Moved.apply(x, rows.order, rows.inverse), a, a_grads, rows.segments, None)
-        delta = GroupedLinear.apply(down, b, b_grads, rows.segments, None)
+        down = SegmentedLinear.apply(Moved.apply(x, rows.order, rows.inverse), a, a_grads, rows.segments, None)
+        delta = SegmentedLinear.apply(down, b, b_grads, rows.segments, None)
         return out + Moved.apply(delta, rows.inverse, rows.order)
 
     def to_embedding(self, shape_group: int, target: TargetModule, ids: Tensor, out: Tensor) -> Tensor:
@@ -85,7 +85,9 @@ class AppliedAdapters:
             # Megatron's layers are sequence first.
             down = down.transpose(0, 1).contiguous()
         down = self.exchange(down, target)
-        return GroupedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(out.shape)
+        return SegmentedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(
+            out.shape
+        )
 
     def down_of_output(self, x: Tensor) -> Tensor | None:
         """Return ``A x`` [..., r] of the output layer's input; None if no adapter of the micro batch acts on that layer."""
@@ -96,7 +98,7 @@ class AppliedAdapters:
         shape_group, target = self._output
         a, a_grads, _, _ = stacked.factors(shape_group, 0, segments.single)
         x = drop(x, stacked, segments, target, local=self._sequence_parallel)
-        down = GroupedLinear.apply(x.flatten(0, -2), a, a_grads, segments.local, None).unflatten(0, x.shape[:-1])
+        down = SegmentedLinear.apply(x.flatten(0, -2), a, a_grads, segments.local, None).unflatten(0, x.shape[:-1])
         return self.exchange(down, target)
 
     def lora_delta(self, segments: TokenSegments | None) -> LowRank | None:
@@ -147,7 +149,7 @@ def adapted_segments(
 class LookUp(torch.autograd.Function):
     """Lookup of this rank's part of ``A x`` for one-hot x: a row of the token's adapter, zero if another rank has it.
 
-    The gradient goes straight into a float32 buffer, as in :class:`megascend.lora.grouped.GroupedLinear`.
+    The gradient goes straight into a float32 buffer, as in :class:`megascend.lora.grouped.SegmentedLinear`.
     """
 
     @staticmethod

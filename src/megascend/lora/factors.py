@@ -53,7 +53,7 @@ def merged(
 
     Args:
         transposed: names of fused experts stored as [experts, in, out].
-        model_name: from a name in the checkpoint to the one in transformers' model, which factors have.
+        model_name: maps a name in the checkpoint to the one in transformers' model, which factors use.
     """
     if adapter is None:
         return None

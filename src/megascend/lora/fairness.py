@@ -49,7 +49,7 @@ class Ledger:
 
     Attributes:
         now: virtual time in tokens; it never falls.
-        served: of adapters ahead of ``now``, the tag at which their next request starts.
+        served: for adapters ahead of ``now``, the tag at which their next request starts.
         stepped: True if the last unit was optimizer steps.
         least: smallest number of tokens that a request is charged for.
     """
@@ -79,7 +79,7 @@ def next_unit(heads: Sequence[R], ledger: Ledger, max_batch_tokens: int) -> list
     Args:
         heads: the first waiting request of every adapter, in any order; no calls. An adapter's requests run in the order of
             submission, one per unit.
-        ledger: of the service so far; charge it with the result.
+        ledger: record of past service; charge it with the result.
         max_batch_tokens: most tokens of one batch. A larger request is run separately.
 
     Returns:

@@ -140,7 +140,7 @@ def _product_by_torch(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-class GroupedLinear(torch.autograd.Function):
+class SegmentedLinear(torch.autograd.Function):
     """``base + rows[segment g] @ weights[g]``, whose weight gradients are added to a float32 buffer, if there is one.
 
     The weights are not autograd inputs: autograd would allocate their gradient for every layer and micro batch and need another

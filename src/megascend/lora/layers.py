@@ -31,7 +31,7 @@ from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import ConfigError, PlatformError
 from megascend.lora.adapter_set import MixedAdapters
-from megascend.lora.applied_adapters import AppliedAdapters, start_graph
+from megascend.lora.applied_adapters import AppliedAdapters, adapted_segments, start_graph
 from megascend.lora.grouped import Segments
 from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry
@@ -103,6 +103,7 @@ class AdapterLayers(AppliedAdapters):
         super().__init__(sequence_parallel=sequence_parallel)
         self._tensor_size = tensor_size
         self._expert_rows: dict[int, ExpertRows] = {}
+        self._targets: dict[Any, tuple[int, int, TargetModule]] = {}
         for number, shape_group in enumerate(shape_groups):
             for layer, target in enumerate(shape_group.target_modules):
                 if target.is_embedding:
@@ -118,8 +119,9 @@ class AdapterLayers(AppliedAdapters):
                     # Adapters act on the linear layer's input, which is inside a layer with a fused norm.
                     patch(target.module, "return_layernorm_output", True, "adapters see the norm's output")
                 target.module.register_forward_hook(partial(self._after, number, layer, target))
+                self._targets[target.module] = number, layer, target
                 if target.moe is not None and id(target.moe) not in self._expert_rows:
-                    self._expert_rows[id(target.moe)] = follow(target.moe, lambda: self.mixed)
+                    self._expert_rows[id(target.moe)] = send_adapter_indices(target.moe, lambda: self.mixed)
         for chunk in chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(start_graph)
@@ -129,6 +131,18 @@ class AdapterLayers(AppliedAdapters):
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
             output.register_hook(lambda _: setattr(self, "segments", segments))
+
+    def deltas(self, module: Any) -> list[tuple[slice, Tensor]]:
+        """Return what the micro batch's adapters add to the weight of a linear layer: (tokens, scaling * B A [out, in]).
+
+        Tokens of adapters that do not act on the layer are left out.
+        """
+        if self.stacked is None or module not in self._targets:
+            return []
+        shape_group, layer, target = self._targets[module]
+        stacked, segments = self._active()
+        a, _, b, _ = stacked.factors(shape_group, layer, segments.single)
+        return [(tokens, (a[index] @ b[index]).mT) for index, tokens in adapted_segments(stacked, segments, target)]
 
     def _after(
         self, shape_group: int, layer: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], output: Any
@@ -202,8 +216,8 @@ class ExpertRows:
         self._in_order = in_order
         self._grouped: ExpertAdapterRows | None = None
 
-    def take(self, adapter_index: Tensor | None) -> None:
-        """Set the rows' adapters (None: all have the same)."""
+    def set_adapters(self, adapter_index: Tensor | None) -> None:
+        """Set the adapter index of each row; None: all rows have the same adapter."""
         self.adapter_index, self._grouped = adapter_index, None
 
     def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
@@ -223,7 +237,7 @@ class ExpertRows:
         return by_expert_and_adapter(expert, self.adapter_index, experts, adapters, in_order=in_order)
 
 
-def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
+def send_adapter_indices(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
     """Make the token dispatcher of a mixture-of-experts layer send tokens' adapter indices with them.
 
     It permutes tokens by expert and exchanges them over expert parallel ranks.
@@ -248,14 +262,14 @@ def follow(moe: Any, mixed: Callable[[], TokenSegments | None]) -> ExpertRows:
         permuted[0], segments = None, mixed()
         if segments is not None:
             local = segments.adapter_index[segments.local_slice]
-            # The row of a permuted token is its index in the unpermuted ones, so this permutes the indices alike.
+            # The mapping holds each permuted row's original index: indexing with it permutes adapters as it did tokens.
             permuted[0] = local[dispatcher.reversed_local_input_permutation_mapping]
         return result
 
     def dispatch_postprocess(*args: Any, **options: Any) -> Any:
         result = postprocess(*args, **options)
         adapter_index, permuted[0] = permuted[0], None
-        rows.take(None if adapter_index is None else exchange(dispatcher, adapter_index))
+        rows.set_adapters(None if adapter_index is None else exchange(dispatcher, adapter_index))
         return result
 
     reason = "sends the adapter index of every token to its expert"

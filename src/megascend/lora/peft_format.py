@@ -37,7 +37,7 @@ def write(
     Args:
         folder: files of the same names are overwritten. The caller makes the write atomic.
         lora: rank, alpha, rslora and dropout are written, dropout as 0.0 with fused experts (see the module).
-        factors: of every adapted projection by its Hugging Face name; fused experts as ``....mlp.experts.down_proj``.
+        factors: factors of every adapted projection by its Hugging Face name; fused experts as ``....mlp.experts.down_proj``.
         base_model: name or path of the base model, for information.
         adaptable: every projection of the base model that PEFT could adapt. With it the configuration names layers by their
             last component (``q_proj``) if all with that component are adapted; without it, by their full names. It also

@@ -231,7 +231,7 @@ class AdapterQueue:
             if isinstance(error, ProcessGroupError | TimeoutError):
                 raise
         except torch.OutOfMemoryError as error:
-            problem = no_room(error)
+            problem = out_of_memory_error(error)
         except BaseException as error:
             self._fail(waiting, error, gradients_lost=False)
             raise
@@ -331,7 +331,7 @@ class AdapterQueue:
         except torch.OutOfMemoryError as error:
             if unit[0].kind == "optimizer_step":  # some adapters may have been updated
                 raise
-            problem = no_room(error)
+            problem = out_of_memory_error(error)
             recover = True
         else:
             for waiting, value in zip(unit, values, strict=True):
@@ -440,7 +440,7 @@ class AdapterQueue:
             self._backend.discard_gradients([adapter])
 
 
-def no_room(error: torch.OutOfMemoryError) -> OutOfDeviceMemoryError:
+def out_of_memory_error(error: torch.OutOfMemoryError) -> OutOfDeviceMemoryError:
     """Build the error of a request that does not fit into the device's memory."""
     return OutOfDeviceMemoryError(f"the device's memory has no room for this request: {error}")
 

@@ -192,10 +192,10 @@ def initialise(values: Tensor, target_modules: Sequence[TargetModule], lora: Lor
                 values[layer, 0].copy_(torch.randn(lora.rank, target.out_features, generator=generator))
                 continue
             for expert in range(target.experts):
-                values[layer, expert, number].copy_(first_values(target, fused_slice, expert, lora.rank, seed))
+                values[layer, expert, number].copy_(initial_a(target, fused_slice, expert, lora.rank, seed))
 
 
-def first_values(target: TargetModule, fused_slice: FusedSlice, expert: int, rank: int, seed: int) -> Tensor:
+def initial_a(target: TargetModule, fused_slice: FusedSlice, expert: int, rank: int, seed: int) -> Tensor:
     """Draw this rank's columns of a projection's initial A: kaiming-uniform with a = sqrt(5), as in peft."""
     # Drawn in full and then cut, so that every layout has the same values.
     label = f"{seed}/{fused_slice.name}" + (f"/{target.expert_start + expert}" if target.is_expert else "")

@@ -76,7 +76,7 @@ class ExpertAdapterRows:
     Attributes:
         segments: ``experts * adapters`` of them, in that order.
         order: int64 [rows], the permutation that sorts the rows; None if they are sorted already.
-        inverse: of ``order``.
+        inverse: inverse permutation of ``order``.
     """
 
     segments: Segments

@@ -63,7 +63,7 @@ class StackedAdapters:
     Attributes:
         adapters: owners of the factors.
         dropouts: float32 [adapters] on the device, their dropout.
-        rank: to which all factors are padded.
+        rank: rank that all factors are padded to.
 
     Args:
         rank: default: the smallest that grouped kernels accept for these adapters.

@@ -53,7 +53,7 @@ class TargetModule:
         split: ``column`` if tensor parallel ranks share its output (the output layer's is the vocabulary), ``row`` if they
             share its input (the embedding's is), ``none`` if each has all of it (down projections of latent attention).
         slices: the Hugging Face weights in it, at least one.
-        in_features, out_features: of this rank; rows that pad a vocabulary do not count.
+        in_features, out_features: features on this rank; rows that pad a vocabulary do not count.
         in_start, in_total: this rank's first input column, and the unsharded weight's columns.
         experts, expert_start, expert_total: experts on this rank, the index of the first, and experts of the model; 1, 0 and None
             if the layer is not an expert layer.

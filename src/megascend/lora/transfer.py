@@ -24,7 +24,7 @@ class FactorShard:
     """One rank's part of one factor.
 
     Attributes:
-        shape: of the unsharded factor.
+        shape: shape of the unsharded factor.
         where: index of the part in it.
         values: float32, on the CPU.
     """

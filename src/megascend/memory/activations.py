@@ -30,11 +30,11 @@ class LayerKind:
     """Implementation of layers.
 
     Attributes:
-        fused: by Transformer Engine's kernels; else by plain PyTorch.
-        bytes: of an element of the activations.
+        fused: computed by Transformer Engine's kernels; otherwise by plain PyTorch.
+        bytes: bytes per activation element.
         packed: samples of different length are concatenated.
         frozen: weights have no gradients.
-        rank: of adapters on all linear layers; 0: none.
+        rank: rank of adapters on all linear layers; 0: none.
         longest: tokens of the longest sample.
     """
 

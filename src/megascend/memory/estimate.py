@@ -31,7 +31,7 @@ class Estimate:
     """Memory of the rank that needs most, in bytes.
 
     Attributes:
-        items: of tensors, by purpose; their sum is the peak.
+        items: bytes of tensors, by purpose; their sum is the peak.
         overhead: outside tensors, by purpose; a rule of thumb.
         stage: pipeline stage of that rank.
         remarks: effects that the formulas omit.

@@ -26,7 +26,9 @@ def stage_items(
     layers = len(sizes.with_experts)
     return [
         _stage_items(config, sizes, topology, workload, kind, parameters, stage, info)
-        for stage, parameters in enumerate(stages(info.tensors, topology, layers, sizes.tied))
+        for stage, parameters in enumerate(
+            stages(info.tensors, topology, layers, sizes.tied, prediction_head=sizes.prediction_head)
+        )
     ]
 
 
@@ -41,18 +43,24 @@ def _stage_items(
     info: ModelInfo,
 ) -> Items:
     tokens = workload.tokens / topology.context
-    layer_sizes = [
-        layer_bytes(sizes, topology, kind, with_experts=sizes.with_experts[layer]) for layer in parameters.layers
-    ]
-    saved, recomputed = _saved(config, layer_sizes, kind, sizes, topology)
+    layers = len(sizes.with_experts)
+    # A head for multi-token prediction has a layer like the last one.
+    with_experts = [sizes.with_experts[min(layer, layers - 1)] for layer in parameters.layers]
+    layer_sizes = [layer_bytes(sizes, topology, kind, with_experts=experts) for experts in with_experts]
+    predicts = layers in parameters.layers
+    saved, recomputed = _saved(config, layer_sizes, with_experts, kind, sizes, topology, predicts=predicts)
     in_flight = _in_flight(stage, topology, workload.micro_batches)
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
     last = parameters.vocabulary > 0
     edge = (norm_bytes(sizes.hidden, kind) / sequence_shards + 2 * kind.bytes * sizes.hidden if last else 0.0) + (
         kind.bytes * sizes.hidden / sequence_shards if stage == 0 and kind.fused else 0.0
     )
+    if predicts:
+        edge += _prediction(config, sizes, kind, sequence_shards)
     activations = tokens * (saved * in_flight + edge)
     head = head_bytes(sizes.hidden, parameters.vocabulary, tokens, kind, trained=not kind.frozen) if last else 0
+    if predicts:  # the model's own hidden states have their gradient while the head's logits are computed
+        head += kind.bytes * sizes.hidden * tokens
     if last and not kind.frozen and config.optimizer.overlap_grad_reduce and not sizes.tied:
         head += parameters.vocabulary * sizes.hidden * (4 + kind.bytes)  # the gradient passes through autograd
     backward = tokens * recomputed + _backward(sizes, topology, kind, parameters, tokens)
@@ -62,7 +70,8 @@ def _stage_items(
             config.lora, info.tensors, parameters, topology, kind.bytes, fused=True, stacked=True
         )
     # Temporaries after the activations are freed may be larger than the activations.
-    name, later = max(_later(config, topology, parameters, kind, stage).items(), key=lambda item: item[1])
+    embeds = stage == 0 or predicts
+    name, later = max(_later(config, topology, parameters, kind, embeds=embeds).items(), key=lambda item: item[1])
     if later > activations + max(head, backward):
         return items | {name: later}
     items["activations"] = int(activations)
@@ -91,7 +100,7 @@ def _states(config: TrainerConfig, topology: Topology, parameters: StageParamete
 
 
 def _later(
-    config: TrainerConfig, topology: Topology, parameters: StageParameters, kind: LayerKind, stage: int
+    config: TrainerConfig, topology: Topology, parameters: StageParameters, kind: LayerKind, *, embeds: bool
 ) -> Items:
     """Return temporaries of the end of the backward pass, of the gradient reduction, and of the update."""
     if kind.frozen:
@@ -100,7 +109,7 @@ def _later(
     if config.optimizer.distributed:
         matrix = min(matrix, -(-parameters.total // (topology.data * topology.context)))
     return {
-        "embedding's gradient": kind.bytes * parameters.embedding if stage == 0 else 0,
+        "embedding's gradient": kind.bytes * parameters.embedding if embeds else 0,
         # Gloo's reduce-scatter copies the gradient buffer.
         "gradient reduction": 4 * max(parameters.dense, parameters.experts)
         if not kind.fused and config.optimizer.distributed
@@ -118,20 +127,43 @@ def _in_flight(stage: int, topology: Topology, micro_batches: int) -> float:
     return min(chunks / topology.virtual_pipeline, micro_batches)
 
 
+def _prediction(config: TrainerConfig, sizes: ModelSizes, kind: LayerKind, sequence_shards: int) -> float:
+    """Return the bytes per token that a head for multi-token prediction saves beside its layer.
+
+    Two norms, their outputs side by side, and a last norm; the model's and the head's output are joined before the output layer.
+    """
+    states = kind.bytes * sizes.hidden
+    joined = 2 * states / sequence_shards + 2 * states
+    if config.recompute.granularity == "full":
+        return states / sequence_shards + joined
+    return (3 * norm_bytes(sizes.hidden, kind) + 2 * states) / sequence_shards + joined
+
+
 def _saved(
-    config: TrainerConfig, layers: list[LayerBytes], kind: LayerKind, sizes: ModelSizes, topology: Topology
+    config: TrainerConfig,
+    layers: list[LayerBytes],
+    layers_with_experts: list[bool],
+    kind: LayerKind,
+    sizes: ModelSizes,
+    topology: Topology,
+    *,
+    predicts: bool,
 ) -> tuple[float, float]:
-    """Return bytes per token of all layers that are saved for the backward pass, and that it recomputes at one time."""
+    """Return bytes per token of all layers that are saved for the backward pass, and that it recomputes at one time.
+
+    ``predicts``: the last of them is that of a head for multi-token prediction, which is recomputed separately.
+    """
     recompute = config.recompute
     if recompute.granularity == "full":
-        blocks = [layers[start : start + recompute.layers] for start in range(0, len(layers), recompute.layers)]
+        model, heads = (layers[:-1], [layers[-1:]]) if predicts else (layers, [])
+        blocks = [model[start : start + recompute.layers] for start in range(0, len(model), recompute.layers)] + heads
         saved = sum(block[0].entry for block in blocks)
         return saved, max((sum(layer.total for layer in block) for block in blocks), default=0.0)
     if recompute.granularity == "none":
         return sum(layer.total for layer in layers), 0.0
     saved = recomputed = 0.0
     norm = kind.bytes * sizes.hidden / (topology.tensor if topology.sequence_parallel else 1)
-    for layer, with_experts in zip(layers, sizes.with_experts, strict=False):
+    for layer, with_experts in zip(layers, layers_with_experts, strict=True):
         attention, mlp = layer.attention, layer.mlp
         if "core_attn" in recompute.modules:
             probabilities = probability_bytes(sizes, topology, kind)

@@ -30,12 +30,12 @@ class StageParameters:
     """Elements on a rank of one pipeline stage.
 
     Attributes:
-        dense: of all weights except experts.
-        experts: of the rank's routed experts.
+        dense: parameters other than experts.
+        experts: parameters of the rank's routed experts.
         vocabulary: rows of the output layer on the rank, 0 without it.
         embedding: elements of the larger of embedding and output layer on the rank; 0 without them.
         layer_matrix: elements of the largest matrix of a layer on the rank, counting experts separately.
-        layers: indices of the layers.
+        layers: indices of the layers; a head for multi-token prediction follows the last one.
     """
 
     dense: int
@@ -51,9 +51,16 @@ class StageParameters:
         return self.dense + self.experts
 
 
-def stages(headers: Mapping[str, TensorHeader], topology: Topology, layers: int, tied: bool) -> list[StageParameters]:
+def stages(
+    headers: Mapping[str, TensorHeader],
+    topology: Topology,
+    layers: int,
+    tied: bool,
+    *,
+    prediction_head: bool = False,
+) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage, as Megatron divides them."""
-    return [_stage(headers, topology, layers, tied, stage) for stage in range(topology.pipeline)]
+    return [_stage(headers, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)]
 
 
 def layers_of_stage(stage: int, layers: int, topology: Topology) -> tuple[int, ...]:
@@ -63,10 +70,13 @@ def layers_of_stage(stage: int, layers: int, topology: Topology) -> tuple[int, .
 
 
 def _stage(
-    headers: Mapping[str, TensorHeader], topology: Topology, layers: int, tied: bool, stage: int
+    headers: Mapping[str, TensorHeader], topology: Topology, layers: int, tied: bool, stage: int, prediction_head: bool
 ) -> StageParameters:
     stage_layers = set(layers_of_stage(stage, layers, topology))
     first, last = stage == 0, stage == topology.pipeline - 1
+    if prediction_head and last:
+        stage_layers.add(layers)
+    embeds = first or (last and (tied or prediction_head))
     dense = experts = vocabulary = embedding = matrix = 0
     for name, header in headers.items():
         layer = layer_of(name)
@@ -86,13 +96,9 @@ def _stage(
         count = local_elements(name, header.shape, topology.tensor)
         is_embedding = name.endswith(("embed_tokens.weight", "wte.weight"))
         is_head = name.endswith("lm_head.weight")
-        if (
-            (is_embedding and (first or (tied and last)))
-            or (is_head and last)
-            or not (is_embedding or is_head or not last)
-        ):
+        if (is_embedding and embeds) or (is_head and last) or not (is_embedding or is_head or not last):
             dense += count
-        if (is_embedding and (first or (tied and last))) or (is_head and last):
+        if (is_embedding and embeds) or (is_head and last):
             embedding = max(embedding, count)
         if (is_head or (is_embedding and tied)) and last:
             vocabulary = -(-header.shape[0] // topology.tensor)

@@ -47,13 +47,14 @@ class ModelSizes:
 
     Attributes:
         query, key_value: widths of all query heads, and of all key heads (values are as wide).
-        ffn: of a dense MLP.
-        expert_ffn, shared_ffn: of one routed expert, and of all shared experts together.
+        ffn: FFN width of a dense MLP.
+        expert_ffn, shared_ffn: FFN width of one routed expert, and of all shared experts together.
         experts, topk: routed experts of a layer, and of a token.
         qk_norm: queries and keys are normalised per head.
         gated: MLPs have a gate projection.
         latent: sizes of multi-head latent attention; None for another attention.
-        with_experts: for each layer, whether it has experts.
+        with_experts: True for each layer that has experts.
+        prediction_head: a head for multi-token prediction is trained, with a layer like the last one.
     """
 
     hidden: int
@@ -72,6 +73,7 @@ class ModelSizes:
     gated: bool
     latent: LatentAttention | None
     with_experts: tuple[bool, ...]
+    prediction_head: bool = False
 
     @classmethod
     def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> ModelSizes:
@@ -99,8 +101,9 @@ class ModelSizes:
             tied=shape.tied,
             qk_norm=any(name.endswith("q_norm.weight") for name in names),
             gated=any(".gate_proj" in name or ".gate_up_proj" in name or ".w3." in name for name in names),
-            latent=LatentAttention.of(text),
+            latent=LatentAttention.from_config(text),
             with_experts=tuple(with_experts),
+            prediction_head=info.mtp == "train",
         )
 
 

@@ -21,7 +21,7 @@ from megascend.errors import ConfigError
 Config = Mapping[str, Any]
 """A model's ``config.json``, or transformers' ``to_dict()`` of it; of a multimodal model its ``text_config``."""
 
-OTHER_MODEL = "train another checkpoint, or keep to transformers for this one"
+OTHER_MODEL = "train another checkpoint, or train this one with transformers alone"
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ALIASES = {
@@ -48,13 +48,15 @@ class Architecture:
         lora_targets: ``module:function``, a map from one of Megatron's layers to its adapter targets
             (:data:`megascend.lora.target_maps.TargetMap`). None: the map of plain decoders.
         model_class: transformers' class of the causal language model, as in ``architectures`` of ``config.json``.
-        router: how experts are scored; None for a dense model, or where ``config.json`` says it completely.
+        router: scoring function of the experts; None for a dense model, or if ``config.json`` states it.
         layer_kinds: entries of ``layer_types`` that the Megatron engine computes.
-        biases: which linear layers ``attention_bias: true`` gives a bias in transformers. ``qkv``: queries, keys and values, as
+        biases: linear layers that ``attention_bias: true`` gives a bias in transformers. ``qkv``: queries, keys and values, as
             in Megatron-Core; ``attention``: the output projection too, which Megatron-Core lacks; ``all``: every linear layer,
             here and there.
         renamed: (part of a tensor's name in the checkpoint, the same in transformers' model), where the two differ.
         interleaved_experts: fused experts are stored as [experts, in, out], and gate and up alternate.
+        prediction_head: the heads of its checkpoints for multi-token prediction are layers after the last one, named and computed
+            as DeepSeek-V3's (arXiv:2412.19437, section 2.2); the Megatron engine trains one.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
     """
@@ -69,6 +71,7 @@ class Architecture:
     biases: Literal["qkv", "attention", "all"] = "attention"
     renamed: tuple[tuple[str, str], ...] = ()
     interleaved_experts: bool = False
+    prediction_head: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
 
@@ -107,8 +110,8 @@ class Architecture:
     def unsupported(self, config: Config) -> list[str]:
         """Return why the Megatron engine cannot train the model of a full configuration; empty if nothing is known against it.
 
-        Listed are settings whose fault would otherwise show late and as something else: as a tensor that is missing or left over,
-        as an assertion of Megatron-Core's, or as another model than transformers computes. The self-check finds the rest.
+        These are settings that would otherwise fail late and misleadingly: with a missing or unread tensor, with an assertion of
+        Megatron-Core's, or by computing another function than transformers does. The self-check finds the rest.
         """
         checks = (
             self._unknown_layers(config),
@@ -121,22 +124,22 @@ class Architecture:
         return [reason for reason in checks if reason is not None]
 
     def model_name(self, name: str) -> str:
-        """Return the name in transformers' model, which peft uses, of a checkpoint's tensor."""
+        """Map the name of a checkpoint's tensor to its name in transformers' model, which peft uses."""
         for stored, renamed in self.renamed:
             name = name.replace(stored, renamed)
         return name
 
     def attention_width(self, config: Config) -> int:
-        """Return the mean of the widths of all query heads and of all value heads: the products of a pair of tokens."""
+        """Return the mean of the total query and value widths; attention's cost per pair of tokens is proportional to it."""
         heads = next(config[name] for name in ("num_attention_heads", "n_head", "num_heads") if config.get(name))
-        latent = LatentAttention.of(config)
+        latent = LatentAttention.from_config(config)
         if latent is not None:
             return heads * (latent.query_head + latent.value_head) // 2
         hidden = next(config[name] for name in ("hidden_size", "n_embd", "d_model") if config.get(name))
         return heads * (config.get("head_dim") or hidden // heads)
 
-    def code(self) -> str:
-        """Digest the packages that hold its modules and its class, without importing them. Keys caches of what it builds.
+    def code_digest(self) -> str:
+        """Return a digest of the packages that hold its modules and its class, without importing them; a key for caches.
 
         Raises:
             ConfigError: a package is not installed.
@@ -145,10 +148,10 @@ class Architecture:
         digest = hashlib.sha256()
         for package in sorted({name.partition(".")[0].partition(":")[0] for name in names if name}):
             if package == "megascend":
-                continue  # the cache keys of this package's own code know its version
+                continue  # caches also have megascend's own version in their keys
             spec = find_spec(package)
             if spec is None or spec.origin is None:
-                raise ConfigError(f"architecture {self.model_type!r}: there is no package {package!r}")
+                raise ConfigError(f"architecture {self.model_type!r}: package {package!r} is not installed")
             origin = Path(spec.origin)
             files = sorted(origin.parent.rglob("*.py")) if spec.submodule_search_locations else [origin]
             for file in files:
@@ -156,7 +159,7 @@ class Architecture:
         return digest.hexdigest()
 
     def import_module(self, name: str) -> Any:
-        """Import one of its modules.
+        """Import one of the modules that the declaration names.
 
         Raises:
             ConfigError: the import fails, with the reason.
@@ -175,8 +178,8 @@ class Architecture:
             return None
         return (
             f"layer_types holds {', '.join(unknown)} ({sum(kind in unknown for kind in kinds)} of {len(kinds)} layers of "
-            f"{config.get('model_type')}): megascend trains softmax attention only; packing, context parallelism and export of "
-            f"other layers are proven by nothing here; {OTHER_MODEL}"
+            f"{config.get('model_type')}), and engine megatron trains softmax attention only: no test covers packing, context "
+            f"parallelism and export of other layers; {OTHER_MODEL}"
         )
 
     def _attention_bias(self, config: Config) -> str | None:
@@ -185,7 +188,7 @@ class Architecture:
             return None
         return (
             f"{name}: true gives every linear layer of {config.get('model_type')}'s attention a bias, o_proj included; the "
-            f"Megatron model has biases on q, k and v alone and would lose o_proj's; {OTHER_MODEL}"
+            f"Megatron model has biases on q, k and v only and would lose o_proj's; {OTHER_MODEL}"
         )
 
     def _mlp_bias(self, config: Config) -> str | None:
@@ -216,8 +219,8 @@ class Architecture:
         )
 
     def _unnormalised_sigmoid(self, config: Config) -> str | None:
-        one = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
-        if self.router != "sigmoid" or one or config.get("norm_topk_prob", True) is not False:
+        single_expert = config.get("num_experts_per_tok") == 1  # which Megatron-Core does not divide
+        if self.router != "sigmoid" or single_expert or config.get("norm_topk_prob", True) is not False:
             return None
         return (
             f"norm_topk_prob: false keeps the sigmoid scores of {config.get('model_type')}'s chosen experts as they are; "
@@ -244,8 +247,8 @@ class LatentAttention:
     value_head: int
 
     @classmethod
-    def of(cls, config: Config) -> LatentAttention | None:
-        """Read the sizes of a configuration; None if its attention is another."""
+    def from_config(cls, config: Config) -> LatentAttention | None:
+        """Read the sizes of a configuration; None for another kind of attention."""
         if config.get("kv_lora_rank") is None:
             return None
         names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -253,7 +256,7 @@ class LatentAttention:
 
     @property
     def query_head(self) -> int:
-        """Width of a query or key head."""
+        """Return the width of a query or key head."""
         return self.rotated + self.unrotated
 
 
@@ -269,7 +272,7 @@ def expert_count(config: Config) -> int:
 
 
 def expert_layers(config: Config) -> list[bool] | None:
-    """List for each layer whether it has experts; None for a dense model, or where no key says it.
+    """Return True for each layer with experts; None for a dense model, or if no key states it.
 
     Four spellings: ``mlp_layer_types`` (transformers 5), ``first_k_dense_replace`` (DeepSeek), ``moe_layer_start_index`` with
     ``moe_layer_end_index`` and ``moe_layer_interval`` (ERNIE), and ``decoder_sparse_step`` with ``mlp_only_layers`` (Qwen).

@@ -108,7 +108,13 @@ FAMILIES = (
         proven=True,
         model_class="SeedOssForCausalLM",
         biases="qkv",
-        tiny={"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0},
+        tiny={
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+            "residual_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
     ),
     # Not built by mcore-bridge; trained on engines fsdp and single.
     Architecture(

@@ -120,6 +120,7 @@ FAMILIES = (
         proven=True,
         model_class="DeepseekV3ForCausalLM",
         router="sigmoid",
+        prediction_head=True,
         tiny=LATENT | EXPERTS | {"n_group": 2, "topk_group": 1, "attention_bias": False},
     ),
     DeepSeekV3(

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megascend.models.base import Architecture
 from megascend.models.deepseek import EXPERTS, LATENT, DeepSeekV3
-
-
-@dataclass(frozen=True)
-class GlmMoe(DeepSeekV3):
-    """GLM-4.5 and later, whose router is DeepSeek-V3's."""
-
 
 FAMILIES = (
     Architecture(
@@ -21,11 +13,12 @@ FAMILIES = (
         biases="qkv",
         tiny={"attention_bias": False, "partial_rotary_factor": 0.5},
     ),
-    GlmMoe(
+    DeepSeekV3(
         ("glm4_moe",),
         proven=True,
         model_class="Glm4MoeForCausalLM",
         router="sigmoid",
+        prediction_head=True,
         biases="qkv",
         tiny=EXPERTS
         | {
@@ -38,11 +31,12 @@ FAMILIES = (
             "use_qk_norm": True,
         },
     ),
-    GlmMoe(
+    DeepSeekV3(
         ("glm4_moe_lite",),
         proven=True,
         model_class="Glm4MoeLiteForCausalLM",
         router="sigmoid",
+        prediction_head=True,
         tiny={name: value for name, value in (LATENT | EXPERTS).items() if name != "first_k_dense_replace"}
         | {
             "n_group": 1,

@@ -37,7 +37,9 @@ def register_architecture(
     Args:
         architecture: a declaration (:class:`megascend.models.Architecture` or a subclass of it, importable in other processes),
             or the ``model_type`` of a plain decoder.
-        transformers, megatron, tiny: as in :class:`megascend.models.Architecture`, for a plain decoder.
+        transformers: as in :class:`megascend.models.Architecture`, for a plain decoder.
+        megatron: likewise.
+        tiny: likewise.
 
     Raises:
         ConfigError: another one is registered for that ``model_type``.

@@ -83,7 +83,7 @@ class Platform(ABC):
     def device(self, local_rank: int) -> torch.device:
         """Select and return the device of this process."""
 
-    def start_ahead(self, local_rank: int) -> None:
+    def warm_up(self, local_rank: int) -> None:
         """Warm up this process's device on a thread, so that its first use waits less; has no other effect."""
         return
 

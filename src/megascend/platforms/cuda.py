@@ -67,7 +67,7 @@ class CudaPlatform(Platform):
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
 
-    def start_ahead(self, local_rank: int) -> None:
+    def warm_up(self, local_rank: int) -> None:
         # Not a daemon: a process that ends within a second has to wait, since exiting during CUDA's start-up crashes.
         threading.Thread(target=first_products, args=(local_rank,), name="megascend-cuda-start").start()
 

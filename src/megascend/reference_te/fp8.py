@@ -201,6 +201,7 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
+    # Transformer Engine's defaults: the forward product takes the faster accumulation, gradients the more precise one.
     fp8_gemm_fprop: MMParams = field(default_factory=lambda: MMParams(use_split_accumulator=False))
     fp8_gemm_dgrad: MMParams = field(default_factory=MMParams)
     fp8_gemm_wgrad: MMParams = field(default_factory=MMParams)

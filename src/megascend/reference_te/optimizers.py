@@ -24,6 +24,7 @@ MEGATRON_NAMES = {
     "exp_avg_dtype": "exp_avg_dtype (use fp32)",
     "exp_avg_sq_dtype": "exp_avg_sq_dtype (use fp32)",
 }
+"""Megatron-Core's settings from which these arguments come, for messages: users do not construct the optimizer themselves."""
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -110,6 +111,7 @@ class FusedAdam(torch.optim.Optimizer):
         if group["bias_correction"]:
             correction1 = 1 - beta1 ** group["step"]
             correction2 = 1 - beta2 ** group["step"]
+        # (mean / correction1) / (sqrt(square / correction2) + eps): eps counts after the correction, as in Transformer Engine.
         update = mean / (square.sqrt().div_(math.sqrt(correction2)).add_(group["eps"])).mul_(correction1)
         if decay and self.adam_w_mode:
             update.add_(wide, alpha=decay)
@@ -155,6 +157,7 @@ def multi_tensor_applier(
     counts = [len(tensors) for tensors in tensor_lists]
     if len(set(counts)) > 1:
         raise ConfigError(f"multi_tensor_applier needs lists of equal length, got {counts}")
+    # The chunk size that Apex and Transformer Engine pass to their kernels; the functions below have no use for it.
     return op(2048 * 32, noop_flag, tensor_lists, *args)
 
 
@@ -163,6 +166,7 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the fp32 norm over all tensors of the first list, ``[1]``, and with ``per_tensor`` of each, ``[n]``, else empty."""
     tensors = tensor_lists[0]
+    # A rank may own no parameter of the distributed optimizer; its norm of 0 still enters the all-reduce.
     if not tensors:
         return torch.zeros(1), torch.zeros(0)
     squares = torch.stack([square_sum(tensor) for tensor in tensors])
@@ -177,5 +181,6 @@ def multi_tensor_scale(
     for source, destination in zip(sources, destinations, strict=True):
         if noop_flag is not None:
             flawed = torch.isfinite(source).all().logical_not().to(noop_flag.dtype)
+            # Only ever set: callers may use one flag for several lists, and clear it themselves.
             noop_flag.copy_(torch.maximum(noop_flag, flawed.to(noop_flag.device)))
         destination.copy_(source.float() * scale if source is not destination else source.mul_(scale))

@@ -32,7 +32,7 @@ def apply_rotary_pos_emb(
         interleaved: features 2i and 2i + 1 are a pair; else i and i + d'/2.
         fused: ignored.
         cu_seqlens: ``[sequences + 1]``, for thd: starts of the packed sequences, before the split over context parallel ranks.
-        cp_size, cp_rank: for thd: ``t`` has chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank`` of each sequence.
+        cp_size, cp_rank: for thd, context parallel position: ``t`` has chunks ``cp_rank`` and ``2 * cp_size - 1 - cp_rank``.
     """
     if start_positions is not None:
         refuse("apply_rotary_pos_emb(start_positions=...)", "cut freqs instead")

@@ -11,7 +11,7 @@ from megascend.errors import ConfigError, DataError
 Estimator = Literal["grpo", "rloo", "centered"]
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as verl and TRL do for GRPO."""
-LEAST_RANGE = 1e-9
+MIN_RANGE = 1e-9
 """Rewards of a group whose range is at most this give no learning signal."""
 LARGEST_REWARD = 1e18
 """Advantages are float32, and the gradient norm squares the values that they scale."""
@@ -47,7 +47,7 @@ def advantages(rewards: Sequence[float], estimator: str) -> list[float]:
     """Compute one advantage per response, which applies to all of its tokens.
 
     Args:
-        rewards: of all responses to one prompt, at least two.
+        rewards: rewards of all responses to one prompt, at least two.
         estimator: a key of ``ESTIMATORS``.
 
     Raises:
@@ -75,4 +75,4 @@ def without_signal(rewards: Sequence[float]) -> bool:
 
     Dropping such groups and sampling others instead is dynamic sampling (Yu et al. 2025, DAPO, arXiv:2503.14476, section 3.2).
     """
-    return max(rewards) - min(rewards) <= LEAST_RANGE
+    return max(rewards) - min(rewards) <= MIN_RANGE

@@ -17,7 +17,7 @@ class Availability:
     succeeds.
 
     Args:
-        count: of engines.
+        count: number of engines.
         clock: seconds, monotonic.
     """
 

@@ -71,7 +71,7 @@ class Dispatch:
     Attributes:
         number: index in the order of prompts.
         prompt: JSON, with the fields that the reward function and the engine need.
-        version: of the engines' weights when it was dispatched.
+        version: version of the engines' weights when the prompt was dispatched.
     """
 
     number: int
@@ -83,7 +83,7 @@ class RolloutBuffer:
     """Prompts in flight and finished groups, from dispatch to the trainer's step. For one thread.
 
     Attributes:
-        counts: of prompts by outcome.
+        counts: number of prompts by outcome.
         equal_streak: groups since the last one with a learning signal.
     """
 
@@ -111,7 +111,7 @@ class RolloutBuffer:
 
         Args:
             step: batches that the trainer has taken, including the one in progress.
-            version: of the engines' weights.
+            version: version of the engines' weights.
         """
         # Each step that the engines are behind the trainer uses up one step of the permitted lag.
         return self.batch * (self.max_lag + 1 - (step - version)) - len(self._in_flight) - len(self._ready)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from megascend.errors import ConfigError, DataError, EngineError
-from megascend.rollout.advantages import LEAST_RANGE, without_signal
+from megascend.rollout.advantages import MIN_RANGE, without_signal
 from megascend.rollout.availability import Availability
 from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
 from megascend.rollout.group import Group, Response
@@ -22,6 +22,7 @@ from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import Reward, checked, reward_name
 from weightwire.engine import Completion, InferenceEngine, Sampling
 from weightwire.engine_calls import LoopThread
+from weightwire.errors import UnsupportedCallError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,6 +32,7 @@ ATTEMPTS = 3
 BACKOFF_S = 0.5
 """Seconds before the second attempt; doubled for each further one."""
 CLOSE_S = 10.0
+"""Seconds that engines may take to close, before they are abandoned."""
 WARNED_BATCHES = 5
 """Batches of groups without signal between two warnings, if no limit on them ends the run."""
 
@@ -55,10 +57,10 @@ class Task:
         encode: returns the token ids of a prompt.
         decode: returns the text of a response's token ids, for the reward function.
         reward: see :data:`megascend.rollout.rewards.Reward`.
-        sampling: of training rollouts, at temperature 1; ``seed`` is the run's.
+        sampling: sampling parameters of training rollouts, at temperature 1; ``seed`` is the run's.
         group_size: responses to one prompt.
         drop_equal: drop groups whose rewards are all equal, and sample other prompts instead.
-        most_equal: number of them in a row that ends the run; half of it logs a warning; 0: no limit.
+        max_equal_groups: number of them in a row that ends the run; half of it logs a warning; 0: no limit.
         locate: returns file and line of a prompt, for messages.
     """
 
@@ -68,7 +70,7 @@ class Task:
     sampling: Sampling
     group_size: int
     drop_equal: bool = True
-    most_equal: int = 0
+    max_equal_groups: int = 0
     locate: Callable[[Prompt], str] = lambda prompt: ""
 
     def __post_init__(self) -> None:
@@ -175,7 +177,7 @@ class RolloutCollector:
         """Return the number of graded groups, including those of evaluations."""
         return self._graders.completed
 
-    def hold_up(self) -> str:
+    def describe_wait(self) -> str:
         """Describe what the collector waits for: a reward function that has not returned, with its prompt, or the engines."""
         call = self._graders.oldest()
         if call is None:
@@ -227,7 +229,7 @@ class RolloutCollector:
         while True:
             if self._problem is not None:
                 raise self._problem
-            # Before the buffer is looked at: a group that arrives after that sets it again.
+            # Cleared before the buffer is read, so that a group that arrives in between sets it again.
             self._changed.clear()
             groups = self._buffer.take(step)
             if groups is not None:
@@ -285,13 +287,13 @@ class RolloutCollector:
     def _check_streak(self, group: Group) -> None:
         """Warn of consecutive groups without signal, ending with ``group``; raise DataError at the limit."""
         task, streak = self._task, self._buffer.equal_streak
-        limit = task.most_equal if task.drop_equal else 0
+        limit = task.max_equal_groups if task.drop_equal else 0
         last = task.decode(group.responses[-1].tokens)
-        same = streak.most - streak.least <= LEAST_RANGE
+        same = streak.most - streak.least <= MIN_RANGE
         values = f"{streak.most:g} to all of them" if same else f"{streak.least:g} to {streak.most:g}"
         description = (
             f"step {self._batches_taken + 1}: the last {streak.groups} groups have no learning signal: within each, all rewards "
-            f"are equal (to {LEAST_RANGE:g}); {reward_name(task.reward)} gave the {streak.responses} responses {values}, "
+            f"are equal (to {MIN_RANGE:g}); {reward_name(task.reward)} gave the {streak.responses} responses {values}, "
             f"{streak.cut_off} of them were cut off at max_tokens: {task.sampling.max_tokens}; the last one is {last!r:.100}"
         )
         if limit and streak.groups >= limit:
@@ -314,7 +316,7 @@ class RolloutCollector:
         """
         tokens = self._task.encode(prompt)
         failed = [] if failed is None else failed
-        # If all have failed at this prompt, any of them may be tried again.
+        # If all have failed at this prompt, any of them may be retried.
         candidates = [index for index in range(len(self._engines)) if index not in failed]
         index = self._availability.best(candidates or range(len(self._engines)), self._load)
         self._load[index] += n
@@ -323,6 +325,8 @@ class RolloutCollector:
             # A group with fewer responses would have other advantages.
             if len(completions) != n:
                 raise EngineError(f"{self._engines[index].name} gave {len(completions)} responses instead of {n}")
+            if sampling.routed_experts and any(completion.routed_experts is None for completion in completions):
+                raise UnsupportedCallError(f"{self._engines[index].name} returned no routed experts")
         except EngineError:
             failed.append(index)
             # Other prompts avoid the engine for a while, too.
@@ -340,7 +344,14 @@ class RolloutCollector:
             # In the trainer's count, in which staleness is measured.
             versions = completion.first_version - self._offset, completion.last_version - self._offset
             reward = self._reward(self._task.decode(completion.tokens), prompt)
-            return Response(completion.tokens, completion.logprobs, reward, completion.finish_reason, *versions)
+            return Response(
+                completion.tokens,
+                completion.logprobs,
+                reward,
+                completion.finish_reason,
+                *versions,
+                completion.routed_experts,
+            )
 
         return tuple(map(grade, completions))
 
@@ -354,7 +365,7 @@ class RolloutCollector:
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[Group]:
         def seeded(number: int) -> Sampling:
-            return replace(sampling, seed=_seed(sampling.seed, number))
+            return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False)
 
         groups = (self._group(number, prompt, seeded(number), n) for number, prompt in enumerate(prompts))
         return list(await asyncio.gather(*groups))
@@ -425,4 +436,5 @@ class Graders:
 
 def _seed(seed: int | None, number: int) -> int | None:
     """Return the seed of one prompt's samples, which depends only on the run's seed and the prompt's number."""
+    # Runs with neighbouring seeds share no seed within a million prompts. 31 bits fit every engine's type of seed.
     return None if seed is None else (seed * 1_000_003 + number) % 2**31

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megascend.errors import DataError
+from weightwire.engine import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Response:
         logprobs: the engine's log-probability of each token, under the distribution from which it was sampled.
         reward: result of the reward function.
         finish_reason: ``stop`` if the response is complete, ``length`` if it was cut off.
-        first_version, last_version: of the weights that sampled the first and the last token.
+        first_version, last_version: versions of the weights that sampled the first and the last token.
+        routed_experts: experts of the tokens of the prompt and of the response except for the last one; None: not requested.
     """
 
     tokens: tuple[int, ...]
@@ -26,6 +28,7 @@ class Response:
     finish_reason: str
     first_version: int
     last_version: int
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         # An engine that returns no log-probabilities would make importance weights wrong without an error.
@@ -43,7 +46,7 @@ class Group:
     Attributes:
         number: index of the prompt in the order of prompts.
         prompt_tokens: token ids of the prompt.
-        responses: at least one.
+        responses: sampled responses, at least one.
     """
 
     number: int
@@ -68,8 +71,15 @@ class Group:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Group:
         """Rebuild a group from :meth:`to_json`."""
-        responses = tuple(
-            Response(**{**fields, "tokens": tuple(fields["tokens"]), "logprobs": tuple(fields["logprobs"])})
-            for fields in values["responses"]
-        )
+
+        def response(fields: dict[str, Any]) -> Response:
+            experts = fields.get("routed_experts")
+            lists = {
+                "tokens": tuple(fields["tokens"]),
+                "logprobs": tuple(fields["logprobs"]),
+                "routed_experts": None if experts is None else RoutedExperts.from_json(experts),
+            }
+            return Response(**{**fields, **lists})
+
+        responses = tuple(map(response, values["responses"]))
         return cls(values["number"], tuple(values["prompt_tokens"]), responses)

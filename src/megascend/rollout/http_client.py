@@ -14,7 +14,7 @@ import httpx
 
 from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTimeoutError
 
-MOST_ANSWER_BYTES = 2**30
+MAX_ANSWER_BYTES = 2**30
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Shared context: httpx would create one for each transport and load certificates (40 ms), even for http addresses."""
 
@@ -41,13 +41,13 @@ class Answer:
 
 
 async def exchange(
-    method: str, url: str, body: bytes, headers: Mapping[str, str], *, most_bytes: int = MOST_ANSWER_BYTES
+    method: str, url: str, body: bytes, headers: Mapping[str, str], *, max_bytes: int = MAX_ANSWER_BYTES
 ) -> Answer:
     """Send a request on a new connection. It has no deadline: callers set one.
 
     Raises:
         ConnectionError: the connection could not be opened, or broke.
-        UnreadableAnswerError: the answer is not HTTP, or has more than ``most_bytes``.
+        UnreadableAnswerError: the answer is not HTTP, or has more than ``max_bytes``.
     """
     fixed = {"Connection": "close", "Accept-Encoding": "identity", "Content-Length": str(len(body))}
     received = bytearray()
@@ -59,8 +59,8 @@ async def exchange(
             async for part in response.aiter_raw():
                 # Counted as it arrives: a header may be missing, or wrong.
                 received += part
-                if len(received) > most_bytes:
-                    raise UnreadableAnswerError(f"the answer has more than {most_bytes} bytes")
+                if len(received) > max_bytes:
+                    raise UnreadableAnswerError(f"the answer has more than {max_bytes} bytes")
             return Answer(response.status_code, bytes(received), response.headers)
     except httpx.TransportError as error:
         # httpx's classes say that it failed; the operating system's error says why.
@@ -81,11 +81,8 @@ class EngineServer:
     """Client of an inference engine's HTTP server. May be used from several event loops; connections are not reused.
 
     Args:
-        kind: of the engine, for messages: ``vLLM``.
+        kind: kind of engine, for messages: ``vLLM``.
         address: ``http://HOST:PORT``.
-
-    Raises:
-        ConfigError: the address is malformed.
     """
 
     def __init__(self, kind: str, address: str) -> None:
@@ -109,7 +106,7 @@ class EngineServer:
         """Send a request and return the answer, whatever its status.
 
         Args:
-            label: of the request, for messages; default: ``target``.
+            label: label of the request, for messages; default: ``target``.
 
         Raises:
             EngineTimeoutError: the answer was not complete within ``timeout_s`` seconds.

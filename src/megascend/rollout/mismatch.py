@@ -75,7 +75,7 @@ def measure(engine: Tensor, trainer: Tensor, cap: float = math.inf) -> Mismatch:
     Args:
         engine: [n], log-probabilities that the engine reported for the tokens it sampled.
         trainer: [n], the trainer's for the same tokens.
-        cap: of :func:`truncated_weights`.
+        cap: ``cap`` of :func:`truncated_weights`.
     """
     if engine.shape != trainer.shape or engine.dim() != 1:
         raise ValueError(
@@ -105,7 +105,7 @@ def truncated_weights(engine: Tensor, trainer: Tensor, cap: float) -> Tensor:
 
     Args:
         engine, trainer: as for :func:`measure`.
-        cap: above 0; 2 is common.
+        cap: upper bound, above 0; 2 is common.
     """
     if not cap > 0:
         raise ValueError(f"cap must be above 0, got {cap}")

@@ -20,11 +20,7 @@ Prompt = dict[str, Any]
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read all lines of a JSONL file, as objects.
-
-    Raises:
-        DataError: the file is missing or has no prompts, or a line is malformed.
-    """
+    """Read all lines of a JSONL file, as objects."""
     return [prompt for _, prompt in numbered_prompts(path)]
 
 
@@ -55,11 +51,7 @@ def numbered_prompts(path: Path, findings: Findings | None = None) -> list[tuple
 
 
 def parse_prompt(line: str, source: str) -> Prompt:
-    """Parse one line: an object with exactly one of ``prompt`` (a string) and ``messages`` (of a chat).
-
-    Raises:
-        DataError: the line is malformed.
-    """
+    """Parse one line: an object with exactly one of ``prompt`` (a string) and ``messages`` (of a chat)."""
     record = parse_json(line, source)
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
@@ -91,10 +83,6 @@ def prompt_tokens(
     Args:
         template_date: passed to the chat template as today's date; default: today.
         findings: collects, for ``source``, the content that the chat template leaves out.
-
-    Raises:
-        DataError: the prompt has no tokens, ``messages`` need a chat template and the tokenizer has none, or the template refuses
-            them or leaves out a system or user message.
     """
     if "prompt" in prompt:
         tokens: Any = opening_tokens(prompt["prompt"], tokenizer)

@@ -37,7 +37,7 @@ def check_name(name: str) -> tuple[str, str]:
         )
     # Without an import, which may load torch: this runs before anything is started.
     if module.endswith(".py") and not Path(module).is_file():
-        raise ConfigError(f"reward: there is no file {Path(module).absolute()}")
+        raise ConfigError(f"reward: file {Path(module).absolute()} does not exist")
     return module, attribute
 
 

@@ -32,8 +32,9 @@ class ChosenTokens:
 
     Attributes:
         tokens: token ids.
-        logprobs: of the model's distribution (temperature 1, full vocabulary).
-        drawn_logprobs: of the distribution that the token was drawn from; 0 for the likeliest token at temperature 0.
+        logprobs: log-probabilities under the model's distribution (temperature 1, full vocabulary).
+        drawn_logprobs: log-probabilities under the distribution that the token was drawn from; 0 for the likeliest token at
+            temperature 0.
     """
 
     tokens: list[int]

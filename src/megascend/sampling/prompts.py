@@ -15,7 +15,7 @@ from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.sample import Sample
 from megascend.engines.base import Output
 from megascend.sampling.request import SampleRequest, TopLogprobs
-from megascend.step.step import ROWS, Step
+from megascend.step.step import LOGIT_ROWS, Step
 
 T = TypeVar("T")
 IndexedRequests = Sequence[tuple[int, SampleRequest]]
@@ -161,7 +161,7 @@ def _target_and_draw_scores(targets: int, draws: int) -> Any:
             return torch.zeros(len(rows)) if values is None else values.cpu()[rows]
 
         parts = []
-        for rows in torch.arange(len(batch.targets)).split(ROWS):
+        for rows in torch.arange(len(batch.targets)).split(LOGIT_ROWS):
             target_ids = [field(f"target {number}", rows) for number in range(targets)]
             uniforms = [field(f"draw {number}", rows) for number in range(draws)]
             logits = output.logits(rows)

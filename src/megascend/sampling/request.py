@@ -65,7 +65,7 @@ class SampleRequest:
         prompt_logprobs: also return the log-probability of each prompt token.
         topk_prompt_logprobs: also return this many of the likeliest tokens, with log-probabilities, at each prompt position.
         topk_logprobs: the same at each position of the responses.
-        target_tokens: for each prompt position but the first, token ids to score there, as many in every row; -1: none.
+        target_tokens: token ids to score at each prompt position but the first, equally many in every row; -1: none.
         prompt_draws: also draw this many independent tokens at each prompt position but the first, at the request's temperature
             and from the full vocabulary.
     """
@@ -130,7 +130,7 @@ class SampledSequence:
         logprobs: natural logarithm of each token's probability in the model's distribution (temperature 1, full vocabulary),
             independent of the sampling settings: equal to ``backend.forward`` on the same tokens.
         stop_reason: ``stop`` if one of ``stop`` ended it, ``length`` if ``max_tokens`` did.
-        topk_logprobs: at each position, if requested.
+        topk_logprobs: likeliest tokens at each position, if requested.
     """
 
     tokens: tuple[int, ...]
@@ -145,9 +145,9 @@ class SampleResult:
 
     Attributes:
         samples: the responses; none if the request was refused.
-        prompt_logprobs: of each prompt token, None for the first; if requested.
-        topk_prompt_logprobs: at each prompt position, None for the first; if requested.
-        target_logprobs: of ``target_tokens``, 0 for -1; if requested.
+        prompt_logprobs: log-probability of each prompt token, None for the first; if requested.
+        topk_prompt_logprobs: likeliest tokens at each prompt position, None for the first; if requested.
+        target_logprobs: log-probabilities of ``target_tokens``, 0 for -1; if requested.
         prompt_draws: (token id, log-probability) of the draws at each prompt position but the first; if requested.
         error: why the request was refused, or None.
     """

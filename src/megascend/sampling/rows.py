@@ -17,7 +17,7 @@ class ResponseRow:
         number: index among the call's rows.
         request_index: index of its request.
         sample: index among the request's responses.
-        seed: of the request.
+        seed: seed of the request.
         reason: why the row has ended; None: it has not.
         problem: why it cannot continue.
     """

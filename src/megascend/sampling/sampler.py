@@ -41,7 +41,7 @@ class _PassResult:
     """A rank's results of a pass, which it sends to all ranks.
 
     Attributes:
-        tokens: by the row's number.
+        tokens: tokens by row number.
         failed: numbers of rows without a next token.
         cancelled: indices of cancelled requests.
         problem: why sampling cannot continue.
@@ -60,12 +60,12 @@ class Sampler:
         decode: token ids to text, with special tokens, on every rank; without it requests whose ``stop`` has texts are refused.
         end_tokens: token ids that end every response: the model's end of sequence.
         cache_tokens: most tokens of a batch of responses, prompts included, each counted as long as the longest may become. A
-            longer request is refused.
+            longer request is refused. Memory of a token: see :mod:`megascend.engines.key_values`.
         max_rows: most responses of a batch.
         cache: keep the keys and values of earlier tokens if the engine can.
 
     Attributes:
-        why_no_cache: why the last call recomputed prompt and response for every token; None: it used a cache.
+        cache_unsupported_reason: why the last call recomputed prompt and response for every token; None: it used a cache.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Sampler:
         self._step = Step(backend.engine)
         self._decode, self._end_tokens, self._cache_tokens = decode, tuple(end_tokens), cache_tokens
         self._max_rows, self._cache = max_rows, cache
-        self.why_no_cache: str | None = None
+        self.cache_unsupported_reason: str | None = None
         coordinates, topology = self._groups.coordinates, backend.topology
         # One rank of each replica chooses: the others have the same logits, or none.
         self._chooses = (
@@ -148,10 +148,10 @@ class Sampler:
         # Ranks compare a digest: prompts may be long.
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
         call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
-        why_no_cache = self._engine.why_no_cache() if self._cache else "Sampler(cache=False)"
-        reports = gather_objects((refusals, seeds, why_no_cache), "world", self._groups, call)
+        cache_unsupported_reason = self._engine.cache_unsupported_reason() if self._cache else "Sampler(cache=False)"
+        reports = gather_objects((refusals, seeds, cache_unsupported_reason), "world", self._groups, call)
         # Decoders are collective: if one rank cannot cache, none does.
-        self.why_no_cache = next((reason for *_, reason in reports if reason is not None), None)
+        self.cache_unsupported_reason = next((reason for *_, reason in reports if reason is not None), None)
         by_request = zip(*(report[0] for report in reports), strict=True)
         # Random seeds differ between ranks: all take rank 0's.
         return [next((refusal for refusal in by_rank if refusal), None) for by_rank in by_request], reports[0][1]
@@ -181,7 +181,7 @@ class Sampler:
         by_number = {row.number: row for row in batch}
         _cancel(batch, all_cancelled)
         decoder: Decoder
-        if self.why_no_cache is not None:
+        if self.cache_unsupported_reason is not None:
             decoder = Recomputed(self._step)
         else:
             decoder = Cached(self._step, self._engine, batch)

@@ -246,7 +246,7 @@ def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> 
         **settings,
     }
     if (architecture := registered(part.config.get("model_type"))) is not None:
-        content["architecture"] = architecture.code()
+        content["architecture"] = architecture.code_digest()
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -21,7 +21,7 @@ WINDOW = 16
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_window_size", "attention_window_size")
 """Settings that limit attention to a window of preceding tokens."""
 LENGTHS = (3, 8, 13, 40, 48)
-MOST_LAYERS = 8
+MAX_LAYERS = 8
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 
 IRRELEVANT_SETTINGS = (
@@ -88,9 +88,9 @@ def _layers(full: Mapping[str, Any]) -> tuple[int, str]:
     total: int = full["num_hidden_layers"]
     kinds = [_kind(full, layer) for layer in range(total)]
     required = max(kinds.index(kind) for kind in dict.fromkeys(kinds)) + 1
-    if required <= MOST_LAYERS:
+    if required <= MAX_LAYERS:
         return min(total, max(2, required)), ""
-    return MOST_LAYERS, f"layers from {MOST_LAYERS} on are of other kinds than those before"
+    return MAX_LAYERS, f"layers from {MAX_LAYERS} on are of other kinds than those before"
 
 
 def _kind(full: Mapping[str, Any], layer: int) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-LEAST_MARGIN = 3e-5
+MIN_MARGIN = 3e-5
 """Required margin between the last expert chosen and the first one not chosen, over the spread of the scores.
 
 Thirty times the effect of fp32 rounding on a score, so that both sides choose the same experts."""
@@ -90,12 +90,12 @@ def choose_samples(model: torch.nn.Module, vocabulary: int, lengths: list[int], 
             with torch.no_grad(), Choices() as choices:
                 output = model(ids[None, :-1], use_cache=False).logits[0].float()
             attempts.append(choices.margin)
-            if choices.margin >= LEAST_MARGIN:
+            if choices.margin >= MIN_MARGIN:
                 break
         else:
             raise RuntimeError(
                 f"no inputs without near ties in routing in {ATTEMPTS} attempts (widest margin {max(attempts):.1e}, "
-                f"required {LEAST_MARGIN:.1e})"
+                f"required {MIN_MARGIN:.1e})"
             )
         samples.append(ids)
         logits.append(output)

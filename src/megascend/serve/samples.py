@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megascend.batch.losses import BUILT_IN, Loss, LossInputs
+from megascend.batch.losses import BUILT_IN, POLICY, Loss, LossInputs
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import as_float
@@ -88,7 +88,6 @@ def with_ratio_mask(datum: Datum) -> Datum:
     return replace(datum, inputs={**remaining, "weights": np.where(mask != 0, weights, np.float32(0))})
 
 
-POLICY = ("importance_sampling", "ppo", "cispo", "gspo", "dro", "stable_reinforce")
 _RENAMED = {"target_tokens": "target_ids", "weights": "weights", "logprobs": "old_logprobs", "advantages": "advantages"}
 MAX_COLUMNS = 64
 """Maximum number of targets at one position."""
@@ -101,7 +100,7 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
         settings: ``clip_low_threshold`` and ``clip_high_threshold`` bound the probability ratio; ``beta`` of ``dro``;
             ``kl_coeff`` and ``max_ratio`` of ``stable_reinforce``.
     """
-    supported = ("cross_entropy", *POLICY)
+    supported = ("cross_entropy", *(policy.__name__ for policy in POLICY))
     if name not in supported:
         why = {
             "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",

@@ -124,11 +124,7 @@ def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
 
 
 def check_packages() -> None:
-    """Check for missing packages before the model is loaded.
-
-    Raises:
-        MissingDependencyError: a package is missing; the message names the extra.
-    """
+    """Check for missing packages before the model is loaded."""
     from megascend.serve.api.wire import messages_of_client
 
     messages_of_client()
@@ -145,9 +141,6 @@ def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[st
     """Return tenants by the digests of their keys, and a newly generated key if none is configured.
 
     With ``durable``, the digest of a generated key is stored in ``storage``, so that it stays valid after a restart.
-
-    Raises:
-        ConfigError: a key is malformed; or there are none and the server would listen beyond loopback.
     """
     tenants = api_keys.parse_keys(environment.get(api_keys.VARIABLE, ""))
     if settings.keys is not None:
@@ -254,17 +247,13 @@ def _listen(settings: ServeConfig) -> socket.socket:
     except OSError as error:
         listening.close()
         advice = "; choose another --port (0: any free one)" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-        raise ConfigError(f"{settings.host}:{settings.port} cannot be listened on: {error.strerror}{advice}") from None
+        raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}{advice}") from None
     listening.listen(2048)
     return listening
 
 
 def check_address(settings: ServeConfig) -> None:
-    """Check before the model is loaded that the address can be bound.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Check before the model is loaded that the address can be bound."""
     _listen(settings).close()
 
 

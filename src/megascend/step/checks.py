@@ -16,7 +16,7 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
     """Raise DataError for samples that the model cannot process."""
     vocab_size = engine.info.shape.vocab_size
     replay = engine.router_replay
-    router_replay.check(samples, None if replay is None else replay.layers, engine.why_no_replay)
+    router_replay.check(samples, None if replay is None else replay.layers, engine.replay_unsupported_reason)
     for index, sample in enumerate(samples):
         if len(sample) > engine.max_length:
             raise DataError(
@@ -50,6 +50,15 @@ def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str)
         raise ConfigError(
             f"{caller} works on values, and this model has no scalar head: construct the backend with head='scalar', or one of "
             "the new ones (docs/data.md)"
+        )
+
+
+def require_targets(engine: Engine, loss: Loss) -> None:
+    """Raise ConfigError for a loss per pair if a head for multi-token prediction is trained."""
+    if engine.mtp_loss_weight and loss.per == "pair":
+        raise ConfigError(
+            f"mtp: train with the loss {loss.name!r}, which is one per preference pair: the head is trained on targets with "
+            "weights, and those of a rejected sample are not to be learnt; set mtp: keep"
         )
 
 

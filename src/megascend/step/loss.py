@@ -1,4 +1,4 @@
-"""Loss of a micro batch: the scalar to differentiate, and the figures to report."""
+"""Loss of a micro batch: the scalar to differentiate, and the metrics to report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from megascend.batch.agreement import Agreement
 from megascend.batch.loss_call import LossNormalizer, weighted
 from megascend.batch.losses import Loss, LossInputs, cross_entropy
-from megascend.batch.micro_batch import MicroBatch, last_tokens
+from megascend.batch.micro_batch import MicroBatch, MtpTargets, last_tokens
+from megascend.batch.results import MTP_LOSS
 from megascend.distributed.objects import gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormalizer:
-    """Return the normalizer of each adapter's loss (or the model's); DataError for a mean over nothing."""
+    """Return the normalizer of each adapter's loss (or the model's); DataError for a mean over no tokens or pairs."""
     unit, loss_grad = engine.scales(agreed.micro_batches)
     factors = engine.trainable.loss_scales(list(agreed.counts))
     scales = []
@@ -40,23 +41,56 @@ def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormaliz
     def gather_context(obj: Any) -> list[Any]:
         return gather_objects(obj, "cp", engine.groups, "the loss function")
 
+    mtp_factor = 0.0
+    if engine.mtp_loss_weight:  # only with a model that is trained itself, whose name is ""
+        divisor = sum(counts.mtp_weight for counts in agreed.counts.values()) if loss.reduction == "mean" else 1.0
+        # Samples of one token have no target for the head.
+        mtp_factor = engine.mtp_loss_weight * unit / divisor * factors[0] if divisor > 0 else 0.0
     gather = gather_context if engine.topology.context > 1 else None
     count = sum(counts.weight if loss.per == "token" else counts.pairs for counts in agreed.counts.values())
-    return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count)
+    return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count, mtp_factor)
 
 
 class MicroBatchLoss:
     """Computes the loss of micro batches on this rank.
 
     Args:
-        context_group: of ranks that hold parts of every sample, or None.
+        context_group: group of ranks that hold parts of every sample, or None.
     """
 
     def __init__(self, normalizer: LossNormalizer, context_group: ProcessGroup | None) -> None:
         self._normalizer, self._loss, self._context_group = normalizer, normalizer.loss, context_group
 
     def __call__(self, batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the scalar to differentiate, every figure's sum by adapter [names], and log-probabilities or values [n]."""
+        """Return the scalar to differentiate, the sum of every metric by adapter [names], and log-probabilities or values [n]."""
+        total, figures, values = self._model_loss(batch, output)
+        if batch.mtp is None:
+            return total, figures, values
+        assert not isinstance(output, ScalarOutput)
+        assert output.prediction is not None
+        prediction_total, figure = self._prediction_loss(batch, batch.mtp, output.prediction)
+        return total + prediction_total, {**figures, MTP_LOSS: figure}, values
+
+    def _prediction_loss(self, batch: MicroBatch, targets: MtpTargets, output: Output) -> tuple[Tensor, Tensor]:
+        """Return the scalar to differentiate of a head for multi-token prediction, and the sum of its cross entropy [names].
+
+        Whatever the model's own loss is: the head learns to predict the tokens that have a weight.
+        """
+        normalizer = self._normalizer
+        # Weights of a loss that is summed may be negative: advantages, for example.
+        weights = (
+            targets.weights if self._loss.reduction == "mean" else (targets.weights != 0).to(targets.weights.dtype)
+        )
+        coefficients = weights * normalizer.mtp_factor
+        if output.fuses_loss:
+            total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
+        else:
+            logprobs, _ = output.logprobs(entropy=False)
+            total = weighted(-logprobs, coefficients).sum()
+        figure = weighted(-logprobs.detach(), weights * normalizer.metric_scale)
+        return total, normalizer.sums(figure, batch)
+
+    def _model_loss(self, batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         loss, normalizer = self._loss, self._normalizer
         if isinstance(output, ScalarOutput):
             return self._evaluate(batch, output.values, None)
@@ -64,7 +98,7 @@ class MicroBatchLoss:
         if (loss.is_cross_entropy or loss.function is cross_entropy) and output.fuses_loss:
             coefficients = batch.weights * normalizer.token_factors(batch)
             total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
-            return total, self._cross_entropy_figures(batch, logprobs.detach()), logprobs
+            return total, self._cross_entropy_metrics(batch, logprobs.detach()), logprobs
         return self._evaluate(batch, *output.logprobs(loss.entropy))
 
     def _evaluate(
@@ -75,39 +109,39 @@ class MicroBatchLoss:
         if not batch.dummy:
             factors = normalizer.token_factors(batch) if loss.per == "token" else normalizer.pair_factors(batch)
             result = normalizer.function.evaluate(tokens, entropy, self._inputs(batch), factors, batch.padding)
-        if result is None:  # the model's backward pass must run, with zeros: other ranks communicate in it
+        if result is None:  # the backward pass must still run, with zeros: other ranks communicate in it
             zero = torch.zeros_like(tokens).mul(tokens).sum()
             return zero, {"loss": tokens.new_zeros(len(normalizer.names))}, tokens
-        # Linear in the outputs: autograd passes on exactly the gradients that LossCall has computed.
+        # Linear in the outputs, so its gradients are exactly those that LossCall has computed.
         total = (result.scores * tokens).sum()
         if entropy is not None and result.entropy is not None:
             total = total + (result.entropy * entropy).sum()
         if loss.per == "token":
-            return total, self._token_figures(batch, result.figures), tokens
-        # Every context parallel rank has every pair: it reports its share of the sum, but takes the full gradient.
+            return total, self._token_metrics(batch, result.metrics), tokens
+        # Every context parallel rank has every pair, so each reports 1 / ranks of the sum, but takes the full gradient.
         ranks = 1 if self._context_group is None else self._context_group.size()
-        share = normalizer.figure_scale / ranks
+        share = normalizer.metric_scale / ranks
         return (
             total,
-            {name: normalizer.pair_sums(figure * share, batch) for name, figure in result.figures.items()},
+            {name: normalizer.pair_sums(metric * share, batch) for name, metric in result.metrics.items()},
             tokens,
         )
 
-    def _cross_entropy_figures(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
-        """Return the figures of a fused loss, whose gradient does not need its function."""
-        figures: dict[str, Tensor] | None = None
+    def _cross_entropy_metrics(self, batch: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
+        """Return the metrics of a fused loss, whose gradient does not need its function."""
+        metrics: dict[str, Tensor] | None = None
         if self._loss.function is not cross_entropy and not batch.dummy:
-            figures = self._normalizer.function.observe(logprobs, self._inputs(batch), batch.padding)
-        return self._token_figures(batch, figures or {"loss": -logprobs})
+            metrics = self._normalizer.function.observe(logprobs, self._inputs(batch), batch.padding)
+        return self._token_metrics(batch, metrics or {"loss": -logprobs})
 
-    def _token_figures(self, batch: MicroBatch, figures: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Sum values [n] for each adapter, scaled: the loss by weights, metrics as they are averaged."""
-        scale = self._normalizer.figure_scale
+    def _token_metrics(self, batch: MicroBatch, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sum values [n] for each adapter, weighted: the loss by the token weights, other metrics as they are averaged."""
+        scale = self._normalizer.metric_scale
         loss_weights = batch.weights * scale
         metric_weights = (batch.weights != 0) * scale if self._loss.reduction == "sum" else loss_weights
         return {
-            name: self._normalizer.sums(weighted(figure, loss_weights if name == "loss" else metric_weights), batch)
-            for name, figure in figures.items()
+            name: self._normalizer.sums(weighted(metric, loss_weights if name == "loss" else metric_weights), batch)
+            for name, metric in metrics.items()
         }
 
     def _inputs(self, batch: MicroBatch) -> LossInputs:

@@ -15,10 +15,10 @@ from megascend.batch.loss_call import LossNormalizer, raise_together
 from megascend.batch.losses import Loss, cross_entropy
 from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
 from megascend.batch.packing import plan_micro_batches, split_to
-from megascend.batch.results import ForwardBackwardResult, ForwardResult
+from megascend.batch.results import MTP_LOSS, ForwardBackwardResult, ForwardResult
 from megascend.batch.sample import Sample
 from megascend.diagnostics.hang_monitor import HangMonitor
-from megascend.distributed.memory import with_room_everywhere
+from megascend.distributed.memory import catch_oom_on_all_ranks
 from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ROWS = 512
-"""Tokens whose full logits are on the host at a time."""
+LOGIT_ROWS = 512
+"""Tokens whose full logits are on the host at a time: with a vocabulary of 150 thousand, 0.3 GB in fp32."""
 FORWARD_PHASE = "forward"
 """Phase that engines mark around the forward pass of every micro batch, or of each of its chunks."""
 
 OnMicroBatch = Callable[[int, int], None]
-"""(micro batches started before, micro batches of the call) -> None."""
+"""(micro batches already started, micro batches in the call) -> None."""
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def reporting_progress(
     """Call ``on_micro_batch`` when a forward pass begins, within the context. Local, on any engine.
 
     Args:
-        chunks: of the model on this rank, each of which runs a forward pass of every micro batch.
+        chunks: model chunks on this rank, each of which runs a forward pass of every micro batch.
     """
     entered = 0
 
@@ -56,7 +56,7 @@ def reporting_progress(
             on_micro_batch(entered // chunks, micro_batches)
             entered += 1
 
-    # Every engine marks its phases with the monitor, so none needs to know of progress.
+    # Every engine marks its phases with the monitor, so engines need no progress callback of their own.
     monitor.on_phase = on_phase
     try:
         yield
@@ -84,13 +84,13 @@ class Step:
         on_micro_batch: OnMicroBatch | None = None,
         outputs: Literal["logprobs", "values"] | None = None,
         *,
-        keep: bool = True,
+        accumulate: bool = True,
     ) -> ForwardBackwardResult:
         """Accumulate gradients of the loss over the global batch; see ``Backend.forward_backward``.
 
         Args:
             outputs: values of every token that the result includes.
-            keep: False drops the gradients, with those of earlier calls; for measurements before the first step.
+            accumulate: False drops the gradients, and those of earlier calls; for measurements before the first step.
         """
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
@@ -101,12 +101,12 @@ class Step:
             token_outputs: list[Tensor] = []  # of each micro batch, on ranks that compute the loss
 
             def loss_fn(batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor]]:
-                total, figures, values = compute(batch, output)
+                total, metrics, values = compute(batch, output)
                 if outputs:
                     token_outputs.append(values.detach())
-                return total, figures
+                return total, metrics
 
-            def run(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
+            def run_batches(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
                 batches = self._build(samples, plan, names, normalizer.names, loss)
                 contexts.enter_context(trainable.applying(normalizer.names))
                 chunks = self._topology.virtual_pipeline
@@ -117,16 +117,15 @@ class Step:
 
             try:
                 with ExitStack() as contexts:
-                    batches, figures = self._run(run, contexts, call)
-                    metrics, values = self._reduce_metrics(figures, normalizer)
+                    batches, batch_metrics = self._run_or_raise_oom(run_batches, contexts, call)
+                    metrics, values = self._reduce_metrics(batch_metrics, normalizer)
                     replayed = self._replayed(agreed)
                     sample_outputs: dict[str, Any] = {}
                     if outputs:
                         sample_outputs = self._by_sample({outputs: token_outputs}, batches, plan, len(samples))
                     # Last, so that an error before it leaves the gradients unchanged.
-                    self._accumulate() if keep else trainable.abandon()
-            # Raised by _reduce_metrics on all ranks, after the model's collectives.
-            except LossFunctionError:
+                    self._accumulate() if accumulate else trainable.abandon()
+            except LossFunctionError:  # raised by _reduce_metrics on all ranks, after the model's collectives
                 trainable.abandon()
                 raise
         return ForwardBackwardResult(
@@ -135,7 +134,7 @@ class Step:
             loss,
             metrics,
             values,
-            normalizer.figure_scale,
+            normalizer.metric_scale,
             self._groups.rank == 0,
             _replayed=replayed,
             **sample_outputs,
@@ -168,7 +167,7 @@ class Step:
             return {"values": output.values}
 
         return self.token_scores(
-            f"values({reference=})", samples, adapter, ("values",), scores, reference=reference, of="values"
+            f"values({reference=})", samples, adapter, ("values",), scores, reference=reference, output="values"
         )["values"]
 
     @torch.no_grad()
@@ -177,11 +176,11 @@ class Step:
     ) -> list[tuple[Tensor, Tensor]]:
         """Return the ``count`` likeliest tokens at every position of samples: int64 ids, fp32 log-probabilities [length, count].
 
-        On the CPU, likeliest first, with dropout off. At most :data:`ROWS` tokens' logits are held at a time.
+        On the CPU, likeliest first, with dropout off. At most :data:`LOGIT_ROWS` tokens' logits are held at a time.
         """
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
-            chunks = torch.arange(len(batch.targets)).split(ROWS)
+            chunks = torch.arange(len(batch.targets)).split(LOGIT_ROWS)
             # A chunk of rows at a time: full logits are far larger than their top ``count``.
             parts = [output.logits(rows).log_softmax(-1).topk(count) for rows in chunks]
             return {
@@ -201,18 +200,18 @@ class Step:
         scores: Callable[[MicroBatch, Output], dict[str, Tensor | None]],
         *,
         reference: bool = False,
-        of: Literal["logprobs", "values"] = "logprobs",
+        output: Literal["logprobs", "values"] = "logprobs",
     ) -> dict[str, Any]:
         """Return under each of ``names`` a CPU tensor [length, ...] for every sample, with dropout off.
 
         Args:
-            call: for messages; ranks must agree on it.
+            call: description of the call, for messages; ranks must agree on it.
             scores: computes the tensors in ``names`` from a micro batch's output, each with a row for every token; also called
                 for dummy batches, which only match other ranks' collectives.
-            of: what the model's head must compute.
+            output: kind of output that the model's head must compute.
         """
         engine, trainable = self._engine, self._engine.trainable
-        require_head(engine, of, call)
+        require_head(engine, output, call)
 
         def stored_scores(batch: MicroBatch, output: Output) -> tuple[Tensor, dict[str, Any]]:
             # Engines expect a loss; with forward_only nothing differentiates it.
@@ -222,14 +221,14 @@ class Step:
             plan, adapters, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
             order = list(agreed.counts)
 
-            def run(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
+            def run_batches(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
                 batches = self._build(samples, plan, adapters, order, None)
                 contexts.enter_context(engine.evaluating())
                 contexts.enter_context(trainable.applying(order))
                 return batches, engine.run(batches, stored_scores, forward_only=True)
 
             with ExitStack() as contexts:
-                batches, stored = self._run(run, contexts, call)
+                batches, stored = self._run_or_raise_oom(run_batches, contexts, call)
             values = {name: [item[name] for item in stored] for name in names}
             return self._by_sample(values, batches, plan, len(samples))
 
@@ -274,16 +273,17 @@ class Step:
                 ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
 
-    def _run(self, run: Callable[[ExitStack], T], contexts: ExitStack, call: str) -> T:
-        """Call ``run``; if ranks are independent in it, turn a rank's lack of memory into OutOfDeviceMemoryError on all.
+    def _run_or_raise_oom(self, run_batches: Callable[[ExitStack], T], contexts: ExitStack, call: str) -> T:
+        """Call ``run_batches(contexts)``; if ranks are independent in it, raise OutOfDeviceMemoryError on all when one runs out.
 
-        ``contexts``: holds the contexts that ``run`` enters.
+        Args:
+            contexts: stack for the contexts that ``run_batches`` enters.
         """
-        # Otherwise other ranks may wait for this one in a collective of the model, and cannot be reached.
+        # Where ranks depend on each other, the others may wait for this one in a collective of the model, and cannot be told.
         if self._topology.world_size == 1 or not self._engine.independent_ranks:
-            return run(contexts)
+            return run_batches(contexts)
         try:
-            return with_room_everywhere(lambda: run(contexts), self._groups, call)
+            return catch_oom_on_all_ranks(lambda: run_batches(contexts), self._groups, call)
         except OutOfDeviceMemoryError:
             self._engine.trainable.abandon()
             raise
@@ -337,20 +337,30 @@ class Step:
     ) -> list[MicroBatch]:
         """Build the micro batches of ``plan``; ``order`` are the adapters of all ranks' samples."""
         engine = self._engine
+        mtp = loss is not None and engine.mtp_loss_weight > 0
         adapter_index = [order.index(name) for name in names]
         batches = []
         for members in plan:
             source, index = samples, adapter_index
             if members:
                 members.sort(key=lambda member: index[member])  # in place: results are matched to samples by the plan
-                batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index)
+                batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index, mtp=mtp)
             else:
-                # A dummy batch joins the other ranks' collectives: a sample, a real one if there is any, with weight 0.
+                # A dummy batch takes part in the other ranks' collectives. It holds a real sample if there is one, with weight 0.
                 if not samples:
                     source, index = [Sample(input_ids=[0], target_ids=[0], weights=[0.0])], [0]
                 # The shortest costs least.
                 shortest = min(range(len(source)), key=lambda member: len(source[member]))
-                batch = build(source, [shortest], engine.layout, None, engine.device, dummy=True, adapter_index=index)
+                batch = build(
+                    source,
+                    [shortest],
+                    engine.layout,
+                    None,
+                    engine.device,
+                    dummy=True,
+                    adapter_index=index,
+                    mtp=mtp,
+                )
             engine.trainable.prepare(batch, source, order)
             batches.append(batch)
         return batches
@@ -360,8 +370,8 @@ class Step:
     def _reduce_metrics(
         self, stored: list[dict[str, Tensor]], normalizer: LossNormalizer
     ) -> tuple[tuple[str, ...], Tensor]:
-        """Sum figures over micro batches and ranks to [adapters, figures], on the device, without waiting for it."""
-        names = ("loss",)
+        """Sum metrics over micro batches and ranks to [adapters, metrics], on the device, without waiting for it."""
+        names = ("loss", MTP_LOSS) if self._engine.mtp_loss_weight else ("loss",)
         if normalizer.loss.function is not cross_entropy:  # only the last stage has a loss's other metrics
             local = tuple(dict.fromkeys(name for item in stored for name in item))
             report = (local, normalizer.function.problem)
@@ -369,9 +379,9 @@ class Step:
             raise_together([problem for _, problem in reports], normalizer.function)
             names = tuple(dict.fromkeys(name for reported, _ in reports for name in reported))
         values = torch.zeros(len(normalizer.names), len(names), dtype=torch.float32, device=self._engine.device)
-        # Tensor parallel ranks have the same figures: one of them counts.
-        counts = self._groups.coordinates.tensor == 0
-        for item in stored if counts else []:
+        # Tensor parallel ranks compute the same metrics, which must enter the sum once.
+        contributes = self._groups.coordinates.tensor == 0
+        for item in stored if contributes else []:
             for position, name in enumerate(names):
                 if name in item:
                     values[:, position] += item[name]

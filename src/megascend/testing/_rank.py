@@ -70,7 +70,7 @@ def run_rank(
     """Run ``call`` as rank ``files.rank``, write its outcome to a file, wait for the other ranks, exit. Never returns.
 
     Args:
-        backend: of the default group to create, or None to leave that to ``call``.
+        backend: backend of the default group to create, or None to leave that to ``call``.
         parent: process id of the process that forked this one.
         release: descriptor that reads end-of-file when every rank has finished. A rank waits for it, since a peer may
             still be reading from this rank's sockets.

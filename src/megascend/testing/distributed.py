@@ -56,7 +56,7 @@ def run_distributed(
     Args:
         fn: any callable, closures included; nothing but its result is pickled.
         timeout_s: deadline of the whole call, in seconds.
-        backend: of the default process group.
+        backend: backend of the default process group.
         init: create the default process group. With False, ``fn`` creates it itself; the environment variable
             ``MEGASCEND_STORE`` then holds the path for a ``torch.distributed.FileStore``, as
             :func:`megascend.distributed.process_groups.initialize` expects.

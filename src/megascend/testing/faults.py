@@ -59,7 +59,7 @@ def flip_byte(path: str | Path, offset: int | None = None) -> int:
     """Invert one byte of a file; size and times stay. Returns its offset.
 
     Args:
-        offset: from the beginning, in bytes; default: the middle of the file.
+        offset: offset in bytes; default: the middle of the file.
 
     Raises:
         ConfigError: the file has no such byte.
@@ -128,7 +128,7 @@ def _mounted(script: str, folder: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _mounted_in_namespace(script: str, folder: Path, why_not_directly: str) -> Iterator[Path]:
+def _mounted_in_namespace(script: str, folder: Path, mount_error: str) -> Iterator[Path]:
     """Mount as root of a new user namespace. The mount lives as long as its process, through which it is seen."""
     command = [
         "unshare",
@@ -152,14 +152,14 @@ def _mounted_in_namespace(script: str, folder: Path, why_not_directly: str) -> I
             errors="replace",
         )
     except FileNotFoundError as error:
-        raise PlatformError(f"cannot mount on {folder}: {why_not_directly}; and there is no unshare command") from error
+        raise PlatformError(f"cannot mount on {folder}: {mount_error}; and there is no unshare command") from error
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     try:
         answer = keeper.stdout.readline().strip()
         if answer != "ready":
             raise PlatformError(
-                f"cannot mount on {folder}: {why_not_directly}; and in a user namespace: {answer or 'no answer'}"
+                f"cannot mount on {folder}: {mount_error}; and in a user namespace: {answer or 'no answer'}"
             )
         yield Path(f"/proc/{keeper.pid}/root{folder}")
     finally:

@@ -3,11 +3,12 @@
     python hf_reference.py JOB.json RESULT.safetensors
 
 JOB names a checkpoint, samples (token ids, prompt lengths, and what the loss needs) and optimizer settings. RESULT holds
-the losses and gradient norms of every step and the first logits of every sample; with ``weights`` the trained weights too, by the
-names of a checkpoint. All of it is computed in ``dtype``, default ``float32``; in ``bfloat16`` the model and its gradients of a
-sample, with weights, gradients' sums and AdamW in fp32. Policy and preference losses are written out here from their papers.
-With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its definition (Fedus et al. 2021,
-eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
+the losses and gradient norms of every step and the first logits of every sample; with ``gradients`` those of the first step
+before clipping, and with ``weights`` the trained weights, both by the names of a checkpoint. All of it is computed in ``dtype``,
+default ``float32``; in ``bfloat16`` the model and its gradients of a sample, with weights, gradients' sums and AdamW in fp32.
+Policy and preference losses are written out here from their papers. With ``aux_loss`` a router loss is added: of ``aux_formula``
+``megatron`` it is written out by its definition (Fedus et al. 2021, eq. 4, divided by k as Megatron-Core does), of
+``transformers`` it is that package's own function.
 """
 
 from __future__ import annotations
@@ -47,12 +48,19 @@ def main(job_path: str, result_path: str) -> None:
         for index, sample in enumerate(samples):
             tokens = torch.tensor(sample["token_ids"])
             result[f"logits.{index}"] = model(tokens[None, :-1]).logits[0].contiguous()
+    if job.get("gradients"):
+        with precise():
+            batch_loss(model, samples, job["loss"], job.get("reduction", "mean")).backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        result |= {f"gradients.{name}": tensor for name, tensor in by_checkpoint_names(model, gradients).items()}
+        model.zero_grad()
     if job["steps"]:
         with precise():
             losses, norms = train(model, samples, job)
         result["losses"], result["grad_norms"] = torch.tensor(losses, dtype=stored), torch.tensor(norms, dtype=stored)
     if job.get("weights"):
-        result |= {f"weights.{name}": tensor.contiguous() for name, tensor in checkpoint_weights(model).items()}
+        weights = by_checkpoint_names(model, dict(model.named_parameters()))
+        result |= {f"weights.{name}": tensor for name, tensor in weights.items()}
     save_file(result, result_path)
 
 
@@ -81,13 +89,13 @@ class InDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def checkpoint_weights(model: Any) -> dict[str, Tensor]:
-    """Return the weights by their names in a checkpoint, with experts split."""
+def by_checkpoint_names(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of the model's parameters, weights or gradients, by their names in a checkpoint, with experts split."""
     from transformers.core_model_loading import revert_weight_conversion
 
     with torch.no_grad():
-        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        return {name: tensor.clone() for name, tensor in revert_weight_conversion(model, parameters).items()}
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        return {name: tensor.clone().contiguous() for name, tensor in revert_weight_conversion(model, copies).items()}
 
 
 def train(

@@ -55,17 +55,17 @@ class Case:
     """One layout to prove.
 
     Attributes:
-        name: how the table calls it.
+        name: label in the table.
         world_size: processes.
         parallel: the layout.
         arch: as for :func:`megascend.testing.tiny_models.write_tiny_checkpoint`.
-        overrides: of the tiny model's configuration.
+        overrides: settings that replace those of the tiny model's configuration.
         aux_loss: coefficient of the routers' load-balancing loss, by the formula ``aux_formula``.
         experts: ``moe.experts``.
         targets: layers that an adapter acts on, where one is trained.
         loss_bound, norm_bound: largest absolute difference allowed over all steps.
         logits_bound: largest absolute difference of any logit, in fp32.
-        resumes: after half of the steps the run is saved, its backend closed, and another one loads what was saved.
+        resumes: after half of the steps the run is saved, its backend closed, and a new one loads the checkpoint.
     """
 
     name: str
@@ -292,13 +292,14 @@ def causal_samples(tokens: list[list[int]]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Losses, gradient norms, the untrained model's logits (one fp32 [length, vocabulary] a sample), and trained weights by the
-    names of a checkpoint, where they were asked for."""
+    """Losses, gradient norms, the untrained model's logits (one fp32 [length, vocabulary] a sample), and, where they were asked
+    for, trained weights and the untrained model's gradients by the names of a checkpoint."""
 
     losses: list[float]
     grad_norms: list[float]
     logits: list[Tensor]
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
@@ -325,7 +326,7 @@ def reference(folder: Path, script: str | Path, job: dict[str, Any]) -> Path:
 
     def make(output: Path) -> None:
         made_from = _by_content(job) | (
-            {"architecture": architecture.code()} if registered(architecture.model_type) else {}
+            {"architecture": architecture.code_digest()} if registered(architecture.model_type) else {}
         )
         copy_or_make(program.stem, made_from, program, output, run)
 
@@ -363,6 +364,7 @@ def hf_reference(
     micro_batches: list[list[int]] | None = None,
     dtype: str = "float32",
     weights: bool = False,
+    gradients: bool = False,
     reduction: str = "mean",
 ) -> Trajectory:
     """Run the job with Hugging Face and torch AdamW; the result stays in ``folder`` for the next caller with the same job.
@@ -371,8 +373,9 @@ def hf_reference(
         fields: per sample, what ``loss`` needs beside the tokens: ``old_logprobs``, ``advantages``, ``pair``...; and ``weights``
             of its targets, if not 0 for the prompt's and 1 for the others.
         micro_batches: samples over which the auxiliary loss is computed, each list by itself; default: all in one.
-        dtype: of parameters and of everything computed.
+        dtype: dtype of the parameters and of all computation.
         weights: also return the trained ones.
+        gradients: also return those of the first step, before clipping.
         reduction: ``sum``: the loss is not divided by the sum of weights.
     """
     from safetensors.torch import load_file
@@ -393,18 +396,44 @@ def hf_reference(
         "micro_batches": micro_batches or [list(range(len(tokens)))],
     }
     job |= ({"dtype": dtype} if dtype != "float32" else {}) | ({"weights": True} if weights else {})
+    job |= {"gradients": True} if gradients else {}
     job |= {"reduction": reduction} if reduction != "mean" else {}
     tensors = load_file(reference(folder, "hf_reference.py", job))
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
     return Trajectory(
         tensors["losses"].tolist() if steps else [],
         tensors["grad_norms"].tolist() if steps else [],
         [tensors[f"logits.{index}"] for index in range(len(tokens))],
-        {name.removeprefix("weights."): tensor for name, tensor in tensors.items() if name.startswith("weights.")},
+        part("weights."),
+        part("gradients."),
     )
 
 
-def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
-    """Run one rank of ``case``; return its trajectory, with logits only where one data parallel rank has all samples."""
+def bounds(case: Case, folder: Path, checkpoint: Path, tokens: list[list[int]], steps: int) -> tuple[float, float]:
+    """Return the bounds of a case's losses and gradient norms in a number of steps.
+
+    Some models amplify rounding: there they are twice what transformers' own fp32 is away from fp64, if that is more.
+    """
+    if case.precision != "fp32":
+        return case.loss_bound, case.norm_bound
+    single, double = (
+        replace(hf_reference(folder, checkpoint, tokens, steps, dtype=dtype), logits=[])
+        for dtype in ("float32", "float64")
+    )
+    rounding = differences(single, double)
+    return max(case.loss_bound, 2 * rounding.loss), max(case.norm_bound, 2 * rounding.grad_norm)
+
+
+def run_case(
+    case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS, weights: bool = False
+) -> Trajectory:
+    """Run one rank of ``case``; return its trajectory, with logits only where one data parallel rank has all samples.
+
+    With ``weights`` rank 0's has the trained weights, as they are exported.
+    """
     backend = case_backend(case, checkpoint)
     everything = causal_samples(tokens)
     samples = backend.shard(everything)
@@ -421,8 +450,11 @@ def run_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int =
         step = backend.optimizer_step()
         losses.append(result.loss)
         norms.append(step.grad_norm)
+    trained = (
+        {name: tensor.cpu().clone() for name, tensor in backend.named_weights(receivers="main")} if weights else {}
+    )
     backend.close()
-    return Trajectory(losses, norms, logits or [])
+    return Trajectory(losses, norms, logits or [], trained)
 
 
 def case_backend(case: Case, checkpoint: Path, self_check: bool = False) -> MegatronBackend:
@@ -446,11 +478,14 @@ def case_backend(case: Case, checkpoint: Path, self_check: bool = False) -> Mega
     )
 
 
-def train_case(case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS) -> Trajectory:
+def train_case(
+    case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS, weights: bool = False
+) -> Trajectory:
     """Run ``case`` with megascend on forked processes; rank 0's trajectory, equal on all ranks or an error."""
     from megascend.testing.distributed import run_distributed
 
-    ranks = run_distributed(run_case, case.world_size, case, checkpoint, tokens, steps, init=False, timeout_s=120)
+    arguments = (case, checkpoint, tokens, steps, weights)
+    ranks = run_distributed(run_case, case.world_size, *arguments, init=False, timeout_s=120)
     return first_of_equals(case.name, ranks)
 
 
@@ -470,4 +505,40 @@ def differences(trajectory: Trajectory, reference: Trajectory) -> Differences:
         loss=max(abs(a - b) for a, b in zip(trajectory.losses, reference.losses, strict=True)),
         grad_norm=max(abs(a - b) for a, b in zip(trajectory.grad_norms, reference.grad_norms, strict=True)),
         logits=max(float((a - b).abs().max()) for a, b in pairs) if pairs else None,
+    )
+
+
+@dataclass(frozen=True)
+class RelativeDifferences:
+    """Largest differences to the reference over the size of what is compared; None where the case does not compare it.
+
+    Attributes:
+        loss, grad_norm: of any step, over the reference's value.
+        logits: of any logit of a sample of the untrained model, over the sample's largest.
+        weights: L2 norm of the difference of any trained and exported tensor, over the tensor's.
+    """
+
+    loss: float
+    grad_norm: float
+    logits: float | None
+    weights: float | None
+
+
+def relative_differences(trajectory: Trajectory, reference: Trajectory) -> RelativeDifferences:
+    """Compare a trajectory with the reference's.
+
+    Raises:
+        DistributedTestError: the reference has a weight that the trajectory lacks.
+    """
+    logits = list(zip(trajectory.logits, reference.logits, strict=True)) if trajectory.logits else []
+    missing = reference.weights.keys() - trajectory.weights.keys() if trajectory.weights else set()
+    if missing:
+        raise DistributedTestError(f"the export lacks {', '.join(sorted(missing))}")
+    trained = trajectory.weights
+    weights = [(trained[name].float(), tensor) for name, tensor in reference.weights.items()] if trained else []
+    return RelativeDifferences(
+        loss=max(abs(a / b - 1) for a, b in zip(trajectory.losses, reference.losses, strict=True)),
+        grad_norm=max(abs(a / b - 1) for a, b in zip(trajectory.grad_norms, reference.grad_norms, strict=True)),
+        logits=max((float((a - b).abs().max() / b.abs().max()) for a, b in logits), default=None),
+        weights=max((float((a - b).norm() / b.norm()) for a, b in weights if b.any()), default=None),
     )

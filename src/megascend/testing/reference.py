@@ -72,7 +72,7 @@ class ProgramServer:
         Args:
             arguments: ``sys.argv[1:]`` of the program.
             environment: its environment variables.
-            directory: to run in; default: the present one.
+            directory: working directory; default: the current one.
             stdin: its standard input.
             timeout_s: deadline in seconds, imports included.
             modules: imported before the program runs, by it alone: those that make an architecture known to transformers.

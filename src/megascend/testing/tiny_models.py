@@ -78,7 +78,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
     Args:
         path: the checkpoint directory; created if missing.
         arch: as for :func:`tiny_config`.
-        seed: of the weights.
+        seed: seed of the weights.
         overrides: as for :func:`tiny_config`.
 
     Returns:
@@ -92,7 +92,7 @@ def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **override
     made_from: dict[str, Any] = {"config": tiny_config(arch, **overrides), "seed": seed}
     architecture = architecture_named(arch)
     if registered(arch) is not None:
-        made_from["architecture"] = architecture.code()
+        made_from["architecture"] = architecture.code_digest()
     recipe = json.dumps(made_from, sort_keys=True)
     if _holds(path, recipe):
         return path

@@ -57,10 +57,10 @@ class Topology:
         virtual_pipeline: model chunks of one pipeline rank.
         data: world size divided by the other axes of the attention grid.
         expert_data: the same for the expert grid; ranks with the same experts.
-        sequence_parallel: whether activations between tensor parallel regions are split along the sequence.
-        context_algorithm: how context parallel ranks exchange keys and values.
-        is_moe: whether the model has experts.
-        vocab_size: of the model, without padding; None without a model.
+        sequence_parallel: activations between tensor parallel regions are split along the sequence.
+        context_algorithm: algorithm by which context parallel ranks exchange keys and values.
+        is_moe: the model has experts.
+        vocab_size: vocabulary size of the model, without padding; None without a model.
         notes: a sentence for every automatic decision.
     """
 
@@ -82,7 +82,9 @@ class Topology:
     def size(self, axis: str) -> int:
         """Return the number of ranks along one axis."""
         if axis not in (*ATTENTION_AXES, *EXPERT_AXES):
-            raise TopologyError(f"no axis {axis!r}; there are {', '.join(dict.fromkeys(ATTENTION_AXES + EXPERT_AXES))}")
+            raise TopologyError(
+                f"unknown axis {axis!r}; known: {', '.join(dict.fromkeys(ATTENTION_AXES + EXPERT_AXES))}"
+            )
         return getattr(self, axis)
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -262,7 +264,7 @@ def check_model(parallel: Parallel, expert_tensor: int, model: ModelShape) -> No
         raise TopologyError(
             f"{model.num_layers} layers cannot be divided evenly over parallel.pipeline={p.pipeline}"
             + (f" x parallel.virtual_pipeline={p.virtual_pipeline} = {stages}" if p.virtual_pipeline > 1 else "")
-            + f" stages; the product must be one of {_listed(_divisors(model.num_layers))}"
+            + f" stages; {'the product must be' if p.virtual_pipeline > 1 else 'use'} {_listed(_divisors(model.num_layers))}"
         )
     if not model.is_moe:
         for name, value, default in (("expert", p.expert, 1), ("expert_tensor", p.expert_tensor, None)):
@@ -341,7 +343,7 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
 def axes_of(name: str) -> tuple[str, ...]:
     """Return the axes of group ``name``."""
     if name not in GROUP_AXES:
-        raise ProcessGroupError(f"no process group {name!r}; there are {', '.join(GROUP_AXES)}")
+        raise ProcessGroupError(f"unknown process group {name!r}; known: {', '.join(GROUP_AXES)}")
     return GROUP_AXES[name]
 
 

@@ -57,11 +57,7 @@ class Update:
     buckets: int = 0
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the tensors, in the order of the specs passed to :meth:`Delivery.begin`.
-
-        Raises:
-            weightwire.errors.WireError: the tensors differ from the specs, or a receiver is lost; the message names it.
-        """
+        """Send the tensors, in the order of the specs passed to :meth:`Delivery.begin`."""
         assert self.sender is not None
         with self.sender as sender:
             self.seal = sender.send(tensors)
@@ -82,9 +78,6 @@ class Delivery:
         overlap: fill one bucket while the other is sent.
         options: options of the transport.
         run: runs a coroutine to completion; default: an event loop on a separate thread.
-
-    Raises:
-        weightwire.errors.WireError: ``host`` cannot be bound.
     """
 
     def __init__(
@@ -147,12 +140,7 @@ class Delivery:
         specs: tuple[TensorSpec, ...],
         adapter: AdapterInfo | None = None,
     ) -> None:
-        """Offer the update to all engines and wait for their receivers; ``update.sender`` is then connected.
-
-        Raises:
-            ConfigError: no engines, duplicate engine names, or no suitable transport.
-            WeightSyncError: engines did not begin; the message names them.
-        """
+        """Offer the update to all engines and wait for their receivers; ``update.sender`` is then connected."""
         update.engines, update.version = list(engines), version
         if not update.engines:
             raise ConfigError("push: no engines are configured")
@@ -192,11 +180,7 @@ class Delivery:
         )
 
     def verify(self, update: Update) -> None:
-        """Wait until every engine has verified what it received.
-
-        Raises:
-            WeightSyncError: engines failed to; the message names them.
-        """
+        """Wait until every engine has verified what it received."""
         assert update.seal is not None
         seal = update.seal
         in_time = max(0.1, self._timeout_s - 2.0)  # leaves the engine time to answer before our own deadline
@@ -205,11 +189,7 @@ class Delivery:
         self._require_all(*answers, description, "; all engines keep the old weights")
 
     def commit(self, update: Update) -> None:
-        """Activate the verified update on all engines.
-
-        Raises:
-            WeightSyncError: engines failed to; the message names them and those that did.
-        """
+        """Activate the verified update on all engines."""
         committed, failed = self._all(update, lambda engine: engine.commit(update.name), self._timeout_s)
         active = f"; version {update.version} is active on {', '.join(committed)}" if committed else ""
         self._require_all(committed, failed, f"version {update.version} was not committed everywhere", active)

@@ -66,11 +66,7 @@ class Location:
 
     @classmethod
     def from_json(cls, data: Any) -> Location:
-        """Parse the output of :meth:`to_json`.
-
-        Raises:
-            ManifestError: it is malformed.
-        """
+        """Parse the output of :meth:`to_json`."""
         try:
             return cls(**{**data, "visible": tuple(data["visible"])})
         except (TypeError, KeyError) as error:
@@ -83,9 +79,6 @@ def choose(sender: Location, receivers: Mapping[str, Location]) -> str:
     On CUDA it is ``nccl``; where two members use one GPU, or their versions of NCCL differ, both of which NCCL refuses, it is
     ``cuda_ipc``, or ``shared_memory`` if a receiver does not see the sender's GPU. On NPUs it is ``hccl``, for receivers on the
     CPU ``gloo``, and for a mixture on one machine ``shared_memory``.
-
-    Raises:
-        TransportError: no transport fits.
     """
     if names := fitting(sender, receivers):
         return names[0]

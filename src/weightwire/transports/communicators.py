@@ -1,4 +1,4 @@
-"""Cache of NCCL and HCCL communicators across updates: creating one takes longer than sending a model over it.
+"""NCCL and HCCL communicators, which are cached across updates: creating one takes longer than sending a model over it.
 
 A group serves one update, and so does a transport. Its communicator is cached, one for each kind and device, and reused
 when the next group has the same processes at the same ranks. All members must have cached the same one, and have started
@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from weightwire.transports.base import Setup
-from weightwire.transports.device_work import wait_until
+import torch
+from torch.distributed import BroadcastOptions
+
+from weightwire.errors import TransportError
+from weightwire.transports.base import DeviceWork, Setup, first_line, wait_until
 
 
 @dataclass
@@ -52,11 +56,7 @@ class Communicators:
         self._lock = threading.Lock()
 
     def connect(self, setup: Setup) -> Communicator:
-        """Return a communicator for a group: the one that all of its members have cached, or a new one.
-
-        Raises:
-            DeadlineError, PeerLostError: members did not report what they have cached.
-        """
+        """Return a communicator for a group: the one that all of its members have cached, or a new one."""
         members = tuple(map(repr, setup.group.identities))
         with self._lock:
             # Taken out while it is in use: two updates of one process must not share a communicator.
@@ -107,3 +107,71 @@ class Communicators:
         wait_until(lambda: store.check(keys), group, setup.timeout_s, failure)
         states = {store.get(key).decode() for key in keys}
         return cached is not None and states == {cached.state}
+
+
+class CommunicatorTransport:
+    """Transport with one broadcast of a cached communicator for each bucket. Subclasses connect, in their constructors.
+
+    Attributes:
+        name: of the transport, for messages.
+        communicators: those of its kind.
+    """
+
+    name: ClassVar[str]
+    communicators: ClassVar[Communicators]
+
+    def __init__(self, setup: Setup) -> None:
+        self._group, self._device = setup.group, setup.device
+        self._in_flight: list[DeviceWork] = []
+        self._communicator: Communicator | None = None
+        self._healthy = True
+
+    def _queue(self) -> AbstractContextManager[Any]:
+        """Return a context in which broadcasts go to this transport's device and stream."""
+        raise NotImplementedError
+
+    def _backend(self, communicator: Communicator) -> Any:
+        """Return torch's object that broadcasts."""
+        return communicator.handle
+
+    def send(self, buffer: torch.Tensor) -> DeviceWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return self._begin(buffer)
+
+    def receive(self, buffer: torch.Tensor) -> DeviceWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        return self._begin(buffer)
+
+    def _first_broadcast(self, setup: Setup) -> None:
+        """Make the library connect, and check that bytes arrive."""
+        first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
+        torch.get_device_module(setup.device).current_stream(setup.device).synchronize()
+        self._begin(first).wait(setup.timeout_s)
+        if first.tolist() != [1] * 8:
+            raise TransportError(f"{self.name}: the first broadcast has brought nothing")
+
+    def _begin(self, buffer: torch.Tensor) -> DeviceWork:
+        if self._communicator is None:
+            raise TransportError(f"{self.name}: closed")
+        self._communicator.broadcasts += 1
+        options = BroadcastOptions()
+        options.rootRank = 0
+        try:
+            with self._queue():
+                handle = self._backend(self._communicator).broadcast([buffer], options)
+        except RuntimeError as error:
+            raise TransportError(f"{self.name}: {first_line(error)}") from error
+        work = DeviceWork(handle, buffer, self._group, self.name)
+        self._in_flight = [other for other in self._in_flight if not other.ended] + [work]
+        return work
+
+    def close(self) -> None:
+        """Cache the communicator for the next update if everything succeeded, otherwise destroy it."""
+        communicator, self._communicator = self._communicator, None
+        if communicator is None:
+            return
+        if self._healthy and all(work.ended for work in self._in_flight):
+            self.communicators.keep(communicator, self._device)
+        else:
+            self.communicators.discard(communicator)
+        self._in_flight = []

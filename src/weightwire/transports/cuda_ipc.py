@@ -20,19 +20,14 @@ import torch
 
 from weightwire.errors import TransportError
 from weightwire.group import Group
-from weightwire.transports.base import Setup
-from weightwire.transports.device_work import first_line, wait_until
+from weightwire.transports.base import Setup, first_line, wait_until
 
 HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event", "wait_for_event")
 """Fields of PyTorch's handle of a shared allocation, after the device, in its order."""
 
 
 class CudaIpcTransport:
-    """Transport by CUDA IPC: the sender publishes the address of a bucket; each receiver copies it and acknowledges.
-
-    Raises:
-        TransportError: a receiver does not see the sender's device.
-    """
+    """Transport by CUDA IPC: the sender publishes the address of a bucket; each receiver copies it and acknowledges."""
 
     def __init__(self, setup: Setup) -> None:
         self._group, self._device = setup.group, setup.device
@@ -152,7 +147,7 @@ class Received:
     """A bucket to copy. Waits happen in order.
 
     Attributes:
-        number: of the bucket.
+        number: index of the bucket.
         buffer: the destination.
         copied: event after the copy; None if it has not started.
     """

@@ -12,8 +12,7 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import POLL_S, Setup
-from weightwire.transports.device_work import DeviceWork, first_line
+from weightwire.transports.base import POLL_S, DeviceWork, Setup, first_line
 
 
 class GlooTransport:

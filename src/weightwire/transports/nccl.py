@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from weightwire.errors import TransportError, WireError
-from weightwire.transports.base import Setup
-from weightwire.transports.communicators import Communicator, Communicators
-from weightwire.transports.device_work import DeviceWork, first_line, wait_until
+from weightwire.transports.base import DeviceWork, Setup, first_line, wait_until
+from weightwire.transports.communicators import Communicators, CommunicatorTransport
 
 log = logging.getLogger(__name__)
 
@@ -40,97 +39,6 @@ CLOSE_S = 5.0
 """Longest time that the exit of the process waits for NCCL to destroy communicators, in seconds."""
 _environment = threading.Lock()
 _ending: list[threading.Thread] = []
-
-
-class NcclTransport:
-    """Transport with one NCCL broadcast for each bucket.
-
-    The constructor creates a communicator unless one is cached, which takes a fraction of a second, and checks it with a
-    broadcast of 8 bytes.
-
-    Raises:
-        TransportError: this PyTorch has no NCCL, or NCCL could not connect.
-        DeadlineError: the communicator was not created in time.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        if not dist.is_nccl_available():
-            raise TransportError("nccl: this PyTorch is built without NCCL")
-        self._group, self._device = setup.group, setup.device
-        self._stream = torch.cuda.Stream(setup.device)
-        self._under_way: list[DeviceWork] = []
-        self._communicator: Communicator | None = None
-        self._healthy = True
-        failed: list[Exception] = []
-
-        def connect() -> None:
-            try:
-                self._communicator = COMMUNICATORS.connect(setup)
-                self._first_broadcast(setup)
-            except (RuntimeError, OSError) as error:
-                failed.append(error)
-
-        # The call that creates a communicator blocks until all members are in it: on a thread, which can be abandoned.
-        thread = threading.Thread(target=connect, name="weightwire-nccl-connect", daemon=True)
-        thread.start()
-        wait_until(
-            lambda: not thread.is_alive(), self._group, setup.timeout_s, "nccl: the communicator has not been made"
-        )
-        if failed:
-            self.abort()
-            self.close()
-            if isinstance(failed[0], WireError):
-                raise failed[0]
-            raise TransportError(f"nccl: the members could not connect: {first_line(failed[0])}") from failed[0]
-
-    def send(self, buffer: torch.Tensor) -> DeviceWork:
-        """See :class:`weightwire.transports.base.Transport`."""
-        return self._begin(buffer)
-
-    def receive(self, buffer: torch.Tensor) -> DeviceWork:
-        """See :class:`weightwire.transports.base.Transport`."""
-        # The buffer's memory may have been another tensor's, whose last kernels are still to run.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return self._begin(buffer)
-
-    def _first_broadcast(self, setup: Setup) -> None:
-        """Make NCCL connect, and check that bytes arrive."""
-        first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
-        torch.cuda.current_stream(setup.device).synchronize()
-        self._begin(first).wait(setup.timeout_s)
-        if first.tolist() != [1] * 8:
-            raise TransportError("nccl: the first broadcast has brought nothing")
-
-    def _begin(self, buffer: torch.Tensor) -> DeviceWork:
-        if self._communicator is None:
-            raise TransportError("nccl: closed")
-        self._communicator.broadcasts += 1
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        try:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                work = DeviceWork(self._communicator.handle.broadcast([buffer], options), buffer, self._group, "nccl")
-        except RuntimeError as error:
-            raise TransportError(f"nccl: {first_line(error)}") from error
-        self._under_way = [other for other in self._under_way if not other.ended] + [work]
-        return work
-
-    def abort(self) -> None:
-        """Abort the communicator, so that none of its kernels occupies the device."""
-        self._healthy = False
-        for work in self._under_way:
-            work.give_up()
-
-    def close(self) -> None:
-        """Cache the communicator for the next update if everything succeeded, otherwise destroy it."""
-        communicator, self._communicator = self._communicator, None
-        if communicator is None:
-            return
-        if self._healthy and all(work.ended for work in self._under_way):
-            COMMUNICATORS.keep(communicator, self._device)
-        else:
-            COMMUNICATORS.discard(communicator)
-        self._under_way = []
 
 
 def _process_group(setup: Setup) -> Any:
@@ -183,3 +91,58 @@ def _end_with_the_process() -> None:
 
 
 COMMUNICATORS = Communicators("nccl", _process_group, _end)
+
+
+class NcclTransport(CommunicatorTransport):
+    """Transport with one NCCL broadcast for each bucket.
+
+    The constructor creates a communicator unless one is cached, which takes a fraction of a second, and checks it with a
+    broadcast of 8 bytes.
+    """
+
+    name = "nccl"
+    communicators = COMMUNICATORS
+
+    def __init__(self, setup: Setup) -> None:
+        if not dist.is_nccl_available():
+            raise TransportError("nccl: this PyTorch is built without NCCL")
+        super().__init__(setup)
+        self._stream = torch.cuda.Stream(setup.device)
+        failed: list[Exception] = []
+
+        def connect() -> None:
+            try:
+                self._communicator = COMMUNICATORS.connect(setup)
+                self._first_broadcast(setup)
+            except (RuntimeError, OSError) as error:
+                failed.append(error)
+
+        # The call that creates a communicator blocks until all members are in it: on a thread, which can be abandoned.
+        thread = threading.Thread(target=connect, name="weightwire-nccl-connect", daemon=True)
+        thread.start()
+        wait_until(
+            lambda: not thread.is_alive(), self._group, setup.timeout_s, "nccl: the communicator has not been made"
+        )
+        if failed:
+            self.abort()
+            self.close()
+            if isinstance(failed[0], WireError):
+                raise failed[0]
+            raise TransportError(f"nccl: the members could not connect: {first_line(failed[0])}") from failed[0]
+
+    @contextlib.contextmanager
+    def _queue(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+    def receive(self, buffer: torch.Tensor) -> DeviceWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        # The buffer's memory may have been another tensor's, whose last kernels are still to run.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return self._begin(buffer)
+
+    def abort(self) -> None:
+        """Abort the communicator, so that none of its kernels occupies the device."""
+        self._healthy = False
+        for work in self._in_flight:
+            work.give_up()

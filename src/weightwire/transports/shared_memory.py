@@ -67,11 +67,7 @@ class SharedSlots:
 
     @classmethod
     def open(cls, address: list[object], slot_bytes: int, sender: str) -> SharedSlots:
-        """Map the memory at another process's :meth:`address`.
-
-        Raises:
-            TransportError: it cannot be accessed from this process.
-        """
+        """Map the memory at another process's :meth:`address`."""
         space, pid, number, mark = address
         if space != Identity.current().space or not space:
             raise TransportError(

@@ -21,11 +21,7 @@ BACKEND = "weightwire"
 
 
 def register() -> None:
-    """Register the weight transfer engine with vLLM in this process. May be called again.
-
-    Raises:
-        WireError: this version of vLLM is not supported; the message names those that are.
-    """
+    """Register the weight transfer engine with vLLM in this process. May be called again."""
     from weightwire.vllm import contract
 
     contract.register_engine(BACKEND, "weightwire.vllm.engine", "StagedWeightTransferEngine")

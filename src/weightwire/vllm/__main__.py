@@ -24,10 +24,7 @@ def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[s
     """Return vLLM's command line: the user's arguments and those that connect weightwire.
 
     Args:
-        version: of vLLM.
-
-    Raises:
-        SystemExit: the user set one of our options, or an incompatible one.
+        version: version of vLLM.
     """
     # vLLM accepts both --a-b and --a_b, and --a=b.
     options = {option.split("=", 1)[0].replace("_", "-") for option in user_arguments}

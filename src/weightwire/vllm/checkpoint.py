@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from weightwire.manifest import Manifest, TensorSpec
 
 log = logging.getLogger(__name__)
 
-MOST_HEADER_BYTES = 2**28
+MAX_HEADER_BYTES = 2**28
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """Suffixes of an embedding's name."""
@@ -30,11 +32,27 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             # A damaged file may begin with any number.
-            if size > MOST_HEADER_BYTES:
-                raise ManifestError(f"{path}: a header of {size} bytes; at most {MOST_HEADER_BYTES} are read")
+            if size > MAX_HEADER_BYTES:
+                raise ManifestError(f"{path}: a header of {size} bytes; at most {MAX_HEADER_BYTES} are read")
             header = json.loads(file.read(size))
         result |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     return result
+
+
+def prediction_tensors(names: Iterable[str], config: Any) -> set[str]:
+    """Return the tensors of heads for multi-token prediction, which vLLM loads into a draft model only.
+
+    They are named ``mtp.*``, or like the ``num_nextn_predict_layers`` layers after the last.
+    """
+    text = getattr(config, "text_config", config)
+    layers = getattr(text, "num_hidden_layers", None) or 0
+    heads = range(layers, layers + (getattr(text, "num_nextn_predict_layers", None) or 0))
+
+    def is_head(name: str) -> bool:
+        layer = LAYER.search(name)
+        return (layer is not None and int(layer[1]) in heads) or ".mtp." in f".{name}"
+
+    return {name for name in names if is_head(name)}
 
 
 class Expected:
@@ -50,6 +68,7 @@ class Expected:
         directory = Path(model)
         self._shapes = shapes(directory) if directory.is_dir() else {}
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
+        self._predicting = prediction_tensors(self._shapes, config)
         if not self._shapes:
             log.warning(
                 "no safetensors files at %s: offered tensors are compared with the model only at the commit", model
@@ -61,6 +80,8 @@ class Expected:
             return
         offered = {spec.name: spec for spec in manifest.tensors}
         shapes = {name: shape for name, shape in self._shapes.items() if not name.endswith(NOT_LOADED)}
+        if not self._predicting & offered.keys():  # the trainer keeps the heads as they are
+            shapes = {name: shape for name, shape in shapes.items() if name not in self._predicting}
         if self._tied:  # either side may contain the head as a separate tensor
             shapes.pop(HEAD, None)
             if HEAD in offered:
@@ -72,11 +93,7 @@ class Expected:
 
 
 def tied_head_checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors for a model whose output layer is its embedding; vLLM drops a separate output layer silently.
-
-    Raises:
-        ManifestError: the received output layer differs from the embedding.
-    """
+    """Yield the tensors for a model whose output layer is its embedding; vLLM drops a separate output layer silently."""
     head = embedding = None
     for name, tensor in tensors:
         if name == HEAD:

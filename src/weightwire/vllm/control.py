@@ -72,11 +72,7 @@ class Control:
         return self._versions.get(target, 0)
 
     def adapter(self, name: str | None) -> LoadedAdapter | None:
-        """Return the active version of an adapter; None for None.
-
-        Raises:
-            WireError: the adapter is unknown.
-        """
+        """Return the active version of an adapter; None for None."""
         if name is None:
             return None
         if name not in self.adapters:
@@ -84,11 +80,7 @@ class Control:
         return self.adapters[name]
 
     async def serving(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        """Run ``work`` with vLLM's engine client, and return its result.
-
-        Raises:
-            NotServingError: the engine must not answer, or stopped serving meanwhile.
-        """
+        """Run ``work`` with vLLM's engine client, and return its result."""
         if self.not_serving is None:
             # Looked at again afterwards: a commit may have failed meanwhile, and this answer may be of mixed weights.
             result = await work(self._engine)
@@ -126,9 +118,6 @@ class Control:
             name: ``TRAINER#INSTANCE``: a restarted trainer takes over its own engine.
             lease_s: seconds after the owner's last call until another owner may claim.
             take_over: claim the engine even from another owner, whose update is dropped.
-
-        Raises:
-            OwnerError: there is another owner; the message names it.
         """
         lease_s = _lease(lease_s)
         owner = self._current_owner()
@@ -203,14 +192,10 @@ class Control:
         target, version = offer.manifest.target, offer.manifest.version
         newest = self._newest.get(target)
         if newest is not None and version <= newest:
-            raise VersionError(f"version {version} of {target} is offered, and version {newest} is in force")
+            raise VersionError(f"version {version} of {target} is offered, and version {newest} is already active")
 
     async def verify(self, owner: str, seal: Seal, timeout_s: float) -> None:
-        """Wait until all workers have received and verified the update. An update that fails is dropped.
-
-        Raises:
-            WireError: a worker's error; the message names the worker.
-        """
+        """Wait until all workers have received and verified the update. An update that fails is dropped."""
         async with self._changing:
             self._require(owner)
             self._require_update(seal.update)

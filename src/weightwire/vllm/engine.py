@@ -31,9 +31,9 @@ class UpdateInfo:
 
     Attributes:
         phase: ``receive``, which returns at once, or ``verify``, which waits.
-        offer: of ``receive``: :meth:`weightwire.offer.Offer.to_json`.
-        seal: of ``verify``: :meth:`weightwire.offer.Seal.to_json`.
-        timeout_s: of ``verify``; the engine generates nothing while it waits.
+        offer: argument of ``receive``: :meth:`weightwire.offer.Offer.to_json`.
+        seal: argument of ``verify``: :meth:`weightwire.offer.Seal.to_json`.
+        timeout_s: deadline of ``verify``; the engine generates nothing while it waits.
     """
 
     phase: str
@@ -62,11 +62,7 @@ class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  #
         self._drop()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Run one phase (:class:`UpdateInfo`). An error ends vLLM's session: start again with ``start_weight_update``.
-
-        Raises:
-            WireError: the update cannot be received, or differs from what was sent.
-        """
+        """Run one phase (:class:`UpdateInfo`). An error ends vLLM's session: start again with ``start_weight_update``."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

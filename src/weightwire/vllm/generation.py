@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightwire.engine import Completion, Sampling
-from weightwire.errors import WireError
+from weightwire.engine import Completion, RoutedExperts, Sampling
+from weightwire.errors import UnsupportedCallError, WireError
 from weightwire.vllm import contract
 
 
@@ -43,10 +43,15 @@ async def generate(
         version: returns the active version of the model.
 
     Raises:
+        UnsupportedCallError: routed experts are requested, and vLLM does not return them.
         WireError: vLLM refuses the request.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    if sampling.routed_experts and not contract.returns_routed_experts(engine.vllm_config):
+        raise UnsupportedCallError(
+            "generate: this vLLM does not return routed experts: start it with --enable-return-routed-experts"
+        )
     params = SamplingParams(
         n=n,
         max_tokens=sampling.max_tokens,
@@ -61,7 +66,13 @@ async def generate(
     final = await _last(engine, prompt, params, adapter)
     # An update may have become active meanwhile.
     after = version() if adapter is None else adapter.version
-    return [_completion(output, before, after, adapter) for output in final.outputs]
+    experts: list[RoutedExperts | None] = [None] * len(final.outputs)
+    if sampling.routed_experts:
+        experts = [_routed_experts(output, len(prompt)) for output in final.outputs]
+    return [
+        _completion(output, before, after, adapter, routed)
+        for output, routed in zip(final.outputs, experts, strict=True)
+    ]
 
 
 async def logprobs(engine: Any, tokens: Sequence[int], adapter: LoadedAdapter | None) -> list[float]:
@@ -90,8 +101,23 @@ async def _last(engine: Any, prompt: Sequence[int], params: Any, adapter: Loaded
     return final
 
 
-def _completion(output: Any, before: int, after: int, adapter: LoadedAdapter | None) -> Completion:
+def _routed_experts(output: Any, prompt_length: int) -> RoutedExperts:
+    """Encode the experts of a response and its prompt, which the engine must have for each token but the last."""
+    indices = contract.routed_experts(output)
+    expected = prompt_length + len(output.token_ids) - 1
+    if indices is None or len(indices) != expected:
+        rows = "none" if indices is None else len(indices)
+        raise WireError(
+            f"generate: vLLM returned routed experts of {rows} tokens; a prompt of {prompt_length} and a response of "
+            f"{len(output.token_ids)} tokens have {expected}"
+        )
+    return RoutedExperts.of(indices)
+
+
+def _completion(
+    output: Any, before: int, after: int, adapter: LoadedAdapter | None, experts: RoutedExperts | None
+) -> Completion:
     first, last = (before, after) if adapter is not None else contract.first_and_last_version(output, before, after)
     tokens = tuple(output.token_ids)
     logprobs = tuple(row[token].logprob for token, row in zip(tokens, output.logprobs, strict=True))
-    return Completion(tokens, logprobs, output.finish_reason, first, last)
+    return Completion(tokens, logprobs, output.finish_reason, first, last, experts)

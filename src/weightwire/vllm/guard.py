@@ -29,7 +29,7 @@ OPEN = ("/v1/", "/v2/", "/inference/", "/cohere/", "/tokenize", "/detokenize")
 ALWAYS_OPEN = ("/health", "/ping", "/version", "/metrics", "/load")
 """Paths that are answered even while the engine does not serve, except ``/health``."""
 CLOSED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests")
-MOST_BODY = 64 * 2**20
+MAX_BODY = 64 * 2**20
 BODY_S = 30.0
 """Deadline for a request's body, in seconds."""
 STATUS = {
@@ -87,7 +87,7 @@ class Guard:
         else:
             try:
                 grant = check_head(self._verifier, scope)
-                body = await read_body(receive, MOST_BODY, BODY_S)
+                body = await read_body(receive, MAX_BODY, BODY_S)
                 grant.check_body(body)
             except WireError as error:
                 await self._refuse(error, scope, send)
@@ -130,7 +130,7 @@ class Guard:
             grant = check_head(self._verifier, scope)
             # From here on errors are signed too, so that the caller can trust a refusal.
             nonce = grant.nonce
-            body = await read_body(receive, MOST_BODY, BODY_S)
+            body = await read_body(receive, MAX_BODY, BODY_S)
             grant.check_body(body)
             fields = _fields(body)
             if name not in (*OWN_ROUTES, *CALLS) or scope["method"] != "POST":

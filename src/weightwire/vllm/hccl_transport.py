@@ -14,8 +14,7 @@ import torch
 
 from weightwire.errors import TransportError
 from weightwire.group import Group
-from weightwire.transports.base import Setup
-from weightwire.transports.device_work import first_line, wait_until
+from weightwire.transports.base import Setup, first_line, wait_until
 
 
 class VllmHcclTransport:
@@ -31,6 +30,7 @@ class VllmHcclTransport:
         self._stream = self._npu.Stream(device=setup.device)
         self._communicator: Any = _communicator(setup)
         require_working(self._communicator)
+        # Some communicators return from every call without sending anything, so the first bytes are compared.
         first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
         self._npu.current_stream(setup.device).synchronize()
         self._begin(first).wait(setup.timeout_s)
@@ -43,6 +43,7 @@ class VllmHcclTransport:
 
     def receive(self, buffer: torch.Tensor) -> QueuedWork:
         """See :class:`weightwire.transports.base.Transport`."""
+        # The buffer is overwritten: work that still reads its last content must come first.
         self._stream.wait_stream(self._npu.current_stream(self._device))
         return self._begin(buffer)
 
@@ -106,6 +107,7 @@ def _communicator(setup: Setup) -> Any:
             self.store = setup.group.store("transport", setup.timeout_s)
 
         def broadcast_obj(self, obj: Any, src: int) -> Any:
+            # vLLM's own method pickles objects into the store, and nothing that comes from a socket is unpickled here.
             if not isinstance(obj, ctypes.Structure):
                 raise TransportError(f"vllm_hccl: a {type(obj).__name__} was to be sent; only HCCL's unique id is")
             if self.rank == src:

@@ -68,11 +68,6 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     """Load a checkpoint's tensors into a model that is in use.
 
     If it raises, the model can compute, but some of its weights are new. A :class:`Snapshot` has the old ones.
-
-    Raises:
-        ManifestError: layers of the model got no weights and would keep their old values, or a separate output layer arrived for
-            a model that computes logits with its embedding.
-        Exception: raised by vLLM's loaders.
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

@@ -37,7 +37,7 @@ class WorkerUpdates:
     Args:
         model: returns the worker's model.
         vllm_config: the worker's.
-        rank: of the worker in its engine.
+        rank: rank of the worker in its engine.
     """
 
     def __init__(self, model: Callable[[], torch.nn.Module], vllm_config: Any, rank: int) -> None:
@@ -53,11 +53,7 @@ class WorkerUpdates:
         self._adapters: dict[str, list[Path]] = {}
 
     def begin(self, offer: Offer) -> None:
-        """Start to receive an update on a thread. A second thread copies the active weights, for undoing the commit.
-
-        Raises:
-            WireError: this worker cannot take the update.
-        """
+        """Start to receive an update on a thread. A second thread copies the active weights, for undoing the commit."""
         if offer.manifest.adapter is None:
             check_reloadable(self._model())
         # Before the copy is started: an offer that is refused must not cost the engine a copy of its weights.
@@ -74,11 +70,7 @@ class WorkerUpdates:
         return not receiving and (self._copy is None or not self._copy.is_alive())
 
     def verify(self, seal: Seal, timeout_s: float) -> None:
-        """Compare the received update with the seal; drop it if they differ.
-
-        Raises:
-            WireError: it has not arrived, or differs from what was sent.
-        """
+        """Compare the received update with the seal; drop it if they differ."""
         try:
             self.receiver.verify(seal, timeout_s)
         except WireError:
@@ -119,9 +111,6 @@ class WorkerUpdates:
 
         Returns:
             The directory.
-
-        Raises:
-            CommitError: the files cannot be written.
         """
         if self._offer is None or self._offer.manifest.adapter is None:
             raise UpdateError(f"{update} is not an update of an adapter")
@@ -153,11 +142,7 @@ class WorkerUpdates:
         return str(directory)
 
     def revert(self, update: str, reason: str) -> None:
-        """Undo a commit that succeeded here but failed on another worker. A no-op if it failed here.
-
-        Raises:
-            NotServingError: it cannot be undone.
-        """
+        """Undo a commit that succeeded here but failed on another worker. A no-op if it failed here."""
         status = self.receiver.status()["update"]
         if status is not None and status["update"] == update and status["state"] == COMMITTED:
             self.receiver.revert(update, reason)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import megascend
-from megascend.app.rl.learn import group_samples, learn
+from megascend.app.rl.learn import corrected, group_samples, learn
 from megascend.config.rl import Objective
 from megascend.rollout.group import Group, Response
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from support.forked_programs import run_forked
+from weightwire.engine import RoutedExperts
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 WORKER = Path(__file__).with_name("single_gradients.py")
@@ -130,3 +133,64 @@ def test_ranks_share_a_batch_and_agree_on_its_metrics(checkpoint: Path) -> None:
             assert mismatch.tokens == single[2].tokens
             assert mismatch.max_abs == pytest.approx(single[2].max_abs, abs=1e-4)
             assert math.isclose(mismatch.kl_k3, single[2].kl_k3, rel_tol=1e-4)
+
+
+def test_samples_carry_the_experts_of_every_input_token() -> None:
+    numbers = np.random.default_rng(0).integers(0, 8, (5, 4, 2)).astype("uint8")
+    experts = RoutedExperts.of(numbers)
+    responses = tuple(Response((7, 8, 9), (-1.0, -2.0, -3.0), reward, "stop", 0, 0, experts) for reward in (0.0, 1.0))
+    group = Group.from_json(json.loads(json.dumps(Group(0, (4, 5, 6), responses).to_json())))
+    assert group.responses == responses
+    for sample in group_samples(group, Objective()):
+        assert sample.input_ids.tolist() == [4, 5, 6, 7, 8]  # the last sampled token is a target only
+        assert torch.equal(sample.routed_experts, torch.from_numpy(numbers.astype("int16")))
+        replayed = corrected(sample, torch.full((5,), -1.0), 2.0)
+        assert torch.equal(replayed.routed_experts, sample.routed_experts)
+
+
+def test_rollout_experts_are_replayed_token_by_token(tmp_path: Path) -> None:
+    """Take the choices of transformers, as an engine makes them: equal weights choose alike, so none changes a choice here."""
+    checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    groups = recorded()
+
+    def route() -> list[list[Any]]:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+        def chosen(tokens: list[int]) -> Any:
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+            return torch.stack([layer.topk(2, dim=-1).indices for layer in logits], 1).to(torch.uint8).numpy()
+
+        # The last sampled token is not computed.
+        return [
+            [chosen([*group.prompt_tokens, *response.tokens[:-1]]) for response in group.responses] for group in groups
+        ]
+
+    def with_experts(shift: int) -> list[Group]:
+        return [
+            replace(
+                group,
+                responses=tuple(
+                    replace(response, routed_experts=RoutedExperts.of((numbers + shift) % 4))
+                    for response, numbers in zip(group.responses, choices, strict=True)
+                ),
+            )
+            for group, choices in zip(groups, routes, strict=True)
+        ]
+
+    def on_rank() -> list[tuple[float, float | None]]:
+        with megascend.MegatronBackend(checkpoint, precision="fp32", self_check=False, timeout_s=60) as backend:
+            results = [learn(backend, batch, Objective()).result for batch in batches]
+            return [(result.loss, result.metrics.get("router_replay_changed")) for result in results]
+
+    (routes,) = run_distributed(route, 1, init=False)
+    batches = [groups, with_experts(0), with_experts(1)]
+    ((plain, absent), (equal, unchanged), (shifted, changed)) = run_distributed(on_rank, 1, init=False)[0]
+    assert absent is None
+    assert unchanged == 0.0
+    assert equal == pytest.approx(plain, abs=1e-6)
+    assert changed is not None
+    assert changed > 0.4
+    assert abs(shifted - plain) > 1e-4

@@ -66,7 +66,7 @@ OPTIONS = {
     ),
     "show-config: nothing there": command("show-config nowhere.yaml", says="no config file at | nowhere.yaml"),
     "show-config: unknown key": command("show-config rl.yaml --set rollout.max_lags=2", says="rollout.max_lags: unknown"),
-    "new-model: architecture": command("new-model new --arch gpt9", says="--arch 'gpt9' | qwen3, qwen3_moe, llama, qwen2"),
+    "new-model: architecture": command("new-model new --arch gpt9", says="--arch 'gpt9' | llama, qwen2, qwen3, qwen3_moe"),
     "new-model: no layers": command("new-model new --layers 0", says="--layers | 1 | '0'"),
     "new-model: heads": command("new-model new --heads 3", says="--hidden 128 | --heads (6)"),
     "new-model: key and value heads": command("new-model new --kv-heads 3", says="--heads 4 | --kv-heads 3"),
@@ -97,7 +97,7 @@ OPTIONS = {
     "export: below a file": command(
         "export model data.jsonl/new", says="data.jsonl/new cannot be written | is not a directory"
     ),
-    "doctor: nothing there": command("doctor --run nowhere", says="--run nowhere | no such directory"),
+    "doctor: nothing there": command("doctor --run nowhere", says="--run nowhere | not a directory"),
     "doctor: no run": command("doctor --run model", says="--run model | no run has written | events.jsonl"),
     "doctor: nothing to verify": command("doctor --verify", says="--verify | --run DIR"),
     "doctor: no time": command("doctor --timeout 0", says="--timeout | 1 | '0'"),
@@ -127,7 +127,7 @@ OUTPUTS = {
     "overwritten and resumed": command(
         "train run.yaml --overwrite --resume auto", says="--overwrite and --resume auto contradict each other"
     ),
-    "resume: nothing there": command("train run.yaml --resume nowhere", says="--resume nowhere | no such directory"),
+    "resume: nothing there": command("train run.yaml --resume nowhere", says="--resume nowhere | not a directory"),
     "resume: no checkpoint": command(
         "train run.yaml --resume auto", says="--resume auto | no complete checkpoint", arrange=earlier_run
     ),
@@ -186,7 +186,9 @@ SERVE = {
         "serve --model model --tensor 2", says="world size 1 | parallel.tensor=2 | start 2 processes (--nproc)"
     ),
     "too many processes": command("serve --model model --nproc 4096", says="--nproc 4096 | 4 processes a core"),
-    "a host that is none": command("serve --model model --host no.such.host.invalid", says="no.such.host.invalid:8000 cannot be"),
+    "a host that is none": command(
+        "serve --model model --host no.such.host.invalid", says="cannot listen on no.such.host.invalid:8000"
+    ),
 }  # fmt: skip
 COMMANDS = {
     f"{part}, {name}": bad

@@ -146,7 +146,6 @@ ROW = SampleLengths(None)
         ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "an attention mask"),
         ({"position_bias": torch.zeros(1, 2, 5, 5)}, "position_bias"),
         ({"indices": torch.zeros(1, 5, 2)}, "indices"),
-        ({"s_aux": torch.zeros(2)}, "s_aux"),
         ({"softcap": 30.0}, "softcap"),
         ({"is_causal": False}, "is_causal=False"),
     ],

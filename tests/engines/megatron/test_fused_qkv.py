@@ -155,7 +155,7 @@ def tuned(checkpoint, *, fused: bool, graphs: bool = False) -> tuple[list[torch.
         for result in sampler.generate(requests):
             for sequence in result.samples:
                 results += [torch.tensor(sequence.tokens), torch.tensor(sequence.logprobs)]
-        assert sampler.why_no_cache is None
+        assert sampler.cache_unsupported_reason is None
     backend.close()
     return [torch.as_tensor(value, dtype=torch.float64) for value in results], plain.calls
 
@@ -180,26 +180,26 @@ def test_unsupported_layers_are_not_fused(parity_folder):
     context = {"parallel": Parallel(context=2)}
 
     def in_two():
-        from megascend.engines.megatron.fused_qkv import why_not
+        from megascend.engines.megatron.fused_qkv import unsupported_reason
 
         backend, plain = make_backend(checkpoint, fused=True, **context)
         backend.forward(samples(*UNEQUAL))
-        reason = why_not(backend.engine.bare_chunks[0].decoder.layers[0].self_attention, "cpu")
+        reason = unsupported_reason(backend.engine.bare_chunks[0].decoder.layers[0].self_attention, "cpu")
         backend.close()
         return reason, plain.calls
 
     def on_one_rank():
-        from megascend.engines.megatron.fused_qkv import why_not
+        from megascend.engines.megatron.fused_qkv import unsupported_reason
 
         backend, plain = make_backend(own_way, fused=True)
         backend.forward(samples(*UNEQUAL))
-        reasons = {"own way": why_not(backend.engine.bare_chunks[0].decoder.layers[0].self_attention, "cpu")}
+        reasons = {"own way": unsupported_reason(backend.engine.bare_chunks[0].decoder.layers[0].self_attention, "cpu")}
         assert not plain.calls
         backend.close()
         backend, _ = make_backend(checkpoint, fused=False)
         attention = backend.engine.bare_chunks[0].decoder.layers[0].self_attention
-        assert why_not(attention, "cpu") is None
-        reasons["device"] = why_not(attention, "cuda")
+        assert unsupported_reason(attention, "cpu") is None
+        reasons["device"] = unsupported_reason(attention, "cuda")
         config = attention.config
         for name, value in (
             ("apply_rope_fusion", False),
@@ -220,13 +220,13 @@ def test_unsupported_layers_are_not_fused(parity_folder):
             if name.startswith("yarn"):  # 0.15 asks for all three
                 attention.config.yarn_mscale, attention.config.yarn_mscale_all_dim = 1.0, 0.0
             setattr(attention.config, name, value)
-            reasons[name] = why_not(attention, "cpu")
+            reasons[name] = unsupported_reason(attention, "cpu")
         attention.config = config
         attention.q_layernorm.zero_centered_gamma = True
-        reasons["norm"] = why_not(attention, "cpu")
+        reasons["norm"] = unsupported_reason(attention, "cpu")
         attention.q_layernorm.zero_centered_gamma = False
         attention.hidden_size_per_attention_head = 96
-        reasons["width"] = why_not(attention, "cpu")
+        reasons["width"] = unsupported_reason(attention, "cpu")
         backend.close()
         return reasons
 

@@ -406,7 +406,7 @@ def test_captures_that_made_room_for_something_else_are_made_again(parity_folder
     ids=str,
 )
 def test_refusals(change, message):
-    from megascend.engines.megatron.graph_support import refused_because
+    from megascend.engines.megatron.graph_support import unsupported_reason
 
     rope, dropout = {"rope_type": change["rope"]} if "rope" in change else None, change.get("dropout", 0.0)
     config = SimpleNamespace(
@@ -416,15 +416,15 @@ def test_refusals(change, message):
     precision, recompute = change.get("precision", "fp32"), change.get("recompute", Recompute())
     adam, grouped = change.get("adam", Adam()), change.get("grouped", False)
     device = change.get("device", "cuda")
-    problem = refused_because(device, topology, precision, recompute, config, adam, grouped=grouped)
+    problem = unsupported_reason(device, topology, precision, recompute, config, adam, grouped=grouped)
     assert (problem is None) if message is None else (message in problem)
 
 
 @pytest.mark.parametrize(("target", "message"), [("o_proj", None), ("lm_head", "lm_head or embed_tokens")])
 def test_refused_targets(target, message):
-    from megascend.engines.megatron.graph_support import targets_refused_because
+    from megascend.engines.megatron.graph_support import unsupported_targets_reason
 
-    problem = targets_refused_because(["model.layers.0.self_attn.q_proj", target])
+    problem = unsupported_targets_reason(["model.layers.0.self_attn.q_proj", target])
     assert (problem is None) if message is None else (message in problem)
 
 

@@ -133,3 +133,37 @@ def test_megatron_laying_out_ranks_differently_is_noticed(
         assert not parallel_state.is_initialized()
 
     run_distributed(start, 4, init=False)
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_only_groups_of_the_same_rank_and_kind_are_shared() -> None:
+    from megascend.engines.megatron.groups import sharing
+
+    groups: list[object] = []
+
+    def new_group(*args: Any, **options: Any) -> object:
+        groups.append(object())
+        return groups[-1]
+
+    shared = sharing(new_group)
+    first = shared([3], timeout=30, backend="nccl", pg_options=object(), group_desc="TP")
+    assert shared(ranks=[3], timeout=30, backend="nccl", pg_options=None, group_desc="PP") is first
+    distinct = [
+        shared([2], 30, "nccl"),
+        shared([3], 30, "gloo"),
+        shared([3], 40, "nccl"),
+        shared([3], 30, "nccl", use_local_synchronization=True),
+        *(shared([2, 3], 30, "nccl") for _ in range(2)),
+        *(shared(None, 30, "nccl") for _ in range(2)),
+    ]
+    assert len({id(group) for group in (first, *distinct)}) == len(groups) == 9
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_new_group_is_restored_afterwards() -> None:
+    from megascend.engines.megatron.groups import shared_single_rank_groups
+
+    before = dist.new_group
+    with shared_single_rank_groups():
+        assert dist.new_group is not before
+    assert dist.new_group is before

@@ -160,11 +160,11 @@ def test_architecture_cache_key_depends_on_its_code(tmp_path: Path, monkeypatch:
     (tmp_path / "a_module.py").write_text("two = 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     architecture = Architecture(("any",), "a_package.model", "a_module")
-    first = architecture.code()
-    assert architecture.code() == first
+    first = architecture.code_digest()
+    assert architecture.code_digest() == first
     (package / "model.py").write_text("one = 3\n")
-    second = architecture.code()
+    second = architecture.code_digest()
     (tmp_path / "a_module.py").write_text("two = 4\n")
-    assert len({first, second, architecture.code()}) == 3
-    with pytest.raises(ConfigError, match="no package 'absent'"):
-        Architecture(("any",), "absent.model").code()
+    assert len({first, second, architecture.code_digest()}) == 3
+    with pytest.raises(ConfigError, match="package 'absent' is not installed"):
+        Architecture(("any",), "absent.model").code_digest()

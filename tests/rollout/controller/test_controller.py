@@ -233,7 +233,7 @@ def test_claim_of_an_owned_engine_is_refused_or_waits() -> None:
             await world.controller.engine(first.id).pause(lease_s=1)
         with pytest.raises(ControllerError, match="no such claim"):
             await world.controller.engine("0" * 32).pause(lease_s=1)
-        with pytest.raises(ControllerError, match="no engine 'three'; there are one, two"):
+        with pytest.raises(ControllerError, match="unknown engine 'three'; known: one, two"):
             await world.controller.claim("x", ["three"], lease_s=1)
         for lease in (0, -1, 601, float("nan"), float("inf")):
             with pytest.raises(ControllerError, match="a lease of"):

@@ -483,9 +483,9 @@ def test_non_json_arguments_raise_message_error() -> None:
                 client.complete("a", wrong)
         with pytest.raises(MessageError, match=r"arguments: deadline_s: Input should be greater than 0"):
             client.expect(["a"], deadline_s=-1)
-        with pytest.raises(MessageError, match="there is no POST /v1/unknown"):
+        with pytest.raises(MessageError, match="unknown route POST /v1/unknown"):
             client.call("/v1/unknown")
-        with pytest.raises(ControllerError, match="no engine 'x'; there are one, two"), client.claim("o", ["x"]):
+        with pytest.raises(ControllerError, match="unknown engine 'x'; known: one, two"), client.claim("o", ["x"]):
             pass
 
 

@@ -166,7 +166,7 @@ def test_failed_load_restores_the_previous_weights(engine, double):
     async def act():
         await push(engine, 1, 2.0)
         double.failing = {"new"}
-        with pytest.raises(CommitError, match=r"cannot load version-2.*The weights from before it are in force"):
+        with pytest.raises(CommitError, match=r"cannot load version-2.*The weights from before it are active"):
             await push(engine, 2, 3.0)
         assert await engine.logprobs([1, 2]) == [8.0]
         assert await engine.version() == 1

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import uvicorn
@@ -26,9 +27,9 @@ from megascend.errors import ConfigError, EngineError, EngineLostError, WeightSy
 from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.engines.vllm import VllmAscendEngine, VllmEngine
 from megascend.weightsync.delivery import Delivery
-from weightwire.engine import Completion, Sampling
+from weightwire.engine import Completion, RoutedExperts, Sampling
 from weightwire.engine_calls import LoopThread
-from weightwire.errors import OwnerError
+from weightwire.errors import OwnerError, UnsupportedCallError, WireError
 from weightwire.keys import ENVIRONMENT, Key, generate_key
 from weightwire.vllm.guard import Guard
 
@@ -37,11 +38,17 @@ KEY = Key(SECRET)
 
 
 class SamplingEngine(Engine):
-    """Engine double that also generates: every token is its predecessor plus one."""
+    """Engine double that also generates: every token is its predecessor plus one.
+
+    Attributes:
+        experts: as in vLLM 0.24 (``vllm/v1/core/sched/scheduler.py``): [tokens that were computed, layers, k], or None.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[Any] = []
+        self.vllm_config.model_config = SimpleNamespace(enable_return_routed_experts=False)
+        self.experts: np.ndarray | None = None
 
     async def generate(self, prompt: Any, params: Any, request: str, lora_request: Any) -> AsyncIterator[Any]:
         self.requests.append(params)
@@ -50,7 +57,7 @@ class SamplingEngine(Engine):
             raise ValueError("the prompt is too long")
         sampled = [tokens[-1] + 1 + number for number in range(params.max_tokens)]
         rows = [{token: SimpleNamespace(logprob=-0.5)} for token in sampled]
-        output = SimpleNamespace(token_ids=sampled, logprobs=rows, finish_reason="length")
+        output = SimpleNamespace(token_ids=sampled, logprobs=rows, finish_reason="length", routed_experts=self.experts)
         scores = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in tokens[1:])]
         yield SimpleNamespace(finished=True, outputs=[output] * getattr(params, "n", 1), prompt_logprobs=scores)
 
@@ -203,3 +210,58 @@ def test_controller_process_claims_and_releases_the_server(address: str, tmp_pat
     assert program.returncode == 128 + signal.SIGTERM
     assert SECRET not in log
     assert asyncio.run(client(address).info())["owner"] is None
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_routed_experts_of_prompt_and_response_arrive_exactly(address: str, double: SamplingEngine, dtype: str) -> None:
+    double.vllm_config.model_config.enable_return_routed_experts = True
+    # Three prompt tokens and four sampled ones, the last of which is never computed.
+    double.experts = np.random.default_rng(0).integers(0, np.iinfo(dtype).max, (6, 5, 2)).astype(dtype)
+
+    async def ask() -> tuple[list[Completion], list[Completion]]:
+        engine = client(address)
+        return (
+            await engine.generate([5, 6, 7], Sampling(4, routed_experts=True), n=2),
+            await engine.generate([5, 6, 7], Sampling(4)),
+        )
+
+    replayed, plain = asyncio.run(ask())
+    assert [completion.routed_experts for completion in plain] == [None]
+    for completion in replayed:
+        assert completion.routed_experts is not None
+        numbers = completion.routed_experts.numbers()
+        assert numbers.dtype == np.dtype(dtype)
+        assert np.array_equal(numbers, double.experts)
+
+
+def test_an_engine_without_routed_experts_refuses_to_replay(address: str, double: SamplingEngine) -> None:
+    async def ask() -> None:
+        await client(address).generate([5, 6, 7], Sampling(4, routed_experts=True))
+
+    with pytest.raises(UnsupportedCallError, match="start it with --enable-return-routed-experts"):
+        asyncio.run(ask())
+    double.vllm_config.model_config.enable_return_routed_experts = True
+    with pytest.raises(
+        EngineError, match="routed experts of none tokens; a prompt of 3 and a response of 4 tokens have 6"
+    ):
+        asyncio.run(ask())
+    double.experts = np.zeros((7, 5, 2), np.uint8)
+    with pytest.raises(
+        EngineError, match="routed experts of 7 tokens; a prompt of 3 and a response of 4 tokens have 6"
+    ):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        None,
+        {"shape": [2, 2], "dtype": "uint8", "data": ""},
+        {"shape": [1, 1, 2], "dtype": "int64", "data": "AAA="},
+        {"shape": [1, 1, 2], "dtype": "uint16", "data": "AAA="},
+        {"shape": [1, 1, 2], "dtype": "uint8", "data": "not base64"},
+    ],
+)
+def test_malformed_routed_experts_raise_wire_error(fields: Any) -> None:
+    with pytest.raises(WireError, match="routed experts"):
+        RoutedExperts.from_json(fields)

@@ -38,11 +38,7 @@ def make_engines(config: RlConfig) -> list[InferenceEngine]:
 
 
 def check_engines(engines: Sequence[str], controller: str | None = None) -> None:
-    """Check the settings ``engines`` and ``rollout.controller`` without a request.
-
-    Raises:
-        ConfigError: an entry is neither ``local`` nor an address, or the environment has no key for servers.
-    """
+    """Check the settings ``engines`` and ``rollout.controller`` without a request."""
     check_addresses(engines)
     servers = [f"engines: {address}" for address in engines if address != "local"]
     if controller is not None:

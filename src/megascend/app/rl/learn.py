@@ -24,7 +24,7 @@ class Learned:
     """Result of learning from a batch, the same on every rank.
 
     Attributes:
-        result: of ``forward_backward``.
+        result: result of ``forward_backward``.
         mismatch: between the engines' log-probabilities and the trainer's before the step, or None where it was not measured. It
             holds both what kernels compute differently and what the policy has changed since the responses were sampled.
     """
@@ -39,7 +39,7 @@ def learn(
     """Accumulate the gradients of one batch of groups. Collective; every rank passes the same groups.
 
     Args:
-        measured: with ``objective.correction: none``, measure the mismatch, which costs a forward pass.
+        measured: measure the mismatch also with ``objective.correction: none``; costs a forward pass.
     """
     samples = [sample for group in groups for sample in group_samples(group, objective)]
     shard = backend.shard(samples)
@@ -67,7 +67,13 @@ def group_samples(group: Group, objective: Objective) -> list[Sample]:
     prompt = len(group.prompt_tokens)
     samples = []
     for response, advantage in zip(group.responses, advantages(group.rewards, objective.advantages), strict=True):
-        sample = Sample.causal([*group.prompt_tokens, *response.tokens], prompt_length=prompt)
+        sample = Sample.causal(
+            [*group.prompt_tokens, *response.tokens],
+            prompt_length=prompt,
+            routed_experts=None
+            if response.routed_experts is None
+            else response.routed_experts.numbers().astype("int16"),
+        )
         count = len(response.tokens)
         before = torch.zeros(prompt - 1)  # targets that belong to the prompt
         sample.old_logprobs = torch.cat([before, torch.tensor(response.logprobs, dtype=torch.float32)])
@@ -95,4 +101,5 @@ def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:
         sample.weights,
         advantages=torch.where(sampled, weights * sample.advantages, 0.0),
         old_logprobs=torch.where(sampled, trainer, 0.0),
+        routed_experts=sample.routed_experts,
     )

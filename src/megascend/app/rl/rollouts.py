@@ -29,8 +29,8 @@ class SharedRollouts:
     def __init__(self, backend: Backend, collector: RolloutCollector | None, patience_s: float) -> None:
         """
         Args:
-            collector: on rank 0; None on all others.
-            patience_s: how long no group at all may arrive before it is an error.
+            collector: rank 0's collector; None on all others.
+            patience_s: seconds without any group after which the run fails.
         """
         self._backend, self._collector, self._patience_s = backend, collector, patience_s
         # The others wait in a collective, whose deadline a slow engine must not reach.
@@ -67,13 +67,13 @@ class SharedRollouts:
                 if stopping:
                     return None
                 if late:
+                    waiting_for = self.on_rank_0(lambda collector: collector.describe_wait())
                     raise EngineTimeoutError(
-                        f"step {step + 1}: {self.on_rank_0(lambda collector: collector.hold_up())} for {self._patience_s:g} s "
-                        "(rollout.timeout_s)"
+                        f"step {step + 1}: {waiting_for} for {self._patience_s:g} s (rollout.timeout_s)"
                     )
 
     def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> float:
-        """Mean reward of ``n`` responses to each prompt.
+        """Return the mean reward of ``n`` responses to each prompt.
 
         Raises:
             EngineError, DataError: an engine or the reward function failed, on every rank.
@@ -96,7 +96,7 @@ class SharedRollouts:
                 patience_s = self._patience_s + self._slice_s  # engines' own deadlines come first
                 if time.monotonic() - progress[1] > patience_s:
                     raise EngineTimeoutError(
-                        f"evaluation: {collector.hold_up()} for {self._patience_s:g} s (rollout.timeout_s)"
+                        f"evaluation: {collector.describe_wait()} for {self._patience_s:g} s (rollout.timeout_s)"
                     ) from None
                 return None
             rewards = [reward for group in groups for reward in group.rewards]

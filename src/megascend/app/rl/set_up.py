@@ -24,6 +24,8 @@ from weightwire.engine import InferenceEngine, Sampling
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megascend.engines.base import Engine
+
 logger = logging.getLogger(__name__)
 OF_RESPONSES = ("old_logprobs", "advantages")
 """Fields of the samples that responses become."""
@@ -47,14 +49,27 @@ def make_collector(
         encode=lambda prompt: prompt_tokens(prompt, tokenizer, config.template_date),
         decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         reward=reward,
-        sampling=Sampling(rollout.max_tokens, stop_token_ids=stop_tokens(tokenizer, rollout.stop), seed=config.seed),
+        sampling=Sampling(
+            rollout.max_tokens,
+            stop_token_ids=stop_tokens(tokenizer, rollout.stop),
+            seed=config.seed,
+            routed_experts=rollout.router_replay,
+        ),
         group_size=rollout.group_size,
         drop_equal=rollout.drop_equal,
-        most_equal=rollout.most_equal,
+        max_equal_groups=rollout.max_equal_groups,
         locate=lambda prompt: next((source for source, candidate in sources if candidate == prompt), ""),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task)
+
+
+def check_router_replay(engine: Engine) -> None:
+    """Raise ConfigError, on every rank, if the trainer cannot replay the choices of the rollout's routers."""
+    if engine.router_replay is None or engine.replay_unsupported_reason is not None:
+        raise ConfigError(
+            f"rollout.router_replay: true, but {engine.replay_unsupported_reason or 'this model has no experts'}; set it to false"
+        )
 
 
 def check_objective(objective: Objective) -> None:

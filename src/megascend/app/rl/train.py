@@ -36,8 +36,8 @@ class RlResult:
 
     Attributes:
         steps: optimizer steps done, skipped ones included.
-        reward_before, reward_after: of the first evaluation and the last one; NaN without ``evaluation``.
-        seconds: from the first step to the last, without start-up and export.
+        reward_before, reward_after: mean reward in the first and in the last evaluation; NaN without ``evaluation``.
+        seconds: duration from the first step to the last, without start-up and export.
         output: the run directory.
         export: directory of the exported model, or of the adapter if one was trained, or None.
         stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
@@ -68,7 +68,7 @@ def train_rl(
 
     Args:
         engines: makes the engines on rank 0 in place of those that ``config.engines`` names; the run closes them.
-        plan: what :func:`megascend.app.preflight.preflight` has computed of ``config`` on this host, if it has been called.
+        plan: result of :func:`megascend.app.preflight.preflight` for ``config``; None: it was not called on this host.
 
     Raises:
         ConfigError: the output directory holds a run, the reward function cannot be used, or a setting cannot work.
@@ -90,8 +90,8 @@ class Totals:
     """Loop state in a checkpoint, besides model and rollouts.
 
     Attributes:
-        seconds: in steps, waiting included.
-        reward_before, reward_after: of the first and of the last evaluation.
+        seconds: time spent in steps, including waits for rollouts.
+        reward_before, reward_after: mean reward in the first and in the last evaluation.
     """
 
     seconds: float = 0.0
@@ -147,11 +147,13 @@ class ReinforcementLearning(Training[RlConfig]):
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
         from megascend.app.rl.engines import make_engines
         from megascend.app.rl.rollouts import SharedRollouts
-        from megascend.app.rl.set_up import fingerprint, make_collector
+        from megascend.app.rl.set_up import check_router_replay, fingerprint, make_collector
         from megascend.data.order import Batches
         from megascend.weightsync import WeightSync
 
         self._run, config, backend, settings = run, run.config, run.backend, run.config.sync
+        if config.rollout.router_replay:
+            check_router_replay(backend.engine)
         if progress is not None:
             self.totals = Totals(**progress["rl"])
         if run.main_rank:
@@ -196,11 +198,11 @@ class ReinforcementLearning(Training[RlConfig]):
         # After the push and the evaluation: no training prompt is sampled with other weights.
         self._rollouts.on_rank_0(lambda collector: collector.start(done, self._offset))
 
-    def start(self, log: RunLog) -> None:
+    def start_loop(self, log: RunLog) -> None:
         self._counts, self._version = self._rollouts.counts(), self._run.backend.step_count
         self._since = time.perf_counter()
 
-    def take(self, number: int, stop: Callable[[], bool]) -> list[Group] | None:
+    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Group] | None:
         return self._rollouts.take(number - 1, stop)
 
     def step(self, number: int, batch: Sequence[Group]) -> RlRecord:

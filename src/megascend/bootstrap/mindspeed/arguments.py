@@ -218,6 +218,11 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
         problems.append(
             f"softmax_type={value('softmax_type')!r}: its attention computes the vanilla softmax regardless"
         )
+    if value("multi_latent_attention", False):
+        problems.append(
+            "latent attention (multi_latent_attention=True): its layer reads settings of Megatron's MLATransformerConfig, such "
+            "as mscale, which mcore-bridge's ModelConfig lacks"
+        )
     if context > 1 and algorithm == "ulysses_cp_algo":
         problems.append(
             "parallel.context_algorithm: ulysses needs one fixed seq_length for all micro batches, and megascend's differ "

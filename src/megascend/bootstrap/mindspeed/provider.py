@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megascend.bootstrap.mindspeed import arguments, feature, prerequisites, tree, verification
-from megascend.bootstrap.providers import Finding, PatchProvider, Setup
+from megascend.bootstrap.providers import Finding, PatchProvider, ProviderSetup
 from megascend.changes import changed, patch
 from megascend.errors import ImportOrderError, PlatformError, VersionError
 
@@ -108,7 +108,7 @@ class MindSpeed(PatchProvider):
     name: ClassVar[str] = "mindspeed"
     keeps_groups_in: ClassVar[tuple[str, ...]] = ("mindspeed.core.context_parallel.model_parallel_utils",)  # its rings
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ProviderSetup) -> None:
         super().__init__(setup)
         self._stack = setup.stack
         self._defaults: dict[str, Any] = {}

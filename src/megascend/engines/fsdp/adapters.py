@@ -70,11 +70,7 @@ class FsdpAdapterLayers(AppliedAdapters):
         model.get_input_embeddings().register_forward_hook(start_graph)
 
     def require_called(self) -> None:
-        """Check after a forward pass that the hooks of all adapted layers ran.
-
-        Raises:
-            ConfigError: the model computes an adapted layer's product without calling the layer, so its adapters are not applied.
-        """
+        """Check after a forward pass that the hooks of all adapted layers ran."""
         if self.stacked is not None and self._not_called:
             raise ConfigError(
                 f"engine fsdp: the model does not call its layer {next(iter(self._not_called.values()))}, so adapters of it "
@@ -159,7 +155,7 @@ class FsdpAdapters(MixedAdapters):
 
     Args:
         model: not yet sharded; may be on ``meta``.
-        targets: of :func:`adapter_targets`.
+        targets: result of :func:`adapter_targets`.
         share: the share of experts that this rank will hold; None: all.
 
     Attributes:
@@ -207,11 +203,7 @@ class FsdpAdapters(MixedAdapters):
 
 
 def adapter_targets(model: Any, limits: Adapters, *, tied: bool) -> list[TargetModule]:
-    """Return every layer of a model, which may be on ``meta``, that adapters could act on.
-
-    Raises:
-        ConfigError: a target of ``limits`` does not exist, or cannot be adapted.
-    """
+    """Return every layer of a model, which may be on ``meta``, that adapters could act on."""
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     check_untied(limits.targets, embedding.removesuffix(EMBEDDING), tied=tied)
     ungated = next(experts_without_gate(model), None)

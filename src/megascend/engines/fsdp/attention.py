@@ -119,8 +119,8 @@ class SampleLengths:
 
     Attributes:
         packed: tokens of each sample, one after the other in one row; None: one sample a row, padded on the right.
-        exchange: with the ranks that hold the other parts of the samples; None: this rank has complete samples.
-        order: of the tokens of packed samples after the exchange.
+        exchange: communication with the ranks that hold the samples' other parts; None: this rank has complete samples.
+        order: order of the tokens of packed samples after the exchange.
         one_kernel: the device has a varlen kernel for this dtype, and the packed samples are short enough to gain by it.
         starts: int32 [samples + 1], the start of each packed sample, and the number of tokens; None if none are packed.
         longest: int64 [1] on the host: tokens of the longest packed sample.
@@ -149,7 +149,7 @@ def sample_lengths(
 
     Args:
         packed: tokens of each sample, padding included; None: a padded batch.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         compiled: layers are compiled: always use the kernel, since calls per sample would break the graph.
     """
     if packed is None:
@@ -187,9 +187,6 @@ def attention(
 
     Returns:
         [batch, tokens, heads, head dim], contiguous as transformers' own functions return it, and None for the weights.
-
-    Raises:
-        ConfigError: the model asks for another kind of attention.
     """
     lengths = options.get(KEYWORD)
     if not isinstance(lengths, SampleLengths):

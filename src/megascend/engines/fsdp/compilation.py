@@ -17,7 +17,7 @@ from torch import nn
 from megascend.changes import patch
 
 BACKEND = "inductor"
-MOST_VARIANTS = 64
+MAX_VARIANTS = 64
 """Limit of compiled variants of one function: shapes (constant, varying), packed and padded batches, with and without gradients,
 kinds of layers. Beyond it torch runs the function uncompiled; torch's default is 8."""
 
@@ -28,7 +28,7 @@ def compile_layers(layers: Sequence[nn.Module], is_experts: Callable[[nn.Module]
     Args:
         is_experts: True for a module that is a layer's experts.
     """
-    patch(torch._dynamo.config, "recompile_limit", MOST_VARIANTS, "more variants of a compiled layer")
+    patch(torch._dynamo.config, "recompile_limit", MAX_VARIANTS, "more variants of a compiled layer")
     for layer in layers:
         for part in _parts(layer, is_experts):
             patch(part, "forward", torch.compile(part.forward, backend=BACKEND), "compiled")

@@ -49,11 +49,11 @@ class FsdpEngine(TransformersEngine):
     Its parameters are sharded between calls.
 
     Args:
-        context: with :class:`FsdpGroups` as its factory.
+        context: engine context with :class:`FsdpGroups` as its factory.
 
     Attributes:
         bytes_read: bytes of the checkpoint that this rank has read.
-        adapters: on a frozen model, or None.
+        adapters: adapters on a frozen model; None if the model itself is trained.
     """
 
     kind = "fsdp"
@@ -120,7 +120,7 @@ class FsdpEngine(TransformersEngine):
             self.trainable = FullModel(self.optimizer)
         self.model.train()
         self._replay = self.router_replay = BlockReplay.of(self.model, self.device)
-        self.why_no_replay = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
+        self.replay_unsupported_reason = "fsdp.compile compiles the routers" if spec.fsdp.compile else None
 
     def _load(self, sources: Mapping[str, Sequence[HfSlice]], fresh: Mapping[str, torch.Tensor]) -> int:
         """Load this rank's shards, and return the bytes read; raises on all ranks if one fails."""
@@ -177,7 +177,7 @@ class FsdpEngine(TransformersEngine):
             reshard(self._units)
         return results
 
-    def why_no_cache(self) -> str | None:
+    def cache_unsupported_reason(self) -> str | None:
         if self._exchange is not None:
             return f"parallel.context={self.topology.context}"
         if self._fsdp.compile:
@@ -239,11 +239,7 @@ class CheckedModel:
 
     @classmethod
     def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
-        """Build the model and check it against settings and layout. Local: a dry run does it without process groups.
-
-        Raises:
-            CheckpointError, ConfigError, TopologyError: the engine cannot build the model, or would compute it wrongly.
-        """
+        """Build the model and check it against settings and layout. Local: a dry run does it without process groups."""
         check_head(spec, info)
         model, context = transformers_api.meta_model(spec.model, info.shape.tied, info.scalar_head), topology.context
         if context > 1:
@@ -276,7 +272,7 @@ class FsdpSubject(TransformersSubject):
     """Self-check subject: a small model as the FSDP2 engine computes it, on the CPU.
 
     Args:
-        scalar_head: in the place of a causal language model's output layer, or None.
+        scalar_head: head that replaces a causal language model's output layer, or None.
         packing: samples share a row.
         context: context parallel size; above 1 the model must know the samples' borders, so the slice is packed.
         npu: products of experts use the NPU's operator in this process; the slice, on the CPU, uses transformers' own.
@@ -338,6 +334,11 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
+    if spec.mtp == "train":
+        raise ConfigError(
+            "engine fsdp: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
+            "prediction, set keep"
+        )
     if batching.cuda_graphs is not None:
         raise ConfigError("engine fsdp: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective" and recompute.modules != Recompute().modules:

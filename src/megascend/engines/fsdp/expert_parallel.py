@@ -28,7 +28,7 @@ class ExpertShare:
     """Share of experts on this rank: the ``index``-th of ``size`` equal parts of every layer's.
 
     Attributes:
-        group: of the ranks that hold one part each, in order.
+        group: group of the ranks that hold one part each, in order.
     """
 
     group: ProcessGroup
@@ -108,11 +108,7 @@ def computed_where_experts_are(
 
 
 def keep_own_experts(model: nn.Module, shares: int, is_experts: Callable[[nn.Module], bool]) -> None:
-    """Replace the experts of a model on ``meta`` by one of ``shares`` equal parts of them; on ``meta`` all parts are the same.
-
-    Raises:
-        ConfigError: they cannot be divided.
-    """
+    """Replace the experts of a model on ``meta`` by one of ``shares`` equal parts of them; on ``meta`` all parts are the same."""
     modules: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules() if is_experts(module)]
     for name, module in modules:
         total = module.num_experts

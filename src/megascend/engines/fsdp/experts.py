@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megascend.kernels.token_rows import Moved
-from megascend.lora.grouped import GroupedLinear, Segments
+from megascend.lora.grouped import SegmentedLinear, Segments
 
 Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 """(fused experts, states [n, h], each token's experts [n, k], their weights [n, k]) -> [n, h]."""
@@ -46,7 +46,7 @@ def grouped_experts(
         module: fused experts for which :func:`is_plain_gated` is true.
         hidden: [n, h].
         index, weights: [n, k], each token's experts and their weights.
-        product: of [rows, in], [experts, in, out] and the end of each expert's rows, int32 [experts].
+        product: grouped product of [rows, in] and [experts, in, out], given the end of each expert's rows, int32 [experts].
 
     Returns:
         [n, h], in the dtype of ``hidden``.
@@ -142,4 +142,4 @@ def _product(module: Any, parameter: str, rows: SortedRows, states: Tensor) -> T
     bias = None
     if getattr(module, "has_bias", False):
         bias = getattr(module, f"{parameter}_bias")[rows.expert]
-    return GroupedLinear.apply(states, weight, None, rows.segments, bias)
+    return SegmentedLinear.apply(states, weight, None, rows.segments, bias)

@@ -39,10 +39,10 @@ def named_weights(
     :func:`megascend.engines.weight_stream.stream_weights`. Beside the model, every rank holds one gathered layer.
 
     Args:
-        headers: of the checkpoint that the model was built from; names, shapes and dtypes are compared with them.
-        dtype: of the tensors; frozen tensors that are fp32 in the checkpoint stay fp32.
+        headers: headers of the checkpoint's tensors; exported names, shapes and dtypes are compared with them.
+        dtype: dtype of the tensors; frozen tensors that are fp32 in the checkpoint stay fp32.
         merge: called with each parameter, by transformers' name.
-        device: of the tensors; default: the ranks' own. ``meta``: shapes and dtypes, without gathering.
+        device: device of the tensors; default: the ranks' own. ``meta``: shapes and dtypes, without gathering.
         share: the share of experts that this rank holds; None: all.
 
     Raises:

@@ -29,7 +29,7 @@ class LossHead:
     The hooks of ``fully_shard`` still run around it: the weight is gathered before, and its gradient reduced afterwards.
 
     Args:
-        adapters: of the model, including any on the output layer.
+        adapters: adapters of the model, including any on the output layer.
         scalar: the layer is a scalar head.
     """
 
@@ -46,11 +46,7 @@ class LossHead:
         )
 
     def run(self, batch: MicroBatch, on_output: OnOutput, **options: Any) -> tuple[Tensor, Any]:
-        """Run the model on a micro batch, and return the result of ``on_output``.
-
-        Raises:
-            ConfigError: the model changes its logits after the output layer (a cap, a scale), which would be omitted.
-        """
+        """Run the model on a micro batch, and return the result of ``on_output``."""
         self._call, self._result = (batch, on_output), None
         try:
             output = self._model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **options)

@@ -30,12 +30,9 @@ class RouterLoss:
     """Load-balancing loss, from the logits that hooks record in a model's routers.
 
     Args:
-        model: of transformers.
-        moe: with a formula and a coefficient.
+        model: a transformers model.
+        moe: settings with a formula and a coefficient.
         frozen: the model's own parameters are not trained.
-
-    Raises:
-        ConfigError: transformers has no such loss for the model, or the model is frozen.
     """
 
     def __init__(self, model: Any, moe: Moe, groups: ProcessGroups, *, frozen: bool) -> None:

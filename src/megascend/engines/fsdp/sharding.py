@@ -32,9 +32,6 @@ def mesh_ranks(world_size: int, replicas: int, expert: int = 1) -> list[list[int
 
     Args:
         expert: expert parallel size; its ranks are consecutive too.
-
-    Raises:
-        TopologyError: the world size is not divisible by the replicas, or a replica's size by ``expert``.
     """
     if world_size % replicas:
         raise TopologyError(
@@ -126,7 +123,7 @@ def freeze(model: Any, dtype: torch.dtype) -> None:
     """Freeze parameters, and keep them in the compute dtype: without updates, fp32 shards would gain nothing.
 
     Args:
-        model: on ``meta``, not yet sharded.
+        model: model on ``meta``, not yet sharded.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)

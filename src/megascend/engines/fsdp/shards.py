@@ -39,8 +39,8 @@ class LocalShard:
         name: transformers' name of the parameter or buffer.
         source: the parameter (a DTensor) or buffer; under expert parallelism, of this rank's experts only.
         local: the shard, sharing its memory; empty if there are more ranks than rows.
-        offsets: of the shard in the global tensor.
-        shape: of the global tensor.
+        offsets: offsets of the shard in the global tensor.
+        shape: shape of the global tensor.
         divided: expert parallel size if ``source`` has this rank's experts only; else 1.
     """
 
@@ -93,16 +93,13 @@ def load(
     """Fill this rank's shards.
 
     Args:
-        sources: for every tensor of the model, the complete checkpoint tensors that it consists of.
-        headers: of the checkpoint's tensors.
+        sources: the complete checkpoint tensors that each tensor of the model consists of.
+        headers: headers of the checkpoint's tensors.
         fresh: newly initialised tensors that are in no file, by name in a checkpoint.
         dtype: the model's compute dtype.
 
     Returns:
         Bytes read from the files.
-
-    Raises:
-        CheckpointError: a file cannot be read, a shard was not filled completely, or a number is beyond fp16's range.
     """
     files: dict[Path, Any] = {}
     read = 0
@@ -151,7 +148,7 @@ class ShardAdamW(MainAdamW):
     """AdamW over fp32 shards; see :class:`megascend.engines.full_model.ModelOptimizer`.
 
     Args:
-        shards: of the trained parameters.
+        shards: shards of the trained parameters.
         replicas: copies of the model.
     """
 

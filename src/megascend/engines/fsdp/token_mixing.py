@@ -33,7 +33,7 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     """Raise ConfigError if tokens would be mixed across samples, or if attention needs a mask that this engine does not build.
 
     Args:
-        model: of transformers; may be on ``meta``.
+        model: a transformers model; may be on ``meta``.
         layers: its decoder layers.
         packing: samples share a row.
         context: context parallel size: ranks that hold parts of every sample.

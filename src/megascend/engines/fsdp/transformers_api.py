@@ -63,11 +63,7 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
 
     Args:
         tied: the output layer is the embedding; overrides the configuration.
-        scalar_head: in the place of a causal language model's output layer, or None.
-
-    Raises:
-        CheckpointError: transformers cannot build it.
-        ConfigError: its experts cannot be sharded, or its output layer is not a plain product.
+        scalar_head: head that replaces a causal language model's output layer, or None.
     """
     try:
         config = transformers_config(model_dir)
@@ -89,11 +85,6 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
 
     Args:
         outputs: values per token of a scalar head.
-
-    Raises:
-        ConfigError: it does not use transformers' registry of attention functions, its output layer is not a plain product, or
-            layers share parameters.
-        ValueError, KeyError: transformers cannot build it.
     """
     _register()
     kind = config.model_type
@@ -159,11 +150,7 @@ def names_of_experts(model: nn.Module) -> list[str]:
 
 
 def compute_buffers(model: Any, device: torch.device) -> None:
-    """Allocate buffers on ``device``, and compute the non-persistent ones (rotary frequencies) as transformers does.
-
-    Raises:
-        ConfigError: transformers does not compute one of them.
-    """
+    """Allocate buffers on ``device``, and compute the non-persistent ones (rotary frequencies) as transformers does."""
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         for name, buffer in buffers.items():
@@ -268,11 +255,7 @@ def _grouped_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor
 
 
 def divide_experts(model: nn.Module, share: ExpertShare) -> None:
-    """Reduce a model on ``meta`` to this rank's experts, and exchange tokens with the ranks that hold the others.
-
-    Raises:
-        ConfigError: the experts cannot be divided.
-    """
+    """Reduce a model on ``meta`` to this rank's experts, and exchange tokens with the ranks that hold the others."""
     keep_own_experts(model, share.size, is_fused_experts)
     for module in filter(is_fused_experts, model.modules()):
         setattr(module, SHARE, share)
@@ -317,9 +300,6 @@ def use_grouped_operator() -> None:
 
     On a device without a kernel torch's own product is one call per expert, after a wait for the groups' sizes; before torch
     2.10 it does not exist.
-
-    Raises:
-        VersionError: this version of transformers does not have the function.
     """
     module: Any = import_module(GROUPED_MODULE)
     if not hasattr(module, GROUPED_FUNCTION):

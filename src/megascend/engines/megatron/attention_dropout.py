@@ -54,7 +54,7 @@ def use_own_stream(chunks: Sequence[torch.nn.Module], config: Any) -> None:
                 )
 
 
-def leave_streams_alone(chunks: Sequence[torch.nn.Module]) -> None:
+def skip_stream_switch(chunks: Sequence[torch.nn.Module]) -> None:
     """Disable the switch to the dropout stream in models without attention dropout.
 
     Transformer Engine's attention switches in every layer, by copies of the generator's state that cost host time and cannot be

@@ -48,7 +48,7 @@ def kernel_mask(
 
     Args:
         mask: the caller's; True where attention is not allowed (Megatron's convention), or None.
-        shape: of the attention call.
+        shape: shapes in the attention call.
         mask_type: ``causal`` for models with implicit causal attention, ``general`` if only the mask decides (MindSpeed's
             ``attention_mask_type``).
         positions: int64 [queries], position of each query in the full sequence, if this rank holds only a part of it
@@ -57,9 +57,6 @@ def kernel_mask(
 
     Returns:
         None for causal attention, ``mask`` itself for a general one.
-
-    Raises:
-        DataError: the kernel would ignore the mask, or does not accept its form. The message lists the accepted shapes.
     """
     if mask is None:
         if mask_type == "general":

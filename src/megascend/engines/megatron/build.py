@@ -54,13 +54,7 @@ SILU = ("silu", "swish")
 
 
 def check_architecture(model_dir: Path) -> None:
-    """Check that the model of ``config.json`` can be built, before ranks communicate. Imports its registered modules.
-
-    Raises:
-        CheckpointError: transformers cannot read it, or mcore-bridge does not know the architecture.
-        ConfigError: it has settings that the Megatron model does not support, all named in the message; or a module that it is
-            registered with cannot be imported.
-    """
+    """Check that the model of ``config.json`` can be built, before ranks communicate. Imports its registered modules."""
     try:
         config = transformers_config(model_dir)
     except ConfigError:
@@ -71,24 +65,24 @@ def check_architecture(model_dir: Path) -> None:
             f"{model_dir}/config.json: transformers {metadata.version('transformers')} cannot read it: {reason}"
         ) from error
     architecture = architecture_named(config.model_type)
-    _make_known_to_mcore_bridge(architecture, config.model_type)
+    _register_with_mcore_bridge(architecture, config.model_type)
     if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
             f"{model_dir}/config.json: mcore-bridge {metadata.version('mcore-bridge')} has no model for "
-            f"model_type {config.model_type!r}; a package of your own can bring it (megascend.register_architecture)"
+            f"model_type {config.model_type!r}; a package of your own can add it (megascend.register_architecture)"
         )
     if problems := architecture.unsupported(text_config(config.to_dict())):
         raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
 
 
-def _make_known_to_mcore_bridge(architecture: Architecture, model_type: str) -> None:
+def _register_with_mcore_bridge(architecture: Architecture, model_type: str) -> None:
     if architecture.megatron is None:
         return
     is_new = architecture.megatron not in sys.modules
     architecture.import_module(architecture.megatron)
     if is_new or register.get_mcore_model_type(model_type) is None:
         # mcore-bridge builds this table on first use and never updates it; None makes it build the table again.
-        patch(register, "model_type_mapping", None, f"is made again, so that {model_type} is in it")
+        patch(register, "model_type_mapping", None, f"rebuilt on next use, to include {model_type}")
     if get_model_meta(get_mcore_model_type(model_type)) is None:  # type: ignore[reportArgumentType]
         raise ConfigError(
             f"architecture {model_type!r}: importing {architecture.megatron!r} has registered no model of that type with "
@@ -105,15 +99,13 @@ def build_config(
     head: ScalarHead | None = None,
     *,
     tied: bool | None = None,
+    prediction_head: bool = False,
 ) -> ModelConfig:
     """Return mcore-bridge's ModelConfig for a Hugging Face checkpoint on a topology. Needs Megatron's process groups.
 
     Args:
         tied: the output layer is the embedding, overriding ``config.json``; None: as ``config.json`` has it.
-
-    Raises:
-        CheckpointError: mcore-bridge does not know the architecture.
-        ConfigError: a combination of settings that Megatron-Core would compute wrongly.
+        prediction_head: build the head for multi-token prediction.
     """
     hf_config = transformers_config(model_dir)
     arguments = hf_to_mcore_config(hf_config)
@@ -130,7 +122,7 @@ def build_config(
     if tied is not None:
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
-    arguments["mtp_num_layers"] = None  # multi-token prediction heads are not trained; see docs/support.md
+    arguments["mtp_num_layers"] = 1 if prediction_head else None
     if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
         # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only.
         arguments["apply_rope_fusion"] = True
@@ -140,6 +132,10 @@ def build_config(
     # Megatron refuses the fusion for most activations other than SwiGLU.
     arguments["bias_activation_fusion"] = platform.fuses_activations and bool(arguments.get("swiglu", True))
     check_recompute(recompute, arguments)
+    if arguments.get("multi_latent_attention"):
+        # MindSpeed reads it while the configuration is made, before it can refuse the model by name; mcore-bridge sets this value
+        # when it makes the model.
+        ModelConfig.rope_type = "rope"  # type: ignore[attr-defined]
     config = ModelConfig(**arguments)
     check_output_layer(config)
     check_dropout(config)
@@ -150,18 +146,15 @@ def activation_arguments(hidden_act: str | None, arguments: Mapping[str, Any]) -
     """Return TransformerConfig's settings for a gated MLP with ``hidden_act``.
 
     Args:
-        hidden_act: of the model's configuration, or None if it has none.
+        hidden_act: activation function named in ``config.json``, or None.
         arguments: mcore-bridge's; if they already set the activation, nothing is added.
-
-    Raises:
-        ConfigError: the activation function is not supported.
     """
     if hidden_act is None or hidden_act in SILU or "swiglu" in arguments or "activation_func" in arguments:
         return {}
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(
-            f"config.json: hidden_act {hidden_act!r}: megascend computes {', '.join([*SILU, *ACTIVATIONS])}; a model with "
-            "another one cannot be trained here"
+            f"config.json: hidden_act {hidden_act!r} is not supported by engine megatron; supported: "
+            f"{', '.join([*SILU, *ACTIVATIONS])}"
         )
     return {"swiglu": False, "gated_linear_unit": True, "activation_func": ACTIVATIONS[hidden_act]}
 
@@ -285,7 +278,7 @@ def preserved_rope_functions() -> Iterator[None]:
     # Building any of its models replaces the "default" entry with a function that fails for transformers' own
     # configurations, so that every Hugging Face model built later in the process would fail.
     before = dict(ROPE_INIT_FUNCTIONS)
-    changed("transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS", "is as it was after mcore-bridge has built a model")
+    changed("transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS", "restored after mcore-bridge has built a model")
     try:
         yield
     finally:
@@ -306,11 +299,7 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
 
 
 def move(chunk: torch.nn.Module, device: torch.device) -> None:
-    """Move parameters that were created elsewhere to ``device``, and check that they keep Megatron's attributes.
-
-    Raises:
-        PlatformError: an attribute was lost.
-    """
+    """Move parameters that were created elsewhere to ``device``, and check that they keep Megatron's attributes."""
     # MindSpeed creates the parameters of norms on the CPU. A move that lost sequence_parallel would leave their gradients
     # unreduced, without an error.
     before = {name: dict(vars(parameter)) for name, parameter in chunk.named_parameters()}
@@ -341,7 +330,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         te.TERowParallelGroupedLinear: 1,
     }
     divided_experts = (parallel_state.get_expert_tensor_parallel_world_size() or 1) > 1
-    changed("parameters of tensor parallel layers", "marked as sharded where no initialization has marked them")
+    changed("parameters of tensor parallel layers", "marked as sharded where initialisation was skipped")
     for module in model.modules():
         sinks = getattr(module, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter):
@@ -352,7 +341,7 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             # Grouped layers have weight0, weight1...; a row parallel bias is replicated on every rank. But with an expert tensor
-            # parallel size of 1, tensor parallel ranks have other experts, not replicas.
+            # parallel size of 1, tensor parallel ranks have different experts, not replicas.
             whole_experts = isinstance(module, te.TERowParallelGroupedLinear) and not divided_experts
             sharded = name.startswith("weight") or (name.startswith("bias") and (dim == 0 or whole_experts))
             if sharded and not getattr(parameter, "tensor_model_parallel", False):

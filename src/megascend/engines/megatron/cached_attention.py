@@ -4,6 +4,11 @@ A micro batch of new tokens runs as one sequence [n, 1], with rotary angles of e
 token's row. All other layers treat tokens independently, so that sequence parallelism, experts, pipeline stages and adapters of
 several tenants work as in training. Megatron's static inference context has one position for all rows of a batch, which must then
 be of one length, and its dynamic one needs flash attention's paged kernels.
+
+Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches a token's normalised latent and the rotated part that its
+heads' keys share: kv_lora_rank + qk_rope_head_dim numbers a layer and token, on every tensor parallel rank. In decoding the
+projection from the latent to keys is applied to the query, and that to values to the mean of the latents, so that the latents of
+earlier tokens are never expanded: softmax(q W_k c) (W_v c) = W_v softmax((q W_k) c) c.
 """
 
 from __future__ import annotations
@@ -12,9 +17,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
@@ -23,8 +30,11 @@ from megascend.engines.key_values import Filling, Growing
 from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
 from megascend.topology.topology import Topology
 
+if TYPE_CHECKING:
+    from megascend.lora.layers import AdapterLayers
 
-def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
+
+def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, platform: str) -> str | None:
     """Return the reason why this model cannot have a KV cache, or None."""
     rope = config.rope_scaling or {}
     if topology.context > 1:
@@ -42,6 +52,8 @@ def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: st
             core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
             if not isinstance(core, te.TEDotProductAttention):
                 return f"a layer whose attention is {type(core or layer).__name__}"
+            if config.multi_latent_attention and not hasattr(layer.self_attention, "linear_kv_up_proj"):
+                return f"latent attention without linear_kv_up_proj ({type(layer.self_attention).__name__})"
             if getattr(config, "window_size", None) is not None and not hasattr(core, "window_size"):
                 return f"attention in a window that {type(core).__name__} does not tell"
     return None
@@ -49,27 +61,34 @@ def why_not(chunks: Sequence[Any], config: Any, topology: Topology, platform: st
 
 @dataclass(frozen=True)
 class _Attention:
-    """A layer's attention: its number, scale of products, window in tokens, sinks [heads], and its own forward."""
+    """A layer's attention: its number, scale of products, window in tokens, sinks [heads], and its own forward.
+
+    Attributes:
+        from_latent: of latent attention, the layer that computes keys and values from latents; else None.
+    """
 
     layer: int
     scale: float | None
     window: int | None
     sink: Tensor | None
     forward: Callable[..., Tensor]
+    from_latent: Any = None
 
 
 class CachedAttention:
     """Patches of a rank's attention layers that read and write the KV cache.
 
+    Args:
+        adapters: those in the model's layers, or None.
+
     Attributes:
         batch: the current micro batch; its ``cached`` is its use of the cache.
     """
 
-    def __init__(self, chunks: Sequence[Any], config: Any) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: Sequence[Any], config: Any, adapters: AdapterLayers | None) -> None:
+        self._chunks, self._config, self._adapters = chunks, config, adapters
         self._scale: float | None = getattr(config, "softmax_scale", None)
-        # Latent attention pads packed values to the width of keys; the cache holds them without the padding.
-        self._value_width: int | None = config.v_head_dim if config.multi_latent_attention else None
+        self._latents: Tensor | None = None  # of the layer that runs, from its projection to its attention
         self.batch: MicroBatch | None = None
 
     @contextlib.contextmanager
@@ -89,13 +108,36 @@ class CachedAttention:
                     # Latent attention's scale includes YaRN's, which the configuration does not.
                     scale = getattr(layer.self_attention, "softmax_scale", self._scale)
                     sink = getattr(core, "softmax_offset", None)
-                    attention = _Attention(layer.layer_number, scale, window, sink, core.forward)
+                    up = layer.self_attention.linear_kv_up_proj if self._config.multi_latent_attention else None
+                    if up is not None:
+                        self._watch(up, stack, why)
+                    attention = _Attention(layer.layer_number, scale, window, sink, core.forward, up)
                     forward = partial(self._attend, attention)
                     stack.enter_context(patched(core, "forward", forward, why))
             try:
                 yield
             finally:
-                self.batch = None
+                self.batch = self._latents = None
+
+    def _watch(self, up: Any, stack: contextlib.ExitStack, why: str) -> None:
+        """Take the latents that ``up`` multiplies in each call, normalised, of all tokens, until ``stack`` is closed."""
+        from megascend.lora.layers import split_output
+
+        # A norm that is fused into the layer shows its output on demand; adapters have asked for it already.
+        hidden = getattr(up, "return_layernorm_output", True) is False
+        if hidden:
+            stack.enter_context(patched(up, "return_layernorm_output", True, why))
+
+        def take(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+            out, bias, latents = split_output(module, inputs, output)
+            if self._cached is not None:
+                if self._config.sequence_parallel and self._config.tensor_model_parallel_size > 1:
+                    latents = gather_from_sequence_parallel_region(latents)
+                self._latents = latents
+            return (out, bias) if hidden else None
+
+        # Before adapters' hooks, which take the norm's output away.
+        stack.callback(up.register_forward_hook(take, prepend=True).remove)
 
     @property
     def _cached(self) -> Filling | Growing | None:
@@ -120,21 +162,59 @@ class CachedAttention:
         **kwargs: Any,
     ) -> Tensor:
         cached = self._cached
+        if cached is None:
+            return attention.forward(query, key, value, *args, **kwargs)
+        latents = None
+        if attention.from_latent is not None:
+            # In place of keys and values: latents and the rotated part of keys, [..., 1, latent + rotated width].
+            assert self._latents is not None
+            rotated = key[..., :1, self._config.qk_head_dim :]
+            latents = torch.cat([self._latents.unsqueeze(-2), rotated], -1)
         if isinstance(cached, Growing):  # [tokens, 1, heads, head dim]
-            mixed = cached.attend(
-                attention.layer,
-                query[:, 0],
-                key[:, 0],
-                value[:, 0],
-                attention.scale,
-                attention.window,
-                attention.sink,
-            )
+            if latents is not None:
+                mixed = self._attend_to_latents(attention, cached, query[:, 0], latents[:, 0])
+            else:
+                mixed = cached.attend(
+                    attention.layer,
+                    query[:, 0],
+                    key[:, 0],
+                    value[:, 0],
+                    attention.scale,
+                    attention.window,
+                    attention.sink,
+                )
             # Megatron's core attention returns [tokens, batch, heads * head dim].
             return mixed.flatten(1)[:, None]
-        if cached is not None:
-            states = (key, value[..., : self._value_width])
-            cached.keep(
-                attention.layer, *(tokens if tokens.dim() == 3 else tokens.transpose(0, 1) for tokens in states)
-            )
+        states = (key, value) if latents is None else (latents,)
+        cached.keep(attention.layer, *(tokens if tokens.dim() == 3 else tokens.transpose(0, 1) for tokens in states))
         return attention.forward(query, key, value, *args, **kwargs)
+
+    def _attend_to_latents(self, attention: _Attention, cached: Growing, query: Tensor, latents: Tensor) -> Tensor:
+        """Compute new tokens' attention over the cached latents of their rows.
+
+        Args:
+            query: [tokens, heads, unrotated + rotated width], of this rank's heads.
+            latents: [tokens, 1, latent + rotated width], of the new tokens.
+
+        Returns:
+            [tokens, heads, width of a value].
+        """
+        up, unrotated = attention.from_latent, self._config.qk_head_dim
+        width = latents.shape[-1] - self._config.qk_pos_emb_head_dim
+        heads = query.shape[1]
+        plain, rotated = query.split([unrotated, self._config.qk_pos_emb_head_dim], dim=-1)
+        # The projection [heads, unrotated + value width, latent width], then what adapters add to it for some tokens.
+        parts = [(slice(None), up.weight.view(heads, -1, width))]
+        if self._adapters is not None:
+            parts += [(tokens, delta.view(heads, -1, width)) for tokens, delta in self._adapters.deltas(up)]
+        absorbed = plain.new_zeros(len(query), heads, width)
+        for tokens, weight in parts:
+            absorbed[tokens] += torch.einsum("thk,hkl->thl", plain[tokens], weight[:, :unrotated])
+        absorbed = torch.cat([absorbed, rotated], -1)
+        mean = cached.attend(
+            attention.layer, absorbed, latents, width, attention.scale, attention.window, attention.sink
+        )
+        mixed = mean.new_zeros(len(query), heads, parts[0][1].shape[1] - unrotated)
+        for tokens, weight in parts:
+            mixed[tokens] += torch.einsum("thl,hvl->thv", mean[tokens], weight[:, unrotated:])
+        return mixed

@@ -36,9 +36,6 @@ class Capture(Protocol):
 
         Returns:
             A function that executes the recorded operations; and the result of ``work``, tensors that each execution overwrites.
-
-        Raises:
-            RuntimeError: something in ``work`` cannot be captured.
         """
         ...
 
@@ -203,7 +200,7 @@ def write(static: Tensor, values: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """Functions that a step consists of, and the capturer.
 
     Attributes:
@@ -257,7 +254,7 @@ class CapturedStep:
         self,
         shape: StepShape,
         stacked: StackedAdapters | None,
-        work: Work,
+        work: StepWork,
         counts: StepCounts,
         with_room: RunWithRoom,
         device: torch.device,

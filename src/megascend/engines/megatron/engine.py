@@ -35,6 +35,7 @@ from megascend.engines.megatron import (
     graph_support,
     grouped_experts,
     hf_slices,
+    mtp,
     replayed_routers,
     routers,
     state,
@@ -42,7 +43,7 @@ from megascend.engines.megatron import (
 )
 from megascend.engines.megatron.build import build_chunks, build_config, check_window
 from megascend.engines.megatron.captured_step import Capture, CudaCapture
-from megascend.engines.megatron.groups import pretended_groups
+from megascend.engines.megatron.groups import fake_groups
 from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
@@ -64,21 +65,23 @@ if TYPE_CHECKING:
     from megascend.selfcheck.process import Worker
 
 LARGE_LAYER = 2**29
-"""Parameters per layer above which an export gathers layers in host memory instead of on the device."""
+"""Parameters per layer above which an export gathers layers in host memory instead of on the device: 1 GiB in bf16, beside the
+model and its optimizer."""
 
 
 class MegatronEngine(Engine):
     """A model sharded over a topology by Megatron-Core; see :class:`megascend.engines.base.Engine`.
 
     Args:
-        checker: on rank 0, the process started for the self-check.
+        checker: process started for the self-check; on rank 0 only.
 
     Attributes:
         config: mcore-bridge's ModelConfig.
         chunks, bare_chunks: this rank's model chunks, with and without Megatron's DDP wrapper.
         head: the output head on the last pipeline stage of a causal language model, else None.
-        adapters: on a frozen model, or None.
-        optimizer: of the model's own parameters, or None.
+        prediction: the head for multi-token prediction on the last pipeline stage, if it is trained; else None.
+        adapters: adapters on a frozen model; None if the model itself is trained.
+        optimizer: optimizer of the model's own parameters, or None.
         graphs: runs micro batches as CUDA graphs, or None.
     """
 
@@ -114,14 +117,18 @@ class MegatronEngine(Engine):
         # Modules are patched before DDP wraps them and takes their parameters.
         self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
         self._replay: MegatronRouterReplay | None = None
-        self.why_no_replay = replayed_routers.why_not(self.config, graphs=graphs is not None)
+        self.replay_unsupported_reason = replayed_routers.unsupported_reason(self.config, graphs=graphs is not None)
+        if spec.mtp == "train":
+            self.replay_unsupported_reason = mtp.WHY_NO_REPLAY
+            self.mtp_loss_weight = spec.mtp_loss_weight
         layers = replayed_routers.expert_layers(self.config)
-        if layers is not None and self.why_no_replay is None:
+        if layers is not None and self.replay_unsupported_reason is None:
             self.router_replay = self._replay = MegatronRouterReplay(self.bare_chunks, layers, self.groups)
         last = self.bare_chunks[-1]
         self.head = None
         if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=self._overlaps)
+        self.prediction = mtp.PredictionHead(last) if last.post_process and spec.mtp == "train" else None
         if platform.has_transformer_engine_kernels:
             self._use_kernels()
         expert_weights = []
@@ -147,10 +154,12 @@ class MegatronEngine(Engine):
         # Pure data parallelism of a dense model: adapters communicate only in their step.
         self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
         # No DDP: a frozen model has no gradients to reduce.
-        self.chunks = [self._precise(chunk) for chunk in self.bare_chunks]
+        self.chunks = [self._in_precision(chunk) for chunk in self.bare_chunks]
         grouped_experts.settle(expert_weights, self.chunks)
         if spec.batching.cuda_graphs is not None:
-            graph_support.refuse(graph_support.targets_refused_because(self.adapters.registry.projections))
+            graph_support.raise_unsupported(
+                graph_support.unsupported_targets_reason(self.adapters.registry.projections)
+            )
 
     def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Train the DDP-wrapped chunks."""
@@ -176,6 +185,8 @@ class MegatronEngine(Engine):
             attention_mask.install(chunks, self.config)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
         weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh)
+        if self.groups.rank == 0:
+            mtp.warn_of_other_copies(info, self.model_dir)
         return chunks
 
     def _use_kernels(self) -> None:
@@ -186,7 +197,7 @@ class MegatronEngine(Engine):
         fused_qkv.install(self.bare_chunks, qkv_rope_plain.Trusted(qkv_rope.qkv_rope))
         gated_silu.install()
         if self.config.attention_dropout == 0:
-            attention_dropout.leave_streams_alone(self.bare_chunks)
+            attention_dropout.skip_stream_switch(self.bare_chunks)
 
     def _check_slice(self, checker: Worker | None, *, enabled: bool) -> Verdict:
         """Compare a slice of the model with transformers before the full model is built; if not enabled, only log warnings."""
@@ -195,8 +206,8 @@ class MegatronEngine(Engine):
         if not enabled:
             log_warnings(Verdict("off"), full, self.groups.rank)
             return Verdict("off")
-        window_in_force = self.config.window_size is not None
-        return require_agreement(self.model_dir, full, self.max_length, window_in_force, self.groups, checker)
+        has_window = self.config.window_size is not None
+        return require_agreement(self.model_dir, full, self.max_length, has_window, self.groups, checker)
 
     def _adapter_manager(self, spec: EngineSpec) -> AdapterManager:
         from megascend.lora.layers import AdapterManager
@@ -247,7 +258,8 @@ class MegatronEngine(Engine):
             for parameter in chunk.parameters():
                 parameter.grad = None
 
-    def _precise(self, chunk: Any) -> Any:
+    def _in_precision(self, chunk: Any) -> Any:
+        """Cast a chunk to 16 bits as Megatron does, except the expert biases of routers, which must stay fp32."""
         if self.precision == "fp32":
             return chunk
         with routers.biases_in_fp32(chunk):
@@ -268,7 +280,7 @@ class MegatronEngine(Engine):
                 if overlap
                 else None,
             ),
-            module=self._precise(chunk),
+            module=self._in_precision(chunk),
             # Only the first chunk's bucket boundaries let its reduction start before the backward pass has ended.
             disable_bucketing=index > 0,
         )
@@ -324,6 +336,10 @@ class MegatronEngine(Engine):
         if self.info.scalar_head is not None:
             return ScalarOutput(hidden.flatten())
         assert self.head is not None, "the loss is computed on the last pipeline stage"
+        if batch.mtp is not None:
+            hidden, prediction_hidden = mtp.split(hidden)
+            prediction = HeadOutput(self.head, prediction_hidden, batch.mtp.targets, None)
+            return HeadOutput(self.head, hidden, batch.targets, None, prediction)
         lora_delta = None if self.adapters is None else self.adapters.layers.lora_delta(batch.segments)
         return HeadOutput(self.head, hidden, batch.targets, lora_delta)
 
@@ -335,6 +351,8 @@ class MegatronEngine(Engine):
             self.adapters.layers.segments = batch.segments
         if self._cached is not None:
             self._cached.batch = batch
+        if self.prediction is not None:
+            self.prediction.targets = batch.mtp
         number = self.chunks.index(chunk)
         self.routers.enter(batch, number)
         if self._replay is not None:
@@ -346,6 +364,8 @@ class MegatronEngine(Engine):
             packed_seq_params=batch.packed,
             **options,
         )
+        if self.prediction is not None:
+            self.prediction.targets = None  # whoever else calls the model gets its own hidden states only
         if self.adapters is not None:
             self.adapters.layers.watch(output)
         self.routers.leave(output, number)
@@ -354,7 +374,7 @@ class MegatronEngine(Engine):
         return output
 
     def evaluating(self) -> contextlib.AbstractContextManager[None]:
-        # Captured steps have their mode, and setting it on every module takes longer than a small replay.
+        # A captured step keeps the mode it was captured in, and setting it on every module takes longer than a small replay.
         replaying = self.graphs is not None and self._cached is None
         return contextlib.nullcontext() if replaying else self._evaluating()
 
@@ -363,21 +383,23 @@ class MegatronEngine(Engine):
         self.finish_param_gather()
         for chunk in self.chunks:
             chunk.eval()
-        without_mode = self.bare_chunks if self.runtime.platform.attention_draws_its_own_dropout else []
+        # Such attention draws its dropout in a kernel that does not look at module.training, so eval() leaves it on.
+        ignores_mode = self.bare_chunks if self.runtime.platform.attention_draws_its_own_dropout else []
         try:
-            with attention_dropout.switched_off(without_mode):
+            with attention_dropout.switched_off(ignores_mode):
                 yield
         finally:
             for chunk in self.chunks:
                 chunk.train()
 
-    def why_no_cache(self) -> str | None:
-        return cached_attention.why_not(self.bare_chunks, self.config, self.topology, self.device.type)
+    def cache_unsupported_reason(self) -> str | None:
+        return cached_attention.unsupported_reason(self.bare_chunks, self.config, self.topology, self.device.type)
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
         """Activate the KV cache, without CUDA graphs; see :meth:`megascend.engines.base.Engine.caching`."""
-        self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config)
+        adapters = None if self.adapters is None else self.adapters.layers
+        self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config, adapters)
         try:
             with self._cached.installed():
                 yield
@@ -413,7 +435,7 @@ class MegatronEngine(Engine):
             local = hf_slices.hf_slices(self.bare_chunks, self.config.bridge, entries, self.info.tensors)
         except CheckpointError as error:
             problem = error
-        purpose = "what the model's tensors are"
+        purpose = "the Hugging Face slices of the model's tensors"
         raise_on_all_ranks(problem, self.groups, purpose)
         # The other ranks' slices are replicas of these.
         first = coordinates.tensor == coordinates.data == coordinates.context == 0
@@ -445,7 +467,8 @@ class MegatronEngine(Engine):
             self.bare_chunks,
             self.config.bridge,
             self.groups,
-            self.info.tensors,
+            self.info.exported,
+            copies=self.info.copies,
             merge=merge,
             receivers=receivers,
             device=device,
@@ -481,22 +504,28 @@ def overlaps_reduction(spec: EngineSpec) -> bool:
 def configure(
     spec: EngineSpec, platform: Platform, topology: Topology, info: ModelInfo, device: torch.device
 ) -> tuple[ModelConfig, bool]:
-    """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped.
-
-    Raises:
-        CheckpointError, ConfigError: the engine does not support this model, or not with these settings.
-    """
+    """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped."""
     check_head(spec, info)
+    mtp.check(spec)
     frozen, tied = spec.adapters is not None, info.shape.tied
-    config = build_config(spec.model, topology, spec.precision, spec.recompute, platform, info.scalar_head, tied=tied)
+    config = build_config(
+        spec.model,
+        topology,
+        spec.precision,
+        spec.recompute,
+        platform,
+        info.scalar_head,
+        tied=tied,
+        prediction_head=spec.mtp == "train",
+    )
     routers.check(config, spec.moe, topology.pipeline, frozen=frozen)
     overlapped = overlaps_reduction(spec)
     grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlapped)
     if spec.batching.cuda_graphs is not None:
-        graph_support.refuse("does not support scalar heads" if info.scalar_head else None)
+        graph_support.raise_unsupported("does not support scalar heads" if info.scalar_head else None)
         adam = None if frozen else spec.optimizer
-        graph_support.refuse(
-            graph_support.refused_because(
+        graph_support.raise_unsupported(
+            graph_support.unsupported_reason(
                 device.type, topology, spec.precision, spec.recompute, config, adam, grouped=grouped
             )
         )
@@ -509,10 +538,9 @@ def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: Mo
 
     Which layers of an architecture can be adapted is known only once they are built: the names are those of the checkpoint.
     """
-    runtime.configure_topology(
-        topology, spec.timeout_s
-    )  # the provider's settings, which the configuration takes fields from
-    with pretended_groups(topology):
+    # First: mcore-bridge's configuration takes fields from the provider's settings.
+    runtime.configure_topology(topology, spec.timeout_s)
+    with fake_groups(topology):
         config, _ = configure(spec, runtime.platform, topology, info, torch.device(runtime.platform.device_type))
         runtime.configure_model(config, spec.provider_options)
     if spec.adapters is None:
@@ -520,7 +548,7 @@ def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: Mo
     names = linear_layers(info)
     if spec.batching.cuda_graphs is not None:
         targets = [name for name in names if matches(name, spec.adapters.targets)]
-        graph_support.refuse(graph_support.targets_refused_because(targets))
+        graph_support.raise_unsupported(graph_support.unsupported_targets_reason(targets))
     return names
 
 

@@ -4,8 +4,8 @@ Megatron splits the projection, applies QK-norm, and later the rotary embedding;
 autograd concatenates the gradients of the parts. Here attention is called without the rotary angles, and the method that
 computes q, k and v applies them together with the rest (:mod:`megascend.kernels.qkv_rope`).
 
-:func:`why_not` decides once per module whether the kernel fits, :meth:`FusedQkv._rotation` again for each call. In all cases that
-are not known to be equivalent Megatron's own code runs.
+:func:`unsupported_reason` decides once per module whether the kernel fits, :meth:`FusedQkv._rotation` again for each call. In all
+cases that are not known to be equivalent, Megatron's own code runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def install(chunks: Sequence[Any], compute: QkvRope, device_type: str = "cuda") 
 
     Args:
         chunks: mcore-bridge's models of this rank.
-        device_type: of the devices that ``compute`` supports.
+        device_type: type of device that ``compute`` supports.
     """
     layers = list(_fitting(chunks, device_type))
     for attention in layers:
@@ -70,11 +70,11 @@ def _fitting(chunks: Sequence[Any], device_type: str) -> Iterator[Any]:
             continue
         for layer in chunk.decoder.layers:
             attention = getattr(layer, "self_attention", None)
-            if attention is not None and why_not(attention, device_type) is None:
+            if attention is not None and unsupported_reason(attention, device_type) is None:
                 yield attention
 
 
-def why_not(attention: Any, device_type: str) -> str | None:
+def unsupported_reason(attention: Any, device_type: str) -> str | None:
     """Return the reason why a layer's q, k and v are left to Megatron, or None."""
     kind = type(attention)
     if (

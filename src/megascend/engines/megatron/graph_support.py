@@ -15,13 +15,13 @@ ROPE_OF_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embedding that depend on the sequence length, which padding to a captured shape changes."""
 
 
-def refuse(problem: str | None) -> None:
-    """Raise ConfigError for a problem from :func:`refused_because` or :func:`targets_refused_because`, if there is one."""
-    if problem is not None:
-        raise ConfigError(f"batching.cuda_graphs {problem}; leave it out")
+def raise_unsupported(reason: str | None) -> None:
+    """Raise ConfigError with ``reason``, from one of the functions below; a no-op if it is None."""
+    if reason is not None:
+        raise ConfigError(f"batching.cuda_graphs {reason}; leave it out")
 
 
-def refused_because(
+def unsupported_reason(
     device_type: str,
     topology: Topology,
     precision: Precision,
@@ -35,7 +35,7 @@ def refused_because(
 
     Args:
         config: mcore-bridge's ModelConfig.
-        adam: of the model, if its own parameters are trained.
+        adam: Adam settings of the model; None if its own parameters are not trained.
         grouped: experts, if any, are computed without the host.
     """
     split = {
@@ -67,7 +67,7 @@ def refused_because(
     return None
 
 
-def targets_refused_because(targets: Sequence[str]) -> str | None:
+def unsupported_targets_reason(targets: Sequence[str]) -> str | None:
     """Return the reason why micro batches of adapters on these layers cannot be captured, or None."""
     if any(is_output(name) or is_embedding(name) for name in targets):
         return "does not support lm_head or embed_tokens among adapters.targets"

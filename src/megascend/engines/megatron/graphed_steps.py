@@ -23,7 +23,7 @@ from megascend.batch.step_shapes import StepKind, StepShape, step_shape
 from megascend.config import CudaGraphs
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.engines.base import OnOutput, Output
-from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, Work, write
+from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, StepWork, write
 from megascend.engines.megatron.output_head import OutputHead
 from megascend.lora.grouped import kernel_of
 from megascend.lora.layers import AdapterManager
@@ -67,7 +67,7 @@ class GraphedSteps:
     Args:
         forward: the model on a micro batch, up to the hidden states that ``head`` takes.
         eager: the output of a micro batch that is not captured.
-        adapters: of the model, or None if its own parameters are trained; their stacks come from a pool from now on.
+        adapters: adapters of the model, or None if its own parameters are trained; their stacks come from a pool from now on.
         evaluating: context in which the model is in evaluation mode.
         uncached: context in which captured work reads nothing from Megatron's caches, whose memory may be freed later.
         drop_unfinished: drops gradients that a failed backward pass has left in ``grad``.
@@ -90,7 +90,7 @@ class GraphedSteps:
     ) -> None:
         self._eager, self._head, self._evaluating, self._capture = eager, head, evaluating, capture
         self._adapters, self._monitor, self._settings, self._device = adapters, monitor, settings, device
-        self._work = Work(forward, head, self._mode, uncached, drop_unfinished, capture)
+        self._work = StepWork(forward, head, self._mode, uncached, drop_unfinished, capture)
         self._stacks = None if adapters is None else adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
         self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
         self._counts = StepCounts()
@@ -255,6 +255,10 @@ class _GraphedOutput:
         self._steps, self._batch, self._forward_only = steps, batch, forward_only
         self._count = len(batch.targets)
         self._hidden: Tensor | None = None
+
+    @property
+    def prediction(self) -> None:
+        return None
 
     @property
     def fuses_loss(self) -> bool:

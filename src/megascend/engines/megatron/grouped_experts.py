@@ -46,7 +46,7 @@ class ExpertWeights:
     """Stacked views of the weights ``weight0``, ``weight1``... of one grouped layer, which remain Megatron's parameters.
 
     Attributes:
-        parameters: of each expert, [out, in].
+        parameters: parameters of each expert, [out, in].
         stacked: [experts, out, in], a view of all of them.
         grads: float32, of the same shape, a view of Megatron's gradient buffer; None for frozen weights.
         ready: reports a parameter's complete gradient to Megatron's DDP, if that starts its reduction; else None.
@@ -69,11 +69,7 @@ class ExpertWeights:
         patch(layer, "forward", self._forward, "products of all experts in one launch")
 
     def settle(self, ready: Callable[[Any], None] | None) -> None:
-        """Build the views of parameters and gradients in Megatron's DDP buffers; copy frozen parameters into one tensor.
-
-        Raises:
-            ConfigError: they are not evenly spaced, which buckets of overlapped reductions may cause.
-        """
+        """Build the views of parameters and gradients in Megatron's DDP buffers; copy frozen parameters into one tensor."""
         values = [parameter.data for parameter in self.parameters]
         stacked = one_view(values)
         if stacked is None:
@@ -233,9 +229,6 @@ def is_enabled(moe: Moe, config: Any, precision: Precision, device: torch.device
 
     Args:
         overlapped: gradients are reduced during the backward pass, in buckets that may divide a layer's experts.
-
-    Raises:
-        ConfigError: ``moe.experts: grouped`` is set, but it would be slow or wrong, or there are no experts.
     """
     if moe.experts == "upstream":
         return False
@@ -279,9 +272,6 @@ def install(chunks: Sequence[torch.nn.Module], device: torch.device, *, required
 
     Args:
         required: raise for layers of other classes; otherwise log, and leave all layers unchanged.
-
-    Raises:
-        ConfigError: a layer has other classes than those that this replaces.
     """
     layers: list[Any] = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
     # All layers are checked before the first is patched.

@@ -8,19 +8,19 @@ threads that only its parent has.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megascend.bootstrap import current_runtime
-from megascend.changes import changed
+from megascend.changes import changed, patched
 from megascend.distributed.engine_groups import EngineGroups
-from megascend.distributed.single_rank_groups import shared_single_rank_groups
 from megascend.errors import ProcessGroupError
 from megascend.topology.topology import Topology
 
@@ -51,11 +51,7 @@ class MegatronGroups:
         self._created = False
 
     def create(self, topology: Topology, rank: int, timeout_s: float) -> EngineGroups:
-        """Create all groups of ``topology`` through Megatron. Collective.
-
-        Raises:
-            ProcessGroupError: Megatron's groups exist already.
-        """
+        """Create all groups of ``topology`` through Megatron. Collective."""
         require_none_alive()
         self._created = True
         # Megatron creates groups of one rank for every axis of size 1; here they share one.
@@ -77,7 +73,7 @@ class MegatronGroups:
 
 
 @contextlib.contextmanager
-def pretended_groups(topology: Topology) -> Iterator[None]:
+def fake_groups(topology: Topology) -> Iterator[None]:
     """Create Megatron's groups within the context as rank 0 of ``topology``, on torch's backend that communicates nothing.
 
     mcore-bridge's configuration cannot be built without groups, and a dry run has no other ranks.
@@ -172,3 +168,42 @@ def _limit_kept_groups(timeout_s: float) -> None:
             # Not every backend can change its timeout later; groups that were created with the run's already have it.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 group._get_backend(device)._set_default_timeout(timeout)  # type: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def shared_single_rank_groups() -> Iterator[None]:
+    """Patch ``torch.distributed.new_group`` within the context to reuse a single rank's group of equal backend and timeout.
+
+    Megatron creates about twenty groups, and most of them have one rank if the world, or an axis, has one. On NCCL each costs a
+    communicator, its watchdog threads, and a fraction of a second to destroy; nothing is ever sent in it.
+
+    The arguments alone decide, so all ranks decide alike: a call that is answered from the cache is so on every rank.
+    """
+    with patched(dist, "new_group", sharing(dist.new_group), "one group of Megatron's for each that is of one rank"):
+        yield
+
+
+def sharing(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``new_group`` so that groups of a single rank are created once."""
+    cache: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(new_group)
+    def function(
+        ranks: Sequence[int] | None = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        **extra: Any,
+    ) -> Any:
+        # pg_options are not part of the key: they configure traffic, and a single rank has none.
+        options = {"pg_options": pg_options, "use_local_synchronization": use_local_synchronization, **extra}
+        if ranks is None or len(ranks) != 1:
+            return new_group(ranks, timeout, backend, **options)
+        # new_group with local synchronization is called by members only; without it, by all ranks. The two must not be mixed.
+        key = (*ranks, timeout, backend, use_local_synchronization)
+        if key not in cache:
+            cache[key] = new_group(ranks, timeout, backend, **options)
+        return cache[key]
+
+    return function

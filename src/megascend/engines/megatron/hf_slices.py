@@ -33,9 +33,9 @@ class _Rows:
     """Consecutive rows of a checkpoint tensor in a parameter of this rank.
 
     Attributes:
-        key, shape: of the global tensor.
+        key, shape: key and shape of the global tensor.
         lead: offsets along its first dimensions, those of layers and experts.
-        first, count: of the rows, along the dimension after these.
+        first, count: first row and number of rows, along the dimension after these.
         divided: the other tensor parallel ranks have other rows of the tensor.
     """
 
@@ -55,10 +55,7 @@ def hf_slices(
     Args:
         chunks: the model chunks of this rank, without wrappers.
         entries: Megatron-Core's checkpoint entries of them.
-        headers: of the Hugging Face checkpoint.
-
-    Raises:
-        CheckpointError: the architecture's conversion does more than cut and join rows.
+        headers: headers of the Hugging Face checkpoint's tensors.
     """
     probe = _Probe(bridge, entries)
     slices: dict[str, list[HfSlice]] = {}
@@ -113,6 +110,9 @@ class _Probe:
         view._get_weight = self._get_weight
         view._all_gather_tp = self._all_gather_tp
         view._broadcast_ep_pp = lambda tensor, is_expert: tensor
+        view._convert_mtp_embeds = lambda *args: (
+            None
+        )  # the head for multi-token prediction has no such weights of its own
 
     def weights(self, chunk: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield names and numbers of the weights that consist of this rank's parameters."""
@@ -188,8 +188,8 @@ def _slices(
     """Yield the runs of rows that a weight consists of.
 
     Args:
-        shape: of the weight, or of the half of it that ``numbers`` represent.
-        first_row: of that half.
+        shape: shape of the weight, or of the half of it that ``numbers`` represents.
+        first_row: first row of that half.
         numbers: with the weight's dimensions except the last; a vector's has its own. A padded vocabulary may be longer.
     """
     dims = shape if len(shape) == 1 else shape[:-1]

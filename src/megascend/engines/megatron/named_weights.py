@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.megatron.mtp import with_copies
 from megascend.engines.weight_stream import ExportBarrier, StreamStopped, stream_weights
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import FusedPart, fused_part
@@ -48,6 +49,7 @@ def named_weights(
     groups: ProcessGroups,
     headers: Mapping[str, TensorHeader],
     *,
+    copies: Mapping[str, str] | None = None,
     merge: Merge | None = None,
     receivers: Receivers = "all",
     device: torch.device | str | None = None,
@@ -64,12 +66,13 @@ def named_weights(
 
     Args:
         chunks: the model chunks of this rank, without wrappers.
-        headers: of the checkpoint that the model was built from, without tensors that are not built
-            (:attr:`megascend.huggingface.info.ModelInfo.tensors`). Tensors that are fused there are joined; names, shapes and
+        headers: headers of the checkpoint's tensors, without those that are not built
+            (:attr:`megascend.huggingface.info.ModelInfo.exported`). Tensors that are fused there are joined; names, shapes and
             dtypes are compared with them. Used by receivers.
+        copies: names of ``headers`` that repeat another weight, by its name: it is yielded again, under that name.
         merge: ``(name, tensor) -> tensor``, applied to every tensor, on receivers.
         receivers: global ranks that get the tensors.
-        device: of the tensors; default: the model's. ``meta``: shapes and dtypes; no shards are sent.
+        device: device of the tensors; default: the model's. ``meta``: shapes and dtypes; no shards are sent.
 
     Raises:
         CheckpointError: on every receiver: another receiver stopped before the end; or, after the last tensor, the tensors
@@ -94,6 +97,7 @@ def named_weights(
         return tensor
 
     weights = _join_fused(_Collector(bridge, groups, receiving, device, barrier.before_layer).weights(chunks), headers)
+    weights = with_copies(weights, copies or {})
     yield from stream_weights(
         weights, barrier, groups, headers, config.params_dtype, receives=groups.rank in receiving, finish=finish
     )
@@ -165,6 +169,8 @@ class _Collector:
         view._broadcast_ep_pp = self._broadcast_ep_pp
         view._set_layer_state = self._set_layer_state
         view._convert_hf_state_dict = self._convert_hf_state_dict
+        view._set_word_embeddings = self._set_word_embeddings
+        view._convert_mtp_embeds = lambda *args: None  # with_copies() repeats these weights
 
     def weights(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
         """Yield mcore-bridge's names and tensors; nothing on ranks that do not receive."""
@@ -185,6 +191,10 @@ class _Collector:
     def _convert_hf_state_dict(self, *args: Any, **options: Any) -> Any:
         self._layer = self._class._convert_hf_state_dict(self._view, *args, **options)
         return self._layer
+
+    def _set_word_embeddings(self, model: Any, *args: Any, **options: Any) -> Any:
+        # The last pipeline stage has a copy, for a head for multi-token prediction; the first stage sends it.
+        return self._class._set_word_embeddings(self._view, model if model.pre_process else None, *args, **options)
 
     def _get_weight(self, *args: Any, **options: Any) -> tuple[Tensor | None, Tensor | None]:
         self._inside = True

@@ -100,12 +100,14 @@ class HeadOutput:
         hidden: [batch, sequence, h (+ r)], with the columns that adapters of the output layer have appended.
         targets: int64 [n].
         lora_delta: those adapters' contribution to the logits, or None.
+        prediction: of the head for multi-token prediction, which shares the projection; or None.
     """
 
     head: OutputHead
     hidden: Tensor
     targets: Tensor
     lora_delta: LowRank | None
+    prediction: HeadOutput | None = None
 
     @property
     def fuses_loss(self) -> bool:

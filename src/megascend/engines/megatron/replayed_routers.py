@@ -14,22 +14,8 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.router_replay import ExpertLayers, RouterReplay
-
-
-@dataclass
-class _Pass:
-    """Forward pass of one micro batch through one model chunk.
-
-    Attributes:
-        routed: int64 [rows, layers with experts, k], of this rank's rows in Megatron's order; None: routers choose.
-        real: bool [rows], rows that are not padding.
-        complete: the chunk has run; later router calls are recomputation.
-    """
-
-    routed: Tensor | None
-    real: Tensor
-    complete: bool = False
+from megascend.engines.megatron.routers import router_rows
+from megascend.engines.router_replay import ExpertLayers, ReplayedPass, RouterReplay
 
 
 class MegatronRouterReplay(RouterReplay):
@@ -38,7 +24,6 @@ class MegatronRouterReplay(RouterReplay):
     def __init__(self, chunks: Sequence[Any], layers: ExpertLayers, groups: ProcessGroups) -> None:
         super().__init__(layers, groups.device)
         self._groups = groups
-        self._pass: _Pass | None = None
         for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
             assert router.layer_number is not None
             column = layers.numbers.index(router.layer_number - 1)
@@ -46,8 +31,12 @@ class MegatronRouterReplay(RouterReplay):
 
     def enter(self, batch: MicroBatch) -> None:
         """Set the micro batch that a chunk computes next."""
-        routed = None if batch.routed_experts is None else self._rows(self.layers.columns(batch.routed_experts), batch)
-        self._pass = _Pass(routed, self._rows(~batch.padding, batch))
+        routed = batch.routed_experts
+        if routed is None:  # as in a captured step, whose micro batch has no padding column either
+            self._pass = ReplayedPass(None, None)
+            return
+        rows = router_rows(self.layers.columns(routed), batch, self._groups)
+        self._pass = ReplayedPass(rows, router_rows(~batch.padding, batch, self._groups))
 
     def leave(self, output: Tensor) -> None:
         """Note that the chunk has run, and restore its micro batch when its backward pass begins."""
@@ -59,21 +48,13 @@ class MegatronRouterReplay(RouterReplay):
             # own, this one must not find another's.
             output.register_hook(lambda _: setattr(self, "_pass", current))
 
-    def replay(self, column: int, scores: Tensor, values: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def replay(self, column: int, scores: Tensor, values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores and numbers of the experts that a layer's tokens are sent to."""
         current = self._pass
         if current is None or current.routed is None:
-            return values, own
-        chosen = self.choose(own, current.routed[:, column], None if current.complete else current.real)
+            return values, indices
+        chosen = self.choose(indices, current.routed[:, column], None if current.complete else current.real)
         return scores.gather(1, chosen), chosen
-
-    def _rows(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """Return [n, ...] in the order of this rank's router rows: sequence first, sliced under sequence parallelism."""
-        rows = values.unflatten(0, batch.input_ids.shape).transpose(0, 1).flatten(0, 1)
-        topology = self._groups.topology
-        if topology.sequence_parallel:
-            rows = rows.chunk(topology.tensor)[self._groups.coordinates.tensor]
-        return rows
 
 
 @dataclass(frozen=True)
@@ -92,8 +73,8 @@ class _Source:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        return self.replay.replay(self.column, scores, values, own)
+        values, indices = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self.replay.replay(self.column, scores, values, indices)
 
 
 def expert_layers(config: Any) -> ExpertLayers | None:
@@ -110,7 +91,7 @@ def expert_layers(config: Any) -> ExpertLayers | None:
     return ExpertLayers(config.num_layers, numbers, config.num_moe_experts, config.moe_router_topk)
 
 
-def why_not(config: Any, *, graphs: bool) -> str | None:
+def unsupported_reason(config: Any, *, graphs: bool) -> str | None:
     """Return the reason why this model's routers cannot replay, or None."""
     if "router_replay" not in inspect.signature(moe_utils.topk_routing_with_score_function).parameters:
         return "this megatron-core has no router replay (0.16 has)"

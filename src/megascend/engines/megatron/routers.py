@@ -26,23 +26,25 @@ from megascend.engines import load_balancing
 from megascend.errors import ConfigError
 
 TO_BALANCE, CHOSEN = 0, 1
-"""Indices of the two counts of :class:`_Pass`: by probability only, for the loss; as routed, including the correction bias."""
+"""Indices of the two counts of :class:`_BalancedPass`:
+by probability only, for the loss; as routed, including the correction bias."""
 
 
 @dataclass
-class _Pass:
+class _BalancedPass:
     """Forward pass of one micro batch through one model chunk.
 
     Attributes:
-        real: bool [rows], the rows of this rank's routers that are neither padding nor of a dummy batch.
-        tokens: real tokens of the micro batch on all ranks.
+        real: of each router, bool [rows]: the rows of this rank that are neither padding nor of a dummy batch. The router of a
+            head for multi-token prediction has one less of every sample, whose last token it does not predict from.
+        tokens: of each router, real tokens of the micro batch on all ranks.
         counts: fp32 [2, layers, experts], real tokens sent to each expert; summed over ranks after the chunk has run.
         complete: the chunk has run; later router calls are recomputation.
         gradients: [layers, experts], of the loss with respect to a row's probabilities; None until then, and without a loss.
     """
 
-    real: Tensor
-    tokens: int
+    real: list[Tensor]
+    tokens: list[int]
     counts: Tensor
     complete: bool = False
     gradients: Tensor | None = None
@@ -59,11 +61,12 @@ class Routers:
 
     def __init__(self, chunks: Sequence[Any], config: Any, moe: Moe, groups: ProcessGroups) -> None:
         self._config, self._moe, self._groups = config, moe, groups
-        self._by_chunk = [[m for m in chunk.modules() if isinstance(m, TopKRouter)] for chunk in chunks]
+        self._by_chunk = [_routers(chunk) for chunk in chunks]
+        self._predicts = [_routers(getattr(chunk, "mtp", None)) for chunk in chunks]
         for router in (router for routers in self._by_chunk for router in routers):
             patch(router, "enable_expert_bias", False, "does not count tokens itself; the bias stays in use")
         self._active = False
-        self._pass: _Pass | None = None
+        self._pass: _BalancedPass | None = None
         self._weight = 0.0
         self._totals: list[Tensor] = []
         if moe.aux_loss == "none" and moe.bias_update_rate == 0:
@@ -99,7 +102,14 @@ class Routers:
             return
         experts = self._config.num_moe_experts
         counts = torch.zeros(2, len(self._by_chunk[chunk]), experts, device=self._groups.device)
-        self._pass = _Pass(self._real_rows(batch), 0 if batch.dummy else sum(batch.lengths), counts)
+        real, tokens = self._real_rows(batch, batch.padding), 0 if batch.dummy else sum(batch.lengths)
+        rows, numbers = [real] * len(self._by_chunk[chunk]), [tokens] * len(self._by_chunk[chunk])
+        if batch.mtp is not None and self._predicts[chunk]:
+            real, tokens = self._real_rows(batch, batch.mtp.padding), tokens and tokens - len(batch.lengths)
+            for router in self._predicts[chunk]:
+                position = self._by_chunk[chunk].index(router)
+                rows[position], numbers[position] = real, tokens
+        self._pass = _BalancedPass(rows, numbers, counts)
 
     def leave(self, output: Tensor, chunk: int) -> None:
         """Sum the counts of the chunk that has just run over ranks, for its backward pass. Collective."""
@@ -114,13 +124,17 @@ class Routers:
         self._totals[chunk] += current.counts
         if self._moe.aux_loss != "none":
             top_k = self._config.moe_router_topk
-            gradients = load_balancing.gradients(self._moe.aux_loss, current.counts[TO_BALANCE], current.tokens, top_k)
+            gradients = current.counts[TO_BALANCE].clone()
+            # Routers that see the same tokens at a time: the formula of transformers pools them.
+            for tokens in set(current.tokens):
+                group = [position for position, number in enumerate(current.tokens) if number == tokens]
+                gradients[group] = load_balancing.gradients(self._moe.aux_loss, gradients[group], tokens, top_k)
             gradients = gradients * self._weight
             scale = self._config.grad_scale_func  # the loss scale of fp16
             current.gradients = gradients if scale is None else scale(gradients)
         if output.requires_grad:
             # Recomputed layers run in the backward pass, when another micro batch may have been entered.
-            output.register_hook(lambda _: self._return_to(current))
+            output.register_hook(lambda _: setattr(self, "_pass", current))
 
     def update_bias(self) -> None:
         """Move the correction bias of every expert towards an equal load, by the tokens since the last call. Collective.
@@ -143,16 +157,8 @@ class Routers:
         for totals in self._totals:
             totals.zero_()
 
-    def _return_to(self, current: _Pass) -> None:
-        self._pass = current
-
-    def _real_rows(self, batch: MicroBatch) -> Tensor:
-        rows = torch.zeros_like(batch.padding) if batch.dummy else ~batch.padding
-        rows = rows.view(batch.input_ids.shape).t().flatten()  # Megatron's order: sequence first
-        topology = self._groups.topology
-        if topology.sequence_parallel:
-            rows = rows.chunk(topology.tensor)[self._groups.coordinates.tensor]
-        return rows
+    def _real_rows(self, batch: MicroBatch, padding: Tensor) -> Tensor:
+        return router_rows(torch.zeros_like(padding) if batch.dummy else ~padding, batch, self._groups)
 
     def _attach(self, router: TopKRouter, position: int) -> None:
         """Patch a router to record its logits, and hook its output."""
@@ -173,25 +179,39 @@ class Routers:
         router.register_forward_hook(after)
 
     def _record(
-        self, current: _Pass, position: int, logits: Tensor, weights: Tensor, chosen: Tensor
+        self, current: _BalancedPass, position: int, logits: Tensor, weights: Tensor, chosen: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Count one router's choices, and attach the loss's gradient; returns the router's output."""
         scores = load_balancing.scores(logits, self._config.moe_router_score_function)
         if not current.complete:  # recomputation would count again
             with torch.no_grad():
-                real = current.real[:, None]
+                real = current.real[position][:, None]
                 best = scores.topk(self._config.moe_router_topk, dim=-1).indices
                 by_probability = torch.zeros_like(scores).scatter(1, best, 1.0)
                 current.counts[TO_BALANCE, position] = (by_probability * real).sum(0)
                 current.counts[CHOSEN, position] = (chosen * real).sum(0, dtype=torch.float32)
         if self._moe.aux_loss != "none" and torch.is_grad_enabled():
-            weights = _WithLoss.apply(weights, scores, lambda: _rows(current, position))
+            weights = _WithLoss.apply(weights, scores, lambda: _gradient_rows(current, position))
         return weights, chosen
 
 
-def _rows(current: _Pass, position: int) -> Tensor:
+def _routers(module: torch.nn.Module | None) -> list[TopKRouter]:
+    return [] if module is None else [m for m in module.modules() if isinstance(m, TopKRouter)]
+
+
+def router_rows(values: Tensor, batch: MicroBatch, groups: ProcessGroups) -> Tensor:
+    """Return a micro batch's values, [tokens, ...], as [rows, ...] of this rank's routers.
+
+    Megatron's order has the sequence first; under sequence parallelism a rank has a slice of it.
+    """
+    rows = values.unflatten(0, batch.input_ids.shape).transpose(0, 1).flatten(0, 1)
+    topology = groups.topology
+    return rows.chunk(topology.tensor)[groups.coordinates.tensor] if topology.sequence_parallel else rows
+
+
+def _gradient_rows(current: _BalancedPass, position: int) -> Tensor:
     assert current.gradients is not None, "the backward pass began before the chunk's forward pass had ended"
-    return current.gradients[position] * current.real[:, None]
+    return current.gradients[position] * current.real[position][:, None]
 
 
 class _WithLoss(torch.autograd.Function):

@@ -83,9 +83,6 @@ def load(
     Args:
         tensors: headers of all tensors of the model.
         fresh: newly initialised weights of a scalar head, which are not in the checkpoint.
-
-    Raises:
-        CheckpointError: on all ranks, naming tensors that are missing, unused, or of the wrong shape.
     """
     used: dict[str, None] = {}  # a dict for the order of reading: _after() names the last one
     problem = None

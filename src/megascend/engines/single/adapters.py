@@ -116,7 +116,7 @@ class ActiveAdapter:
     """An adapter that is applied to a transformers model until :meth:`deactivate`.
 
     Args:
-        factors: of every adapted projection; copied, in the model's dtype.
+        factors: factors of every adapted projection; copied, in the model's dtype.
     """
 
     def __init__(self, model: Any, lora: Lora, factors: Mapping[str, Factors]) -> None:

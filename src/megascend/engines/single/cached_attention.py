@@ -17,7 +17,7 @@ REFUSED = ("softcap",)
 """Options of an attention function that the cached attention does not compute."""
 
 
-def why_not(model: Any) -> str | None:
+def unsupported_reason(model: Any) -> str | None:
     """Return the reason why this model cannot have a KV cache, or None."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -56,7 +56,7 @@ class SingleEngine(TransformersEngine):
     plain rows, while packed rows are exact only with some attention implementations.
 
     Attributes:
-        adapters: on a frozen model, or None.
+        adapters: adapters on a frozen model; None if the model itself is trained.
     """
 
     kind = "single"
@@ -125,8 +125,8 @@ class SingleEngine(TransformersEngine):
             return ScalarOutput(values_of(layer, self.model.dropout(hidden)))
         return PlainOutput(hidden.flatten(0, 1), layer.weight, batch.targets, self.info.shape.vocab_size)
 
-    def why_no_cache(self) -> str | None:
-        return cached_attention.why_not(self.model)
+    def cache_unsupported_reason(self) -> str | None:
+        return cached_attention.unsupported_reason(self.model)
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
@@ -197,6 +197,11 @@ class SingleSubject(TransformersSubject):
 def check_settings(spec: EngineSpec) -> None:
     """Raise ConfigError for settings that this engine does not have."""
     recompute = spec.recompute
+    if spec.mtp == "train":
+        raise ConfigError(
+            "engine single: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
+            "prediction, set keep"
+        )
     if spec.batching.cuda_graphs is not None:
         raise ConfigError("engine single: batching.cuda_graphs is a setting of engine megatron; leave it out")
     if recompute.granularity == "selective":
@@ -208,11 +213,7 @@ def check_settings(spec: EngineSpec) -> None:
 
 
 def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
-    """Check a model, which may be on ``meta``, against the settings; return the names of adapter targets.
-
-    Raises:
-        ConfigError: the engine does not support this model, or not with these settings.
-    """
+    """Check a model, which may be on ``meta``, against the settings; return the names of adapter targets."""
     check_head(spec, info)
     if info.scalar_head is None:
         plain_head(model)

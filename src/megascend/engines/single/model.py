@@ -49,12 +49,8 @@ def load_model(
     """Load transformers' model of a directory with all its weights.
 
     Args:
-        info: of the directory.
+        info: description of the checkpoint in the directory.
         fresh: weights of a scalar head that are not in the checkpoint.
-
-    Raises:
-        CheckpointError: transformers cannot load it, would initialise some of its weights at random, or does not use some of
-            the stored ones; or a number is beyond fp16's range.
     """
     head = info.scalar_head
     config = model_config(model_dir)
@@ -143,11 +139,7 @@ def plain_head(model: Any) -> Any:
 
 
 def check_plain_head(model: Any, vocab_size: int) -> None:
-    """Compare the output layer's plain product with the model's own logits, for a few tokens.
-
-    Raises:
-        ConfigError: the model does more than that (a bias, a cap or a scale of the logits), which this engine would omit.
-    """
+    """Compare the output layer's plain product with the model's own logits, for a few tokens."""
     head = plain_head(model)
     products: list[Tensor] = []
     hook = head.register_forward_hook(lambda module, inputs, output: products.append(output))
@@ -197,7 +189,7 @@ def router_loss(model: Any, output: Any, batch: MicroBatch) -> Tensor:
     """Compute transformers' load-balancing loss of one micro batch over its samples' tokens, without a coefficient.
 
     Args:
-        output: of the base model, with ``router_logits``.
+        output: the base model's output, with ``router_logits``.
     """
     function = getattr(sys.modules[type(model).__module__], ROUTER_LOSS)
     config, logits = model.config, output.router_logits
@@ -215,7 +207,7 @@ def named_weights(
 
     Args:
         stored: names of the checkpoint's tensors; see :func:`megascend.engines.transformers_names.in_checkpoint`.
-        device: of the tensors; default: the model's.
+        device: device of the tensors; default: the model's.
     """
     tensors = persistent_tensors(model)
     describes = device is not None and torch.device(device).type == "meta"

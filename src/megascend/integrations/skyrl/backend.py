@@ -5,7 +5,7 @@ Its class path is ``megascend.integrations.skyrl.backend:MegascendBackend`` (see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from skyrl.utils.storage import download_and_unpack, pack_and_upload
 from megascend.config import Lora
 from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, DataError, MegascendError
-from megascend.integrations.skyrl.batches import Pass, pass_of, sample_request_of
+from megascend.integrations.skyrl.batches import Pass, pass_of, sample_output, sample_request_of
 from megascend.integrations.skyrl.ranks import Ranks
 from megascend.integrations.skyrl.settings import BackendConfig, settings_of
 from megascend.serve.api.bodies import adam_of
@@ -236,13 +236,4 @@ def _failed(error: Exception) -> types.ErrorResponse:
 def _answer(outcome: Outcome) -> types.SampleOutput | types.ErrorResponse:
     if outcome.error is not None or outcome.value.error is not None:
         return types.ErrorResponse(error=str(outcome.error or outcome.value.error), status="failed")
-    sequences: Sequence[types.GeneratedSequence] = [
-        types.GeneratedSequence(
-            stop_reason=sequence.stop_reason, tokens=list(sequence.tokens), logprobs=list(sequence.logprobs)
-        )
-        for sequence in outcome.value.samples
-    ]
-    logprobs = outcome.value.prompt_logprobs
-    # SkyRL 0.3.0 requires a number for every token, so 0 stands for the first one, which has no log-probability.
-    prompt = None if logprobs is None else [0.0 if value is None else value for value in logprobs]
-    return types.SampleOutput(sequences=list(sequences), prompt_logprobs=prompt)
+    return sample_output(outcome.value, types.SampleOutput)

@@ -11,7 +11,7 @@ import numpy as np
 from megascend.batch.losses import Loss
 from megascend.batch.sample import Sample
 from megascend.errors import DataError
-from megascend.sampling.request import SampleRequest, SamplingParams
+from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
 from megascend.serve.api.wire import Datum
 from megascend.serve.samples import loss_of, samples_of, values_of
 
@@ -100,6 +100,26 @@ def sample_request_of(batch: Any, number: int, adapter: str | None) -> SampleReq
         prompt_logprobs=bool(prompt_logprobs),
         topk_prompt_logprobs=more[0] if more else 0,
     )
+
+
+def sample_output(result: SampleResult, kind: Any) -> Any:
+    """Build SkyRL's answer to a request.
+
+    Args:
+        kind: SkyRL's ``SampleOutput``. After 0.3.0 it has top log-probabilities of prompt tokens, and None for the first token,
+            which has no log-probability; 0.3.0 has neither, requires a number for every token, and gets 0 there.
+    """
+    sequences = [
+        {"stop_reason": sequence.stop_reason, "tokens": list(sequence.tokens), "logprobs": list(sequence.logprobs)}
+        for sequence in result.samples
+    ]
+    prompt = None if result.prompt_logprobs is None else list(result.prompt_logprobs)
+    if "topk_prompt_logprobs" in kind.model_fields:
+        top = result.topk_prompt_logprobs
+        pairs = None if top is None else [None if position is None else list(position) for position in top]
+        return kind(sequences=sequences, prompt_logprobs=prompt, topk_prompt_logprobs=pairs)
+    numbers = None if prompt is None else [0.0 if value is None else value for value in prompt]
+    return kind(sequences=sequences, prompt_logprobs=numbers)
 
 
 def _tensor(values: Any) -> dict[str, Any]:

@@ -64,11 +64,7 @@ class PublishedAddress:
 
 
 def read_address(where: str | Path) -> Address:
-    """Read an address from its file, or parse ``HOST:PORT``.
-
-    Raises:
-        ControllerLostError: the file does not exist (yet), or contains no address.
-    """
+    """Read an address from its file, or parse ``HOST:PORT``."""
     host, colon, port = str(where).rpartition(":")
     if colon and port.isascii() and port.isdigit() and "/" not in str(where):
         return Address(host.strip("[]"), int(port))

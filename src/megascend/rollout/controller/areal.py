@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import json
 from typing import Any
 
 from megascend.errors import ControllerBusyError, LeaseLapsedError, MegascendError, MessageError, RolloutTaskError
 from megascend.rollout.controller.controller import Controller
+from megascend.rollout.controller.messages import read_object
 
 CALLBACKS = "/callback/"
 OWNER = "AReaL"
@@ -49,7 +49,7 @@ class ArealCallbacks:
             if name in WEIGHTS:
                 reason = "weights reach the controller's engines by megascend.WeightSync (docs/rl.md)"
                 return 501, {"error": f"{name} is not supported: {reason}"}
-            await self._carry_out(name, _fields(body))
+            await self._carry_out(name, read_object(body or b"{}"))
         except (MessageError, RolloutTaskError) as error:
             return 400, {"error": str(error)}
         except MegascendError as error:
@@ -92,13 +92,3 @@ class ArealCallbacks:
                 await self._controller.release(claim)  # which resumes paused engines
             except LeaseLapsedError:
                 return
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    try:
-        fields = json.loads(body or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"the body is not valid JSON: {str(error)[:200]}") from None
-    if not isinstance(fields, dict):
-        raise MessageError("the body is not a JSON object")
-    return fields

@@ -195,15 +195,9 @@ class ControllerClient:
             delay = min(2 * delay, LONGEST_DELAY_S)
 
     async def _attempt(self, address: Address, route: str, body: bytes) -> dict[str, Any] | MegascendError:
-        """Send a call once, with a new signature. Return the controller's answer, including errors.
-
-        Raises:
-            AuthError: the controller refuses our signature.
-            UnreadableAnswerError, ConnectionError: as :func:`exchange`, or another server answers at the address, which our
-                controller may still replace.
-        """
+        """Send a call once, with a new signature. Return the controller's answer, including errors."""
         signed = sign(self._key, "POST", route, body, audience=AUDIENCE)
-        answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, most_bytes=MAX_ANSWER_BYTES)
+        answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, max_bytes=MAX_ANSWER_BYTES)
         signature = answer.headers.get(ANSWER_HEADER)
         if answer.status == 401 and signature is None:
             raise AuthError(f"{address} refuses our signature: {_unsigned_text(answer)}")

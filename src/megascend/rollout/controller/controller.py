@@ -50,7 +50,7 @@ class Controller:
     expires here and, in case this process dies, in the engine.
 
     Args:
-        engines: with unique names; not closed by the controller.
+        engines: engines with unique names; not closed by the controller.
     """
 
     def __init__(
@@ -92,9 +92,6 @@ class Controller:
 
         Args:
             wait_s: longest wait for another owner to release them, in seconds.
-
-        Raises:
-            EngineOwnedError: one of them belongs to another owner, who is named.
         """
         until = self._clock.now() + wait_s
         while True:
@@ -142,11 +139,7 @@ class Controller:
         return {"instance": self.instance, "engines": engines, "rollouts": dict(self.tasks.status())}
 
     async def close(self, reason: str = "the controller is closing") -> None:
-        """Cancel operations, drop updates, resume paused engines, fail rollouts in flight. A second call waits for the first.
-
-        Raises:
-            EngineError: engines could not be resumed; everything else is done. Their own leases end their pause.
-        """
+        """Cancel operations, drop updates, resume paused engines, fail rollouts in flight. A second call waits for the first."""
         if self._closed is None:
             self._closed = asyncio.ensure_future(self._close(reason))
         await asyncio.shield(self._closed)

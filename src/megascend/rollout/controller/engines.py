@@ -49,12 +49,8 @@ class Engines:
         """Call engines concurrently, and wait for all.
 
         Args:
-            label: of the call, for messages.
+            label: label of the call, for messages.
             timeout_s: instead of the default deadline.
-
-        Raises:
-            EngineTimeoutError: all failures are timeouts.
-            EngineError: some failed; the message names them, and those that did not.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
         succeeded, failed = await call_all([self._engines[name] for name in names], call, limit)
@@ -93,12 +89,7 @@ class Updates:
         return members
 
     async def begin(self, claim: Claim, offer: Offer) -> None:
-        """Offer each engine its ranks of the group.
-
-        Raises:
-            ControllerError: another update is open.
-            MessageError: the offer is for another number of members.
-        """
+        """Offer each engine its ranks of the group."""
         if (update := self._updates.get(claim.id)) is not None:
             raise ControllerError(f"update {update.name!r} of {claim.owner!r} is open: commit or drop it first")
         # Asked once for a claim: an engine's workers do not change while it runs.
@@ -126,11 +117,7 @@ class Updates:
         update.verified = True
 
     async def commit(self, claim: Claim, name: str) -> None:
-        """Commit an update that all engines have verified.
-
-        Raises:
-            ControllerError: not all have verified it, or it is not open.
-        """
+        """Commit an update that all engines have verified."""
         update = self._open(claim, name)
         if not update.verified:
             raise ControllerError(f"update {name!r} of {claim.owner!r} has not been verified on all engines")

@@ -76,23 +76,15 @@ def new_id(clock: Callable[[], float] = time.time) -> str:
 
 
 def write_call(instance: str, call_id: str, caller: str, arguments: Mapping[str, Any]) -> bytes:
-    """Encode a call. ``instance`` is empty in the first call, which requests it.
-
-    Raises:
-        MessageError: the arguments are not JSON.
-    """
+    """Encode a call. ``instance`` is empty in the first call, which requests it."""
     return _dump(
         {"version": VERSION, "instance": instance, "id": call_id, "caller": caller, "arguments": dict(arguments)}
     )
 
 
 def read_call(body: bytes) -> Call:
-    """Parse a call.
-
-    Raises:
-        MessageError: not JSON, not of this form, or of another version.
-    """
-    data = _load(body)
+    """Parse a call."""
+    data = read_object(body)
     _check_version(data)
     if set(data) != {"version", "instance", "id", "caller", "arguments"}:
         raise MessageError("a call has the fields version, instance, id, caller and arguments, and no others")
@@ -125,12 +117,8 @@ def write_error(instance: str, error: Exception) -> Answer:
 
 
 def read_answer(answer: Answer) -> tuple[str, dict[str, Any] | MegascendError]:
-    """Parse an answer; return the instance that sent it, and its result or error.
-
-    Raises:
-        MessageError: not JSON, not of this form, or of another version.
-    """
-    data = _load(answer.body)
+    """Parse an answer; return the instance that sent it, and its result or error."""
+    data = read_object(answer.body)
     _check_version(data)
     instance = data.get("instance")
     if not isinstance(instance, str):
@@ -157,7 +145,8 @@ def _dump(data: Mapping[str, Any]) -> bytes:
         raise MessageError(f"cannot be encoded as JSON: {error}") from error
 
 
-def _load(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object."""
     try:
         data = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant)
     except (ValueError, RecursionError) as error:

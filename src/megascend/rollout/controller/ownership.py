@@ -73,16 +73,11 @@ class Ownership:
         self._ended: deque[tuple[str, str]] = deque(maxlen=REMEMBERED)
 
     def claim(self, owner: str, engines: Sequence[str] | None, lease_s: float, now: float) -> Claim:
-        """Claim engines (None: all) for an owner: all of them or none.
-
-        Raises:
-            EngineOwnedError: one of them has an owner; the message names it, with age and remaining time of its claim.
-            ControllerError: an engine is unknown, or the lease is too long.
-        """
+        """Claim engines (None: all) for an owner: all of them or none."""
         names = self._engines if engines is None else tuple(dict.fromkeys(engines))
         if unknown := [name for name in names if name not in self._engines]:
             raise ControllerError(
-                f"no engine {', '.join(map(repr, unknown))}; there are {', '.join(self._engines) or 'none'}"
+                f"unknown engine {', '.join(map(repr, unknown))}; known: {', '.join(self._engines) or 'none'}"
             )
         if not names:
             raise ControllerError("a claim on no engine")
@@ -102,12 +97,7 @@ class Ownership:
         return claim
 
     def get(self, claim_id: str) -> Claim:
-        """Return an active claim.
-
-        Raises:
-            LeaseLapsedError: it has ended.
-            ControllerError: the claim is unknown, or ended long ago.
-        """
+        """Return an active claim."""
         claim = self._claims.get(claim_id)
         if claim is not None and not claim.ending:
             return claim

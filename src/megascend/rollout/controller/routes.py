@@ -167,14 +167,10 @@ class ReadCall:
 
 
 def read_route(target: str, values: dict[str, Any], size: int) -> ReadCall:
-    """Parse a call, whose body has ``size`` bytes.
-
-    Raises:
-        MessageError: the call is unknown, or arguments are invalid; the message describes each.
-    """
+    """Parse a call, whose body has ``size`` bytes."""
     name = target.removeprefix(PREFIX)
     if target not in ROUTES:
-        raise MessageError(f"there is no POST {target[:200]}; there is POST {', '.join(ROUTES)}")
+        raise MessageError(f"unknown route POST {target[:200]}; known: POST {', '.join(ROUTES)}")
     try:
         if name in CONTROLLER_CALLS:
             service = CONTROLLER_CALLS[name].model_validate(values)

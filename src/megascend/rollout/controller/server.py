@@ -53,11 +53,11 @@ class HttpLimits:
     """Bounds of the server.
 
     Attributes:
-        max_connections: of all callers, including unauthenticated ones. Beyond it, one of the host with the most connections is
-            closed, idle ones first.
+        max_connections: limit for all callers, including unauthenticated ones. Beyond it, a connection of the host with the
+            most is closed, idle ones first.
         max_requests: concurrent requests of callers with the key, including those that wait for their answer.
         max_head_bytes: first line and headers.
-        max_body_bytes: of one request.
+        max_body_bytes: limit for one request.
         max_buffered_bytes: bodies of all requests together.
         body_timeout_s: deadline for a request's body, in seconds.
     """
@@ -133,12 +133,7 @@ class ControllerServer:
         """Address at which it listens, complete after :meth:`start`."""
 
     async def start(self) -> Address:
-        """Listen, and publish the address.
-
-        Raises:
-            ConfigError: the port is taken, the host is not an address of this machine, or is a wildcard and none is advertised.
-            ControllerError: another controller holds the file.
-        """
+        """Listen, and publish the address."""
         # The file would contain an address that leads other machines to themselves.
         if self._publish is not None and self._advertise is None and self._host in ("", "0.0.0.0", "::"):
             raise ConfigError(
@@ -189,11 +184,7 @@ class ControllerServer:
         return self.address
 
     async def close(self, reason: str = "the controller is closing") -> None:
-        """Refuse new calls, close the controller (which resumes paused engines), answer running calls.
-
-        Raises:
-            EngineError: engines could not be resumed; everything else is done.
-        """
+        """Refuse new calls, close the controller (which resumes paused engines), answer running calls."""
         if self._closed is None:
             self._closed = asyncio.ensure_future(self._close(reason))
         # A second signal, or a cancelled caller, must not end the closing halfway.

@@ -55,11 +55,6 @@ class RolloutTasks:
 
         Returns:
             A future with the result, or a RolloutTaskError.
-
-        Raises:
-            MessageError: the name is or was in use.
-            ControllerBusyError: too many rollouts.
-            ControllerLostError: closed.
         """
         self._check_new(name)
         if len(self._tasks) >= self._max_tasks:
@@ -123,9 +118,6 @@ class RolloutTasks:
 
         Returns:
             Name -> result, or the RolloutTaskError it ended in.
-
-        Raises:
-            RolloutTaskError: one of them is not expected.
         """
         waiting: dict[asyncio.Future[Any], tuple[str, _Task]] = {}
         for name in names:

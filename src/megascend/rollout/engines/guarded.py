@@ -25,9 +25,9 @@ class GuardedProcess:
 
     Args:
         command: the program and its arguments.
-        output: of the program; default: this process's output.
-        environment: complete; default: this process's, without the variables of a rank.
-        descriptors: to inherit.
+        output: output of the program; default: this process's output.
+        environment: complete environment; default: this process's, without the variables of a rank.
+        descriptors: file descriptors to inherit.
 
     Attributes:
         process: has the program's pid and exit code, and leads its process group.

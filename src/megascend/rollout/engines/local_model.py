@@ -23,7 +23,7 @@ from megascend.huggingface.files import tensor_headers
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
 from weightwire.engine import Completion, InferenceEngine, Sampling
-from weightwire.errors import ManifestError
+from weightwire.errors import ManifestError, UnsupportedCallError
 from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
@@ -49,8 +49,8 @@ class LocalModel(InferenceEngine):
         """
         Args:
             model: directory of a Hugging Face checkpoint.
-            name: for messages.
-            seed: of the samples of requests without a seed.
+            name: label for messages.
+            seed: seed for requests that have none.
             rows: maximum number of responses in a batch.
 
         Raises:
@@ -75,6 +75,10 @@ class LocalModel(InferenceEngine):
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
         self._require_no_adapter(adapter)
+        if sampling.routed_experts:
+            raise UnsupportedCallError(
+                f"{self.name} does not return routed experts: use a vLLM server for router replay"
+            )
         limit = getattr(self._model.config, "max_position_embeddings", None)
         if not prompt or sampling.max_tokens < 1 or n < 1:
             raise EngineError(

@@ -39,7 +39,7 @@ def visible_gpus(environment: Mapping[str, str], count: int) -> list[str]:
     """Return the names of this process's GPUs, as ``CUDA_VISIBLE_DEVICES`` of a child has them.
 
     Args:
-        count: of the GPUs visible to this process (``torch.cuda.device_count()``).
+        count: number of GPUs visible to this process (``torch.cuda.device_count()``).
     """
     if VISIBLE not in environment:
         return [str(index) for index in range(count)]

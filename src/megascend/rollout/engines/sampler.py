@@ -26,7 +26,7 @@ class Row:
     Attributes:
         prompt: token ids.
         sampling: settings of the request.
-        seed: of its request.
+        seed: seed of the request.
         number: index among the request's responses.
     """
 
@@ -61,7 +61,7 @@ def make_rows(prompt: Sequence[int], sampling: Sampling, n: int, seed: int) -> l
     """Create ``n`` rows for one prompt.
 
     Args:
-        seed: of the request, if ``sampling`` has none.
+        seed: seed of the request, if ``sampling`` has none.
     """
     start = seed if sampling.seed is None else sampling.seed
     return [Row(prompt, sampling, start, number) for number in range(n)]

@@ -23,7 +23,7 @@ from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.io.atomic import honour_umask
 from megascend.rollout.http_client import EngineServer
 from weightwire.engine import Completion, InferenceEngine, Sampling
-from weightwire.errors import CommitError, NotServingError, UpdateError
+from weightwire.errors import CommitError, NotServingError, UnsupportedCallError, UpdateError
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.transports.choice import Location
@@ -42,7 +42,7 @@ class SglangEngine(InferenceEngine):
         address: ``http://HOST:PORT``.
         model: directory of the checkpoint from which the server was started, as the server reads it; reloaded if the first update
             fails.
-        directory: for weight versions: on a disk, or in memory (``/dev/shm``), which the server reads under the same path. It
+        directory: holds weight versions: on a disk, or in memory (``/dev/shm``), which the server reads under the same path. It
             contains the active version and, during a commit, the next one.
         api_key: the server's ``--api-key``.
         generate_timeout_s: deadline of a request, including time in the server's queue.
@@ -79,6 +79,10 @@ class SglangEngine(InferenceEngine):
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
         """See :class:`InferenceEngine`. ``first_version`` is the one active when the request was sent."""
+        if sampling.routed_experts:
+            raise UnsupportedCallError(
+                f"{self.name} does not return routed experts: use a vLLM server for router replay"
+            )
         before = self._versions["model"]
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -175,7 +179,7 @@ class SglangEngine(InferenceEngine):
                 self._receiver.forget("model")
                 await self._go_back(error)
                 await self._continue()
-                raise CommitError(f"{error}. The weights from before it are in force") from error
+                raise CommitError(f"{error}. The weights from before it are active") from error
             except BaseException:
                 await self._continue()
                 raise

@@ -56,12 +56,12 @@ class VllmProcess:
     Args:
         python: the interpreter of vLLM's environment (``scripts/vllm_env.sh`` creates one).
         model: a Hugging Face checkpoint directory.
-        key_file: of the job's key, mode 0600; not needed for a server without weightwire.
+        key_file: file with the job's key, mode 0600; not needed for a server without weightwire.
         log: file for the output.
         options: additional options of vLLM.
         environment: additional variables, beside those of :func:`engine_environment`.
         port: default: a free one.
-        module: to run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
+        module: module to run; vLLM's own server is ``vllm.entrypoints.openai.api_server``.
 
     Raises:
         ConfigError: the interpreter does not exist.
@@ -182,13 +182,13 @@ def first_error(log: str) -> str:
     if sum(map(len, text)) <= CAUSE:
         return "\n".join(text)
     # A traceback says what has failed in its first line, and why in its last ones.
-    kept, size = [], 0
+    tail, size = [], 0
     for line in reversed(text[1:]):
         size += len(line)
-        if kept and size > CAUSE:
+        if tail and size > CAUSE:
             break
-        kept.append(line[-CAUSE:])
-    return "\n".join([text[0], "[...]", *reversed(kept)])
+        tail.append(line[-CAUSE:])
+    return "\n".join([text[0], "[...]", *reversed(tail)])
 
 
 def engine_environment(python: str | Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -61,9 +61,6 @@ def parse_keys(text: str) -> dict[str, str]:
     """Parse ``MEGASCEND_API_KEYS``, comma-separated ``tml-...`` or ``NAME=tml-...``, into tenants by digest.
 
     The tenant of a key without a name is ``k`` and the first 12 digits of its digest, the same after a restart.
-
-    Raises:
-        ConfigError: a key lacks the prefix ``tml-``, is shorter than 20 characters, or occurs twice. The message omits it.
     """
     tenants: dict[str, str] = {}
     for number, entry in enumerate((part.strip() for part in text.split(",")), 1):
@@ -81,11 +78,7 @@ def parse_keys(text: str) -> dict[str, str]:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Read tenants by digest from a file with lines ``NAME SHA256``; ``#`` starts a comment.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is malformed.
-    """
+    """Read tenants by digest from a file with lines ``NAME SHA256``; ``#`` starts a comment."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

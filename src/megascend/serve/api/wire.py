@@ -213,11 +213,7 @@ class TrainAnswer:
 
 
 def messages_of_client() -> Any:
-    """Import the protobuf messages from the Tinker client's package.
-
-    Raises:
-        MissingDependencyError: the package is missing, or too old to have them.
-    """
+    """Import the protobuf messages from the Tinker client's package."""
     try:
         from tinker.proto import tinker_public_pb2
     except ImportError as error:

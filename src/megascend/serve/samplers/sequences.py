@@ -83,11 +83,7 @@ class Sequences:
         future.answer_of = answer
 
     def find(self, tenant: str, session: str, name: str) -> RecordedSequence:
-        """Return a session's response and restart its retention.
-
-        Raises:
-            DataError: no such response was recorded in the session, or it was dropped.
-        """
+        """Return a session's response and restart its retention."""
         sequence = self._sequences.get(tenant, {}).get(name)
         # The same error for another session's as for none, so that names cannot be probed.
         if sequence is None or sequence.session != session:

@@ -19,7 +19,7 @@ from megascend.backend import Backend
 from megascend.config import Lora
 from megascend.errors import ConfigError, DataError
 from megascend.lora.fairness import Ledger, Request, next_unit
-from megascend.lora.queue import CALLS_AT_ONCE, AdapterFuture, AdapterQueue, no_room
+from megascend.lora.queue import CALLS_AT_ONCE, AdapterFuture, AdapterQueue, out_of_memory_error
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.serve.scheduler.commands import (
     Cancel,
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AssertionError)
 """Errors of a bug in the sampling code, which fail the requests only. A broken device raises RuntimeError and ends the server."""
 SAMPLES_AT_ONCE = 64
-"""Maximum number of responses sampled together."""
+"""Maximum number of responses sampled together, which bounds the memory of their KV cache."""
 SLICE_TOKENS = 16
-"""Tokens of each response sampled between two units of training."""
+"""Tokens of each response sampled between two units of training: a training request waits for one slice, not for a response."""
 UNLIMITED = 2**62
-"""Queue limit per model: the number of requests is bounded on arrival instead (``limits.pending``)."""
+"""Queue limit per model, which is never reached: requests are bounded on arrival instead (``limits.pending``)."""
 CANCELLED = ConfigError("the client has cancelled this request")
 
 Cancelled = Callable[[], Collection[int]]
@@ -276,7 +276,7 @@ class CommandRunner:
         try:
             outcomes = sampling.advance()
         except torch.OutOfMemoryError as error:
-            problem = no_room(error)
+            problem = out_of_memory_error(error)
         except FAULTS as error:
             logger.exception(
                 "sampling for %s has failed", ", ".join(sorted({command.adapter for command in sampling.left}))
@@ -382,7 +382,7 @@ class SamplingBatch:
 class SampleTurns:
     """Chooses the sampling requests that run together, fairly by tenant: each request is charged one unit of service.
 
-    So no tenant waits for another's whole backlog. A request with more responses than fit runs by itself when its turn comes.
+    So no tenant waits for another's whole backlog. A request with more responses than fit runs alone when its turn comes.
     """
 
     def __init__(self) -> None:

@@ -90,9 +90,6 @@ class StateDatabase:
 
     Args:
         path: created if it does not exist.
-
-    Raises:
-        CheckpointError: the database is damaged, or was written by another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -263,9 +260,6 @@ def check_log(path: Path) -> None:
     A transaction is on disk before the next one begins. So an invalid frame that is followed by a commit and by another frame of
     the same log means damage. Damage to the last transaction cannot be distinguished from an interrupted write; no client was
     answered on its basis.
-
-    Raises:
-        CheckpointError: the log is damaged; the message has the offset.
     """
     log = _log_of(path)
     if not log.exists():

@@ -38,12 +38,7 @@ log = logging.getLogger("megascend.serve")
 
 
 def keep_state(service: Service) -> None:
-    """Restore the state in the service's storage, and store all further changes there.
-
-    Raises:
-        ConfigError: another server uses the storage, an earlier version wrote it, or model or settings differ.
-        CheckpointError: the state is damaged, or cannot be restored.
-    """
+    """Restore the state in the service's storage, and store all further changes there."""
     storage = service.settings.storage
     if (storage / EARLIER).exists():
         raise ConfigError(

@@ -1,0 +1,113 @@
+"""Every parameter's gradient in every layout, and their norm, against transformers' gradients.
+
+A norm hides what cancels, and trained weights hide factors that Adam divides by: here the gradient of every parameter is
+compared, after its reduction over ranks, by its name in the checkpoint. A parameter that is replicated over tensor parallel ranks
+and whose gradient is a rank's part (norms, routers and latent projections under sequence parallelism) shows here, and one that
+the norm counts twice or not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascend import Parallel, Recompute
+from megascend.models import expert_count
+from megascend.models.registry import proven
+from megascend.testing.parity import Case
+from support.covering import FIRST_STACK
+from support.gradients import compare, compare_adapter
+from support.lora_parity import ALL
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+PLAIN: dict[str, Any] = {"optimizer": {"distributed": False}}
+"""The distributed optimizer leaves each data parallel rank a part of the reduced gradients."""
+LAYOUTS = (
+    Case("single"),
+    Case("TP2", 2, Parallel(tensor=2)),
+    Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+    Case("PP2", 2, Parallel(pipeline=2)),
+    Case("CP2", 2, Parallel(context=2), **PLAIN),
+    Case("DP2", 2, **PLAIN),
+    Case(
+        "TP2 x DP2 + SP, overlapped",
+        4,
+        Parallel(tensor=2, sequence=True),
+        optimizer={"distributed": False, "overlap_grad_reduce": True},
+    ),
+)
+EXPERT_LAYOUTS = (
+    Case("EP2", 2, Parallel(expert=2), **PLAIN),
+    Case("TP2 x EP2 + SP", 2, Parallel(tensor=2, expert=2, expert_tensor=1)),
+    Case(
+        "TP2 x EP2 + SP, full recompute",
+        2,
+        Parallel(tensor=2, expert=2, expert_tensor=1),
+        recompute=Recompute(granularity="full"),
+    ),
+    Case("TP2 x EP2 + SP, ETP2", 4, Parallel(tensor=2, expert=2, expert_tensor=2), **PLAIN),
+)
+TIED = {"tie_word_embeddings": True}
+TIED_LAYOUTS = (
+    Case("PP2 tied", 2, Parallel(pipeline=2), overrides=TIED),
+    Case("PP2 x VPP2 tied", 2, Parallel(pipeline=2, virtual_pipeline=2), overrides=TIED),
+    Case("TP2 x PP2 + SP tied", 4, Parallel(tensor=2, pipeline=2, sequence=True), overrides=TIED),
+)
+ADAPTER_LAYOUTS = ("TP2 + SP", "TP2 x EP2 + SP", "EP2", "PP2", "CP2")
+ADAPTERS_IN_CI = ("deepseek_v3: TP2 x EP2 + SP",)
+"""Adapters of projections that are replicated over tensor parallel ranks, and of ones that are not."""
+ADAPTER_SEED = {"ernie4_5_moe": 8}
+"""With the usual adapter, two experts of a token are closer than rounding, and peft chooses the other one."""
+IN_CI = ("deepseek_v3: TP2 x EP2 + SP", "gpt_oss: TP2 x EP2 + SP", "qwen3: TP2 x PP2 + SP tied")
+"""Latent attention, shared experts and a router; sinks and biases of experts; norms of heads, and tied embeddings."""
+
+
+def cases() -> list[Case]:
+    selected = []
+    for architecture in proven():
+        has_experts = expert_count(architecture.tiny) > 0
+        for case in LAYOUTS + (EXPERT_LAYOUTS if has_experts else ()) + TIED_LAYOUTS:
+            if has_experts and case.parallel.tensor > 1 and case.parallel.sequence is None and case.name == "TP2":
+                continue  # sequence parallelism is the default with experts
+            divided = case.parallel.tensor > 1 and case.parallel.expert_tensor != 1
+            if has_experts and divided and architecture.biases == "all":
+                continue  # Megatron-Core does not divide experts that have biases
+            name = f"{architecture.model_type}: {case.name}"
+            selected.append(replace(case, name=name, arch=architecture.model_type))
+    return selected
+
+
+CASES = cases()
+
+
+def params(selected: list[Case], few: tuple[str, ...]) -> list[Any]:
+    return [
+        case if case.name in few and FIRST_STACK else pytest.param(case, marks=pytest.mark.nightly) for case in selected
+    ]
+
+
+def with_adapters() -> list[Case]:
+    return [case for case in CASES if case.name.partition(": ")[2] in ADAPTER_LAYOUTS] + [
+        replace(case, name=f"{case.arch}: embedding and head, {case.name}", arch="qwen3", targets=ALL)
+        for case in LAYOUTS
+        if case.name in ("TP2", "TP2 + SP", "PP2", "CP2")
+    ]
+
+
+@pytest.mark.parametrize("case", params(CASES, IN_CI), ids=lambda case: case.name)
+def test_gradients_equal_transformers(case: Case, parity_folder: Path) -> None:
+    assert compare(case, parity_folder) == {}
+
+
+@pytest.mark.parametrize("case", params(with_adapters(), ADAPTERS_IN_CI), ids=lambda case: case.name)
+def test_gradients_of_adapters_equal_peft(case: Case, parity_folder: Path, tmp_path: Path) -> None:
+    assert compare_adapter(case, parity_folder, tmp_path / "gradients", ADAPTER_SEED.get(case.arch, 7)) == {}
+
+
+def test_selection_for_ci_names_cases() -> None:
+    assert {*IN_CI, *ADAPTERS_IN_CI} <= {case.name for case in CASES}
+    assert {case.arch for case in CASES} == {architecture.model_type for architecture in proven()}

@@ -1,0 +1,61 @@
+"""Two adapters in every batch, in every declared architecture: each trains as peft trains it alone on its own samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascend.models import architecture_named, expert_count
+from megascend.models.registry import proven
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, case_checkpoint, family_matrix
+from support.covering import FIRST_STACK
+from support.lora_parity import adapter_differences, case_adapter, peft_reference, run_mixed, share_of
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+STEPS = 3
+SEEDS = (7, 8)
+GRADIENTS_BOUND = 1e-4
+"""Of any factor's gradient, relative."""
+IN_CI = ("glm4_moe_lite: TP2 x EP2 + SP", "gpt_oss: EP2")
+"""Latent attention, shared and divided experts; interleaved experts with biases, sinks."""
+LAYOUTS = ("single", "TP2 + SP", "EP2", "TP2 x EP2 + SP")
+"""The layouts that divide a layer, and with it an adapter; pipelines and data parallelism divide neither."""
+CASES = [case for case in family_matrix() if case.name.partition(": ")[2] in LAYOUTS]
+
+
+def params() -> list[Any]:
+    return [
+        case if case.name in IN_CI and FIRST_STACK else pytest.param(case, marks=pytest.mark.nightly) for case in CASES
+    ]
+
+
+def test_cases_cover_every_family() -> None:
+    assert set(IN_CI) <= {case.name for case in CASES}
+    assert {case.arch for case in CASES} == {architecture.model_type for architecture in proven()}
+
+
+@pytest.mark.parametrize("case", params(), ids=lambda case: case.name)
+def test_tenants_of_a_batch_equal_peft_on_each_alone(case: Case, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, case.arch)
+    adapters = [case_adapter(checkpoint, Case("single", arch=case.arch), seed) for seed in SEEDS]
+    arguments = (case, checkpoint, adapters, STEPS, tmp_path)
+    ranks = run_distributed(run_mixed, case.world_size, *arguments, init=False, timeout_s=120)
+    for number, adapter in enumerate(adapters):
+        trajectory = ranks[0][number]
+        assert all(rank[number].losses == trajectory.losses for rank in ranks)
+        assert all(rank[number].grad_norms == trajectory.grad_norms for rank in ranks)
+        if expert_count(architecture_named(case.arch).tiny):
+            assert any(".experts." in name for name in trajectory.factors)
+        tokens = share_of(number, len(adapters))
+        difference = adapter_differences(
+            trajectory, peft_reference(parity_folder, checkpoint, adapter, tokens, steps=STEPS)
+        )
+        assert difference.loss <= 1e-5, difference
+        assert difference.grad_norm <= 1e-4, difference
+        assert difference.gradients is not None
+        assert difference.gradients <= GRADIENTS_BOUND, difference
+        assert difference.factors <= 5e-3, difference

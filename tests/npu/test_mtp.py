@@ -1,0 +1,41 @@
+"""A head for multi-token prediction trains on the simulated device as a plain one of transformers' layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascend.config import Parallel, Recompute
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, first_of_equals
+from support.covering import first_stack_required
+from support.prediction_head import checkpoint_with_head, compare, train_head
+
+pytestmark = [pytest.mark.usefixtures("npu"), pytest.mark.slow, first_stack_required]
+PADDED = {"packing": False, "micro_batch_tokens": 200}
+CASES = {
+    "single": Case("single"),
+    "full recompute": Case("full recompute", recompute=Recompute(granularity="full")),
+    "CP2": Case("CP2", 2, Parallel(context=2), **PADDED),
+    "PP2": Case("PP2", 2, Parallel(pipeline=2)),
+    "TP2 x EP2 + SP": Case("TP2 x EP2 + SP", 2, Parallel(tensor=2, expert=2, expert_tensor=1)),
+}
+
+
+def cases() -> list[Any]:
+    """Return (architecture, layout) of every case. MindSpeed's context parallelism has no latent attention."""
+    return [
+        pytest.param(arch, layout, marks=() if layout == "single" else pytest.mark.nightly)
+        for arch in ("deepseek_v3", "glm4_moe")
+        for layout in CASES
+        if (arch, layout) != ("deepseek_v3", "CP2")
+    ]
+
+
+@pytest.mark.parametrize(("arch", "layout"), cases())
+def test_head_trains_like_a_plain_one(arch: str, layout: str, parity_folder: Path, tmp_path: Path) -> None:
+    case, checkpoint = CASES[layout], checkpoint_with_head(parity_folder, arch)
+    ranks = run_distributed(train_head, case.world_size, case, checkpoint, tmp_path, init=False, timeout_s=120)
+    compare(first_of_equals(layout, ranks), parity_folder, checkpoint)

@@ -1,0 +1,122 @@
+"""Reduced gradients of a step on ranks, gathered to the names of a checkpoint, compared with transformers' and peft's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.lora import peft_format
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, case_backend, case_checkpoint, causal_samples, hf_reference, token_lists
+from support.lora_parity import adapter_backend, case_adapter, peft_gradients
+
+RELATIVE = 1e-4
+"""Largest difference of a parameter's gradient."""
+NORM = 1e-6
+"""Largest relative difference of the optimizer's norm from that of the gradients that were gathered: a small parameter that the
+norm leaves out changes it by less than rounding changes gradients."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Reduced gradients by name, and the optimizer's norm of them."""
+
+    values: dict[str, Tensor]
+    norm: float
+
+
+def reduced_gradients(case: Case, checkpoint: Path, tokens: list[list[int]]) -> Gradients:
+    """Return what the optimizer is about to step with, on one rank of ``case``."""
+    with case_backend(case, checkpoint) as backend:
+        optimizer, chunks = backend.engine.optimizer, backend.engine.bare_chunks
+        update, reduced = optimizer._update, []
+
+        def record(lr: float) -> Any:
+            reduced.extend([p.main_grad.clone() for p in chunk.parameters()] for chunk in chunks)
+            return update(lr)
+
+        optimizer._update = record
+        backend.forward_backward(backend.shard(causal_samples(tokens)))
+        norm = backend.optimizer_step().grad_norm
+        # Gradients have their parameters' shapes: exported in their places, they are gathered and renamed as weights are.
+        for chunk, gradients in zip(chunks, reduced, strict=True):
+            for parameter, gradient in zip(chunk.parameters(), gradients, strict=True):
+                parameter.data.copy_(gradient)
+        return Gradients({name: tensor.clone() for name, tensor in backend.engine.named_weights()}, norm)
+
+
+def reduced_adapter_gradients(case: Case, checkpoint: Path, adapter: Path, out: Path) -> Gradients:
+    """Return what an adapter's optimizer is about to step with, on one rank of ``case``; ``NAME.a`` and ``NAME.b``."""
+    from megascend.lora import optimizer
+
+    with adapter_backend(case, checkpoint) as backend:
+        backend.load_adapter("tenant", adapter, optimizer=False)
+        tenant, update, reduced = backend.adapters["tenant"], optimizer.update, []
+
+        def record(*arguments: Any) -> Any:
+            reduced.append(tenant.grads.clone())
+            return update(*arguments)
+
+        optimizer.update = record
+        backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter="tenant")
+        norm = backend.optimizer_step().grad_norm
+        tenant.values.data.copy_(reduced[0])
+        backend.save_adapter("tenant", out)
+    return Gradients(by_factor(peft_format.read(out)[1]), norm)
+
+
+def by_factor(factors: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        f"{name}.{letter}": tensor
+        for name, pair in factors.items()
+        for letter, tensor in (("a", pair.a), ("b", pair.b))
+    }
+
+
+def differences(
+    ranks: Sequence[Gradients], expected: Mapping[str, Tensor], rounding: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the relative difference of each gradient, and of the norm, that differs from ``expected`` by more than RELATIVE.
+
+    Args:
+        rounding: absolute differences that are allowed in any case.
+    """
+    total = float(torch.cat([tensor.flatten().double() for tensor in expected.values()]).norm())
+    wrong = {}
+    for rank, gradients in enumerate(ranks):
+        missing = expected.keys() - gradients.values.keys()
+        assert not missing, missing
+        for name, tensor in expected.items():
+            bound = max(RELATIVE * float(tensor.norm()) + 1e-8 * total, rounding.get(name, 0.0))
+            difference = float((gradients.values[name].double() - tensor).norm())
+            if not difference <= bound:
+                wrong[f"rank {rank}: {name}"] = difference / max(float(tensor.norm()), 1e-30)
+        norm = float(torch.cat([gradients.values[name].flatten().double() for name in expected]).norm())
+        if not abs(gradients.norm - norm) <= NORM * norm:
+            wrong[f"rank {rank}: norm"] = gradients.norm / norm - 1
+    return wrong
+
+
+def compare(case: Case, folder: Path) -> dict[str, float]:
+    """Compare all gradients of one step with transformers'; return those that differ."""
+    checkpoint, tokens = case_checkpoint(folder, case.arch, **case.overrides), token_lists()
+    ranks = run_distributed(reduced_gradients, case.world_size, case, checkpoint, tokens, init=False, timeout_s=180)
+    rounded = hf_reference(folder, checkpoint, tokens, steps=0, gradients=True).gradients
+    exact = hf_reference(folder, checkpoint, tokens, steps=0, gradients=True, dtype="float64").gradients
+    # Where a model amplifies rounding, the bound is twice what transformers' own fp32 is away from fp64.
+    return differences(ranks, exact, {name: 2 * float((rounded[name] - exact[name]).norm()) for name in exact})
+
+
+def compare_adapter(case: Case, folder: Path, out: Path, seed: int) -> dict[str, float]:
+    """Compare the gradients of an adapter on ``case.targets`` with peft's; return those that differ."""
+    checkpoint = case_checkpoint(folder, case.arch, **case.overrides)
+    adapter = case_adapter(checkpoint, Case("single", arch=case.arch, targets=case.targets), seed)
+    ranks = run_distributed(
+        reduced_adapter_gradients, case.world_size, case, checkpoint, adapter, out, init=False, timeout_s=180
+    )
+    return differences(ranks, by_factor(peft_gradients(folder, checkpoint, adapter, token_lists())), {})
