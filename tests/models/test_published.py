@@ -110,7 +110,7 @@ def _meaning(config: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
     return {
         "architecture": architecture,
         "shape": ModelShape.from_hf_config({"tie_word_embeddings": info.shape.tied, **config}),
-        "latent": LatentAttention.of(text),
+        "latent": LatentAttention.from_config(text),
         "expert layers": None if layers is None or all(layers) else layers,
         "experts of a token": text.get("num_experts_per_tok"),
         "attention width": architecture.attention_width(text),
