@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,8 +27,11 @@ from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
 from megascend.config.serve import ServeConfig
+from megascend.huggingface.info import inspect_checkpoint
+from megascend.memory.parameters import stages
 from megascend.models.base import LatentAttention, expert_count
 from megascend.models.registry import BUILT_IN
+from megascend.testing.described import describe_checkpoint, published_plan
 from megascend.testing.parity import Case, family_matrix, matrix
 from megascend.tracking.metrics import Metric, declared_metrics
 
@@ -223,6 +227,33 @@ def families() -> str:
     return table(["`model_type`", "beside a plain decoder", "compared with Hugging Face on the Megatron engine"], rows)
 
 
+def published_models() -> str:
+    """Format the published models of tests/models/published: counts, a layout, and what a rank of it holds."""
+    folder = DOCS.parent / "tests" / "models" / "published"
+    rows = []
+    for name, entry in json.loads((folder / "index.json").read_text(encoding="utf-8")).items():
+        config = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        with tempfile.TemporaryDirectory() as temporary:
+            checkpoint = describe_checkpoint(Path(temporary), config)
+            info, layout = inspect_checkpoint(checkpoint), entry["layout"]
+            cells = ["engines fsdp and single", "", ""]
+            if layout is not None:
+                topology, memory = published_plan(checkpoint, layout)
+                per_rank = stages(info.tensors, topology, info.shape.num_layers, info.shape.tied)
+                names = {"tensor": "TP", "pipeline": "PP", "expert": "EP"}
+                sizes = [f"{names[axis]}{layout[axis]}" for axis in names if layout[axis] > 1]
+                cells = [
+                    " x ".join([f"{layout['ranks']} rank{'s' if layout['ranks'] > 1 else ''}", *sizes]),
+                    f"{max(stage.total for stage in per_rank) / 1e9:.2f} B",
+                    f"{memory.total / 2**30:.1f} GiB",
+                ]
+        published = entry["parameters"]
+        text = f"{published / 1e9:.0f} B" if entry["tolerance"] > 0.001 else f"{published:,}"
+        rows.append([f"`{config['model_type']}`", entry["model"], f"{info.parameter_count:,}", text, *cells])
+    header = ["`model_type`", "model", "parameters", "published", "layout", "parameters of a rank", "memory of a rank"]
+    return table(header, sorted(rows))
+
+
 def layout_text(case: Case) -> str:
     """Format the parallel sizes of a case that are not 1: ``TP2 x PP2 + SP``."""
     layout = case.parallel
@@ -301,6 +332,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "versions": versions,
     "compared layouts": compared_layouts,
     "families": families,
+    "published models": published_models,
     "stored ratios": stored_ratios,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),

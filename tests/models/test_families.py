@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.models.registry import proven
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
@@ -167,6 +168,7 @@ def test_merged_export_computes_in_transformers_what_the_adapter_does_here(
     def in_transformers() -> list[torch.Tensor]:
         from transformers import AutoModelForCausalLM
 
+        make_known_to_transformers(checkpoint)
         model = AutoModelForCausalLM.from_pretrained(
             tmp_path / "merged", dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -206,6 +208,7 @@ def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity
     def scores(sequences: list[list[int]]) -> list[torch.Tensor]:
         from transformers import AutoModelForCausalLM
 
+        make_known_to_transformers(checkpoint)
         model = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="eager"
         ).eval()

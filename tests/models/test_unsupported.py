@@ -47,6 +47,7 @@ REFUSED = [
     ("norm_topk_prob: false", {"norm_topk_prob": False}, ("deepseek_v3", "glm4_moe", "dots1")),
     ("norm_topk_prob: true is ignored", {"norm_topk_prob": True}, ("deepseek_v2",)),
     ("topk_method: group_limited_greedy", {"topk_method": "group_limited_greedy", "topk_group": 3}, ("deepseek_v2",)),
+    ("topk_method: noaux_tc", {"topk_method": "noaux_tc"}, ("deepseek_v2",)),
     ("scoring_func: softmax is ignored", {"scoring_func": "softmax"}, ("deepseek_v3", "glm4_moe")),
     ("groups of experts are ranked", {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 8}, ("deepseek_v3",)),
     ("rope_interleave: false", {"rope_interleave": False}, ("deepseek_v3", "glm4_moe_lite")),
@@ -56,6 +57,7 @@ REFUSED = [
     ("linear_attention (36 of 48 layers of qwen3_next)", {}, ("qwen3_next",)),
 ]
 HONOURED = [
+    ({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, ("deepseek_v2",)),
     ({"attention_bias": True}, ("qwen2", "qwen2_moe", "glm4", "glm4_moe", "gpt_oss")),
     (
         {"num_experts_per_tok": 1, "norm_topk_prob": False, "n_group": 1},

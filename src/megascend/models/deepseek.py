@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megascend.models.base import OTHER_MODEL, Architecture, Config
+from megascend.models.base import OTHER_MODEL, Architecture, Config, expert_count
 
 LATENT = {
     "num_key_value_heads": 4,
@@ -50,14 +50,17 @@ class DeepSeek(Architecture):
 
 @dataclass(frozen=True)
 class DeepSeekV2(DeepSeek):
-    """DeepSeek-V2: softmax scores that stay as they are after the choice."""
+    """DeepSeek-V2: softmax scores that stay as they are after the choice, in the large models among the best groups."""
+
+    megatron: str | None = "megascend.models.deepseek_megatron"
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
-        settings = super().megatron_settings(config) | {"moe_router_pre_softmax": True}
-        if config.get("topk_method", "greedy") == "greedy":
-            # The keys are there in configurations that choose among all experts.
-            settings |= {"moe_router_num_groups": None, "moe_router_group_topk": None}
-        return settings
+        # The keys are there in configurations that choose among all experts, and the other choice has a router of its own.
+        return super().megatron_settings(config) | {
+            "moe_router_pre_softmax": True,
+            "moe_router_num_groups": None,
+            "moe_router_group_topk": None,
+        }
 
     def unsupported(self, config: Config) -> list[str]:
         problems = super().unsupported(config)
@@ -66,11 +69,17 @@ class DeepSeekV2(DeepSeek):
                 f"norm_topk_prob: true is ignored by transformers for {config.get('model_type')}, which never divides the scores "
                 f"of the chosen experts by their sum; set it to false if that is how the model was trained, else {OTHER_MODEL}"
             )
-        groups, topk = config.get("topk_group") or 1, config.get("num_experts_per_tok") or 1
-        if config.get("topk_method") == "group_limited_greedy" and topk // groups != 1:
+        method = config.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
             problems.append(
-                f"topk_method: group_limited_greedy ranks groups by their best expert; Megatron-Core by the sum of their "
-                f"{topk // groups} best (num_experts_per_tok {topk} over topk_group {groups}); {OTHER_MODEL}"
+                f"topk_method: {method} is not computed by transformers for {config.get('model_type')}, which has greedy and "
+                f"group_limited_greedy; {OTHER_MODEL}"
+            )
+        groups, chosen = config.get("n_group"), config.get("topk_group")
+        if method == "group_limited_greedy" and not (groups and chosen and expert_count(config) % groups == 0):
+            problems.append(
+                f"topk_method: group_limited_greedy chooses topk_group: {chosen} of n_group: {groups} groups of equal size, into "
+                f"which the {expert_count(config)} experts cannot be divided; correct config.json"
             )
         return problems
 
@@ -113,6 +122,14 @@ FAMILIES = (
         router="sigmoid",
         prediction_head=True,
         tiny=LATENT | EXPERTS | {"n_group": 2, "topk_group": 1, "attention_bias": False},
+    ),
+    DeepSeekV3(
+        ("kimi_k2",),
+        proven=True,
+        transformers="megascend.models.kimi_transformers",
+        model_class="DeepseekV3ForCausalLM",  # as its authors name it
+        router="sigmoid",
+        tiny=LATENT | EXPERTS | {"n_group": 1, "topk_group": 1, "attention_bias": False},
     ),
     DeepSeekV3(
         ("dots1",),

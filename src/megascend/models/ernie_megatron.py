@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from mcore_bridge.bridge import GPTBridge
-from mcore_bridge.model.modules import TopKRouter
-from mcore_bridge.model.register import ModelLoader, ModelMeta, register_model
+from mcore_bridge.model.register import ModelMeta, register_model
 from torch import Tensor
 
+from megascend.models.routers_megatron import RouterLoader, SoftmaxRouter
 
-class ErnieRouter(TopKRouter):
+
+class ErnieRouter(SoftmaxRouter):
     """Router that chooses by softmax scores plus a correction bias, and weights by the chosen scores divided by their sum.
 
     Megatron-Core 0.16 knows the bias with sigmoid scores only, so the configuration claims no bias and the router has one.
@@ -24,18 +25,11 @@ class ErnieRouter(TopKRouter):
         # A row of one, as in checkpoints.
         self.register_buffer("expert_bias", torch.zeros(1, config.num_moe_experts, device=torch.cuda.current_device()))
 
-    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        scores = logits.view(-1, logits.shape[-1]).float().softmax(dim=-1)
-        chosen = indices = torch.topk(scores.detach() + self.expert_bias, self.topk, dim=-1).indices
-        if self.router_replay is not None:
-            _, chosen = self.router_replay.get_replay_topk(
-                scores, self.topk, default_compute_topk=lambda *args, **options: (scores.gather(1, indices), indices)
-            )
-        weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=self._smallest_sum)
-        probabilities = torch.zeros_like(scores).scatter(1, chosen, weights).type_as(logits)
-        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
-        return probabilities, routing_map
+    def choose(self, scores: Tensor) -> Tensor:
+        return torch.topk(scores + self.expert_bias, self.topk, dim=-1).indices
+
+    def weigh(self, chosen_scores: Tensor) -> Tensor:
+        return chosen_scores / chosen_scores.sum(dim=-1, keepdim=True).clamp(min=self._smallest_sum)
 
 
 class ErnieBridge(GPTBridge):
@@ -47,18 +41,10 @@ class ErnieBridge(GPTBridge):
         super()._set_router(mg_mlp, hf_state_dict, to_mcore, moe_router_enable_expert_bias=True)
 
 
-class ErnieLoader(ModelLoader):
+class ErnieLoader(RouterLoader):
     """Layers with :class:`ErnieRouter`."""
 
-    def _replace_router(self, transformer_layer_spec: Any, mlp_key: str = "mlp") -> None:
-        super()._replace_router(transformer_layer_spec, mlp_key)
-        for layer_spec in transformer_layer_spec.layer_specs:
-            mlp_spec = getattr(layer_spec.submodules, mlp_key)
-            submodules: Any = getattr(mlp_spec, "submodules", None) or getattr(mlp_spec, "keywords", {}).get(
-                "submodules"
-            )
-            if getattr(submodules, "router", None) is not None:
-                submodules.router = ErnieRouter
+    router = ErnieRouter
 
 
 register_model(ModelMeta("megascend_ernie_moe", ["ernie4_5_moe"], bridge_cls=ErnieBridge, loader=ErnieLoader))
