@@ -99,6 +99,25 @@ def test_1_norm_includes_every_shard_of_attention_sinks(parity_folder, monkeypat
     assert {name.partition(": ")[2] for name in wrong} == {"norm"}  # every gradient is correct
 
 
+def test_1_norm_counts_replicas_of_duplicated_layers_once(parity_folder, monkeypatch):
+    """Show that Transformer Engine marks latent attention's replicated down projections as shards, so the norm counts each twice."""
+    from megascend.engines.megatron import build as module
+
+    case, marked = Case("replicas", arch="deepseek_v3", **DIVIDED_EXPERTS), module.mark_tensor_parallel
+    assert gradients.compare(case, parity_folder) == {}
+
+    def as_transformer_engine(chunk):
+        replicas = [p for name, p in chunk.named_parameters() if "_down_proj." in name]
+        assert all(parameter.tensor_model_parallel for parameter in replicas) and replicas
+        marked(chunk)
+        for parameter in replicas:
+            parameter.tensor_model_parallel = True
+
+    monkeypatch.setattr(module, "mark_tensor_parallel", as_transformer_engine)
+    wrong = gradients.compare(case, parity_folder)
+    assert {name.partition(": ")[2] for name in wrong} == {"norm"}  # every gradient is correct
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("part", "weight"), [("router.weight", "mlp.gate.weight"), ("q_layernorm", "q_a_layernorm")])
 def test_1_comparison_of_gradients_shows_replicated_parameters_that_are_not_reduced(

@@ -107,10 +107,10 @@ def default_init(weight: Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=DEFAULT_INIT_STD)
 
 
-def mark_tensor_parallel(parameter: Parameter, is_parallel: bool, dim: int) -> None:
+def mark_tensor_parallel(parameter: Parameter, dim: int) -> None:
     """Set the attributes by which megatron-core distinguishes shards from replicas (gradient norm, checkpoints)."""
-    parameter.tensor_model_parallel = is_parallel  # type: ignore[attr-defined]
-    parameter.partition_dim = dim if is_parallel else -1  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    parameter.partition_dim = dim  # type: ignore[attr-defined]
     parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 

@@ -25,8 +25,6 @@ from megascend.reference_te.norms import layer_norm, rms_norm
 from megascend.reference_te.unsupported import refuse, refuse_settings
 
 PARALLEL_MODES = (None, "column", "row")
-# megatron-core does not pass the mode 'duplicated' to Transformer Engine, but uses this tracker only for that mode.
-DUPLICATED_TRACKER = "data-parallel-rng"
 
 
 class _LinearBase(ReferenceModule):
@@ -103,14 +101,14 @@ class _LinearBase(ReferenceModule):
             get_rng_state_tracker,
             rng_tracker_name,
         )
-        is_parallel = not (parallel_mode is None and rng_tracker_name == DUPLICATED_TRACKER)
-        mark_tensor_parallel(weight, is_parallel, 1 if parallel_mode == "row" else 0)
+        # Of every mode: Transformer Engine marks the weights of duplicated layers as sharded, too.
+        mark_tensor_parallel(weight, 1 if parallel_mode == "row" else 0)
         if bias:
             parameter = self._add_parameter("bias", (self.out_features,), torch.nn.init.zeros_, dtype, device)
             if parallel_mode == "row":
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             elif parallel_mode == "column":
-                mark_tensor_parallel(parameter, True, 0)
+                mark_tensor_parallel(parameter, 0)
         else:
             self.bias = torch.empty(0, dtype=dtype, device=device)  # Transformer Engine has an empty tensor here too
 
@@ -272,7 +270,7 @@ class GroupedLinear(ReferenceModule):
                 get_rng_state_tracker,
                 rng_tracker_name,
             )
-            mark_tensor_parallel(weight, True, 1 if parallel_mode == "row" else 0)
+            mark_tensor_parallel(weight, 1 if parallel_mode == "row" else 0)
         for index in range(num_gemms):
             if not bias:
                 setattr(self, f"bias{index}", torch.empty(0, dtype=dtype, device=device))
@@ -281,7 +279,7 @@ class GroupedLinear(ReferenceModule):
             if parallel_mode == "row":
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             elif parallel_mode == "column":
-                mark_tensor_parallel(parameter, True, 0)
+                mark_tensor_parallel(parameter, 0)
 
     def forward(self, inp: Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None) -> Any:
         """Apply weight ``i`` to the ``i``-th run of rows.

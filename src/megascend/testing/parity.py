@@ -260,7 +260,7 @@ def family_matrix(platform: str = "cpu") -> list[Case]:
             if platform == "npu" and case.parallel.context > 1:
                 overrides |= {"packing": False, "micro_batch_tokens": 200}
             if platform == "cuda" and case.precision == "fp32":
-                if case.parallel.context > 1 or layout == "padded":
+                if case.parallel.context > 1 or layout in ("padded", "grouped experts"):
                     continue
                 overrides |= {"packing": False, "micro_batch_tokens": 200}
             cases.append(replace(case, name=f"{architecture.model_type}: {layout}", **overrides))

@@ -313,11 +313,12 @@ def move(chunk: torch.nn.Module, device: torch.device) -> None:
 
 
 def mark_tensor_parallel(model: torch.nn.Module) -> None:
-    """Set the attributes by which Megatron's gradient norm recognises sharded parameters."""
+    """Set the attributes by which Megatron's gradient norm distinguishes shards from replicas."""
     # Megatron sets them while it initialises weights, which mcore-bridge skips (perform_initialization=False); without
     # them the norm would leave out every rank's embedding and output shard but the first's. MindSpeed's grouped linear
     # layers never set them, so that all ranks' experts but the first's would be missing.
-    # Nobody sets them for attention sinks, which are sharded by heads.
+    # Nobody sets them for attention sinks, which are sharded by heads. Transformer Engine sets them for every weight, and so for
+    # the replicas of duplicated layers (latent attention's down projections), which the norm would count on every rank.
     if parallel_state.get_tensor_model_parallel_world_size() == 1:
         return
     from megatron.core.extensions import transformer_engine as te  # here: a platform may have replaced its classes
@@ -329,13 +330,16 @@ def mark_tensor_parallel(model: torch.nn.Module) -> None:
         te.TEColumnParallelGroupedLinear: 0,
         te.TERowParallelGroupedLinear: 1,
     }
+    divided = (te.TEColumnParallelLinear, te.TERowParallelLinear)
     divided_experts = (parallel_state.get_expert_tensor_parallel_world_size() or 1) > 1
-    changed("parameters of tensor parallel layers", "marked as sharded where initialisation was skipped")
+    changed("parameters of tensor parallel layers", "marked as sharded, and replicas as such, for the norm")
     for module in model.modules():
         sinks = getattr(module, "softmax_offset", None)
         if isinstance(sinks, torch.nn.Parameter):
             sinks.tensor_model_parallel = True  # type: ignore[attr-defined]
             sinks.partition_dim, sinks.partition_stride = 0, 1  # type: ignore[attr-defined]
+        if isinstance(module, te.TELinear) and not isinstance(module, divided):
+            module.weight.tensor_model_parallel = False  # type: ignore[attr-defined]
         dim = next((dim for kind, dim in dims.items() if isinstance(module, kind)), None)
         if dim is None:
             continue
