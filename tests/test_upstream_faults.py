@@ -100,7 +100,7 @@ def test_1_norm_includes_every_shard_of_attention_sinks(parity_folder, monkeypat
 
 
 def test_1_norm_counts_replicas_of_duplicated_layers_once(parity_folder, monkeypatch):
-    """Show that Transformer Engine marks latent attention's replicated down projections as shards, so the norm counts each twice."""
+    """Show that Transformer Engine marks replicas of latent attention's down projections as shards: each counts twice."""
     from megascend.engines.megatron import build as module
 
     case, marked = Case("replicas", arch="deepseek_v3", **DIVIDED_EXPERTS), module.mark_tensor_parallel
@@ -108,7 +108,8 @@ def test_1_norm_counts_replicas_of_duplicated_layers_once(parity_folder, monkeyp
 
     def as_transformer_engine(chunk):
         replicas = [p for name, p in chunk.named_parameters() if "_down_proj." in name]
-        assert all(parameter.tensor_model_parallel for parameter in replicas) and replicas
+        assert replicas
+        assert all(parameter.tensor_model_parallel for parameter in replicas)
         marked(chunk)
         for parameter in replicas:
             parameter.tensor_model_parallel = True
