@@ -68,6 +68,19 @@ def test_group_limit_changes_what_the_reference_computes(parity_folder: Path) ->
     assert differences(limited, greedy).loss > 1e-3
 
 
+@pytest.mark.parametrize("arch", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    "case", [Case("single"), Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True))], ids=lambda case: case.name
+)
+def test_norms_of_latents_have_the_epsilon_of_hugging_face(arch: str, case: Case, parity_folder: Path) -> None:
+    """Make rms_norm_eps large: transformers does not use it for the latents' norms, and Megatron-Core has one for all."""
+    checkpoint, tokens = case_checkpoint(parity_folder, arch, rms_norm_eps=0.03), token_lists()
+    reference = hf_reference(parity_folder, checkpoint, tokens, steps=2)
+    difference = differences(train_case(case, checkpoint, tokens, steps=2), reference)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+
+
 def test_kimi_k2_trains_and_exports_as_deepseek_v3(parity_folder: Path, tmp_path: Path) -> None:
     source = case_checkpoint(parity_folder, "deepseek_v3", n_group=1, topk_group=1)
     kimi, tokens = tmp_path / "kimi", token_lists()

@@ -55,6 +55,8 @@ class Architecture:
             here and there.
         renamed: (part of a tensor's name in the checkpoint, the same in transformers' model), where the two differ.
         interleaved_experts: fused experts are stored as [experts, in, out], and gate and up alternate.
+        latent_norm_epsilon: epsilon of the norms of latent attention's queries, keys and values in transformers, where it is not
+            ``rms_norm_eps``.
         prediction_head: the heads of its checkpoints for multi-token prediction are layers after the last one, named and computed
             as DeepSeek-V3's (arXiv:2412.19437, section 2.2); the Megatron engine trains one.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
@@ -71,6 +73,7 @@ class Architecture:
     biases: Literal["qkv", "attention", "all"] = "attention"
     renamed: tuple[tuple[str, str], ...] = ()
     interleaved_experts: bool = False
+    latent_norm_epsilon: float | None = None
     prediction_head: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False

@@ -33,6 +33,8 @@ EXPERTS = {
 class DeepSeek(Architecture):
     """A family with multi-head latent attention (MLA): queries, keys and values are projected through low-rank latents."""
 
+    latent_norm_epsilon: float | None = 1e-6  # transformers and the authors' code leave their norm's default
+
     def unsupported(self, config: Config) -> list[str]:
         problems = super().unsupported(config)
         if config.get("kv_lora_rank") is not None and config.get("rope_interleave") is False:

@@ -17,6 +17,7 @@ from mcore_bridge.model import GPTModel, get_mcore_model_type, get_model_meta, r
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from megascend.changes import changed, patch
@@ -293,9 +294,24 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
     if head is not None:
         scalar_head.install(chunks, config, head, device)
     for chunk in chunks:
+        set_latent_norm_epsilon(chunk, config)
         move(chunk, device)
         mark_tensor_parallel(chunk)
     return chunks
+
+
+def set_latent_norm_epsilon(chunk: torch.nn.Module, config: ModelConfig) -> None:
+    """Give the norms of latent attention the epsilon that they have in transformers; Megatron-Core has one for all norms."""
+    epsilon = architecture_of(config.hf_config.to_dict()).latent_norm_epsilon
+    if epsilon is None:
+        return
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention):
+            # Transformer Engine may compute a norm in the projection that follows it.
+            for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+                norm = getattr(module, name, None)
+                if hasattr(norm, "eps"):
+                    norm.eps = epsilon
 
 
 def move(chunk: torch.nn.Module, device: torch.device) -> None:
