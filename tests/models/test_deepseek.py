@@ -74,9 +74,10 @@ def test_group_limit_changes_what_the_reference_computes(parity_folder: Path) ->
 )
 def test_norms_of_latents_have_the_epsilon_of_hugging_face(arch: str, case: Case, parity_folder: Path) -> None:
     """Make rms_norm_eps large: transformers does not use it for the latents' norms, and Megatron-Core has one for all."""
+    # One step: Adam amplifies the rounding of gradients that are near 0.
     checkpoint, tokens = case_checkpoint(parity_folder, arch, rms_norm_eps=0.03), token_lists()
-    reference = hf_reference(parity_folder, checkpoint, tokens, steps=2)
-    difference = differences(train_case(case, checkpoint, tokens, steps=2), reference)
+    reference = hf_reference(parity_folder, checkpoint, tokens, steps=1)
+    difference = differences(train_case(case, checkpoint, tokens, steps=1), reference)
     assert difference.loss <= 1e-5, difference
     assert difference.grad_norm <= 1e-4, difference
 

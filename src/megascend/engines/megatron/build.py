@@ -302,14 +302,15 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
 
 def set_latent_norm_epsilon(chunk: torch.nn.Module, config: ModelConfig) -> None:
     """Give the norms of latent attention the epsilon that they have in transformers; Megatron-Core has one for all norms."""
-    epsilon = architecture_of(config.hf_config.to_dict()).latent_norm_epsilon
+    hf: Any = config.hf_config
+    epsilon = architecture_of(hf.to_dict()).latent_norm_epsilon
     if epsilon is None:
         return
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):
             # Transformer Engine may compute a norm in the projection that follows it.
             for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
-                norm = getattr(module, name, None)
+                norm: Any = getattr(module, name, None)
                 if hasattr(norm, "eps"):
                     norm.eps = epsilon
 
