@@ -304,8 +304,9 @@ def set_latent_norm_epsilon(chunk: torch.nn.Module, config: ModelConfig) -> None
     """Give the norms of latent attention the epsilon that they have in transformers; Megatron-Core has one for all norms."""
     hf: Any = config.hf_config
     epsilon = architecture_of(hf.to_dict()).latent_norm_epsilon
-    if epsilon is None:
+    if epsilon is None or config.layernorm_epsilon == epsilon:
         return
+    changed("norms of latent attention", f"epsilon {epsilon} as in transformers, not {config.layernorm_epsilon}")
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):
             # Transformer Engine may compute a norm in the projection that follows it.
