@@ -36,7 +36,10 @@ ALL = [pytest.param(name, marks=marks(name)) for name in BUILT_IN]
 # The mean loss of the samples that the run trains on in its first step, computed by plain transformers.
 SCORE = """
 import json, sys, torch
+from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from megascend.huggingface.architectures import make_known_to_transformers
+make_known_to_transformers(Path(sys.argv[1]))  # Kimi-K2: transformers' DeepSeek-V3 under its own name
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager").float()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 total = count = 0

@@ -170,6 +170,7 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
+    BUILT_IN[size.arch].make_known_to_transformers()
     torch.manual_seed(seed)
     config = AutoConfig.for_model(size.arch, **hf_settings(size))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

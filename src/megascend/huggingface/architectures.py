@@ -28,5 +28,4 @@ def transformers_config(model_dir: Path) -> Any:
 def make_known_to_transformers(model_dir: Path) -> None:
     """Import what transformers needs to read the model in a directory, if its declaration names a module for it."""
     architecture = architecture_in(model_dir)
-    if architecture.transformers is not None:
-        architecture.import_module(architecture.transformers)
+    architecture.make_known_to_transformers()

@@ -141,6 +141,15 @@ class Architecture:
         hidden = next(config[name] for name in ("hidden_size", "n_embd", "d_model") if config.get(name))
         return heads * (config.get("head_dim") or hidden // heads)
 
+    def make_known_to_transformers(self) -> None:
+        """Import the module that registers the model with transformers' Auto classes, if the declaration names one.
+
+        Raises:
+            ConfigError: the import fails, with the reason.
+        """
+        if self.transformers is not None:
+            self.import_module(self.transformers)
+
     def code_digest(self) -> str:
         """Return a digest of the packages that hold its modules and its class, without importing them; a key for caches.
 
