@@ -58,7 +58,7 @@ PATCHES = {
     "operator": ("simnpu.operators", wrong_swiglu),
     "norm": ("simnpu.operators", wrong_norm),
     "collective": ("torch.distributed", wrong_all_reduce),
-    "resume": ("megascend.backend", wrong_load),
+    "resume": ("megascend.backends", wrong_load),
 }
 WANTED = dict(PATCHES[name] for name in os.environ.get("TEST_SABOTAGE", "").split(",") if name)
 

@@ -49,9 +49,9 @@ def train(case: Case, checkpoint, options: dict[str, Any]) -> Run:
         with call_log.recording() as calls:
             backend = MegatronBackend(
                 checkpoint,
-                case.parallel,
-                case.precision,
-                case.adam,
+                parallel=case.parallel,
+                precision=case.precision,
+                optimizer=case.adam,
                 batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
                 provider_options=options,
                 platform="npu",
