@@ -63,12 +63,14 @@ def write(*checkpoints: tuple[Path, int, dict]) -> None:
 
 
 def test_plain_transformers_loads_every_architecture(tmp_path: Path) -> None:
-    paths = [tmp_path / arch for arch in BUILT_IN]
+    # Kimi-K2 is not known to transformers: its users trust the code beside its weights, or import megascend's registration.
+    entries = {arch: entry for arch, entry in BUILT_IN.items() if entry.transformers is None}
+    paths = [tmp_path / arch for arch in entries]
     write(*((path, 0, {"arch": path.name, "hidden": 32, "layers": 2}) for path in paths))
     completed = run(LOAD, TEXT, *map(str, paths))
     assert completed.returncode == 0, completed.stderr
     answers = json.loads(completed.stdout.splitlines()[-1])
-    assert [answers[str(path)]["class"] for path in paths] == [entry.model_class for entry in BUILT_IN.values()]
+    assert [answers[str(path)]["class"] for path in paths] == [entry.model_class for entry in entries.values()]
     for answer in answers.values():
         assert answer["ids"] == list(TEXT.encode())
         assert answer["text"] == TEXT
