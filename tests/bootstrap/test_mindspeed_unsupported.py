@@ -32,6 +32,7 @@ def test_a_plain_model_is_not_refused():
     [
         ({"window_size": (128, 0)}, r"window attention \(window_size=\(128, 0\)\).*ignores the window"),
         ({"softmax_type": "learnable"}, "softmax_type='learnable'.*vanilla softmax"),
+        ({"hf_model_type": "glm4"}, "model_type: glm4: .*by position"),
         (
             {"context_parallel_size": 2, "context_parallel_algo": "ulysses_cp_algo"},
             "ulysses needs one fixed seq_length.*use ring or all_gather",

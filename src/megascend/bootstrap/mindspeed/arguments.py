@@ -223,6 +223,10 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
             "latent attention (multi_latent_attention=True): its layer reads settings of Megatron's MLATransformerConfig, such "
             "as mscale, which mcore-bridge's ModelConfig lacks"
         )
+    if value("hf_model_type") == "glm4":
+        problems.append(
+            "model_type: glm4: mcore-bridge's attention passes its configuration by position, and MindSpeed reads it by keyword"
+        )
     if context > 1 and algorithm == "ulysses_cp_algo":
         problems.append(
             "parallel.context_algorithm: ulysses needs one fixed seq_length for all micro batches, and megascend's differ "
