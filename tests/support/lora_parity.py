@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from megascend.config import Adam, Adapters, Batching, Lora, Moe, Parallel
+from megascend.config import Adam, Adapters, Lora, Parallel
 from megascend.errors import DistributedTestError
 from megascend.lora.peft_format import CONFIG
 from megascend.lora.peft_tensors import WEIGHTS, to_factors
@@ -25,6 +25,7 @@ from megascend.testing.parity import (
     STEPS,
     WEIGHT_DECAY,
     Case,
+    case_backend,
     causal_samples,
     first_of_equals,
     matrix,
@@ -439,17 +440,4 @@ def backend_start(backend: MegatronBackend, name: str, lora: Lora) -> Tensor:
 
 
 def adapter_backend(case: Case, checkpoint: Path) -> MegatronBackend:
-    from megascend.backends import MegatronBackend
-
-    return MegatronBackend(
-        model=checkpoint,
-        parallel=case.parallel,
-        precision=case.precision,
-        optimizer=case.adam,
-        recompute=case.recompute,
-        batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
-        moe=Moe(experts=case.experts),
-        adapters=Adapters(targets=case.targets),
-        timeout_s=60,
-        self_check=False,  # the tests compare the whole trajectory with the reference
-    )
+    return case_backend(case, checkpoint, adapters=Adapters(targets=case.targets))

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend.batch.sample import Sample
-from megascend.config import Batching, Moe
 from megascend.testing import write_tiny_checkpoint
-from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, Case, reference, token_lists
+from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, Case, case_backend, reference, token_lists
 
 REFERENCE = Path(__file__).with_name("mtp_reference.py")
 STEPS, WEIGHT = 3, 0.3
@@ -101,19 +100,7 @@ def plain_run(
 
 def head_backend(case: Case, checkpoint: Path, **settings: Any) -> Any:
     """Return the backend that a case describes, with the head trained unless ``settings`` say otherwise."""
-    from megascend.backends import MegatronBackend
-
-    return MegatronBackend(
-        model=checkpoint,
-        parallel=case.parallel,
-        precision=case.precision,
-        optimizer=case.adam,
-        recompute=case.recompute,
-        batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
-        timeout_s=60,
-        self_check=False,
-        **{"mtp": "train", "mtp_loss_weight": WEIGHT, "moe": Moe(experts=case.experts)} | settings,
-    )
+    return case_backend(case, checkpoint, **{"mtp": "train", "mtp_loss_weight": WEIGHT} | settings)
 
 
 def train_head(case: Case, checkpoint: Path, folder: Path, **settings: Any) -> Trained:

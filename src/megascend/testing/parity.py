@@ -457,25 +457,25 @@ def run_case(
     return Trajectory(losses, norms, logits or [], trained)
 
 
-def case_backend(case: Case, checkpoint: Path, self_check: bool = False) -> MegatronBackend:
-    """Return the backend that ``case`` describes; without the self-check where a trajectory is compared with Hugging Face."""
+def case_backend(case: Case, checkpoint: Path, **settings: Any) -> MegatronBackend:
+    """Return the backend that ``case`` describes, without the self-check; ``settings`` are further arguments, or other ones."""
     from megascend.backends import MegatronBackend
 
-    return MegatronBackend(
-        model=checkpoint,
-        parallel=case.parallel,
-        precision=case.precision,
-        optimizer=case.adam,
-        recompute=case.recompute,
-        moe=Moe(
+    arguments: dict[str, Any] = {
+        "parallel": case.parallel,
+        "precision": case.precision,
+        "optimizer": case.adam,
+        "recompute": case.recompute,
+        "moe": Moe(
             aux_loss=case.aux_formula if case.aux_loss else "none",
             aux_loss_coefficient=case.aux_loss,
             experts=case.experts,
         ),
-        batching=Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
-        timeout_s=60,
-        self_check=self_check,
-    )
+        "batching": Batching(packing=case.packing, micro_batch_tokens=case.micro_batch_tokens),
+        "timeout_s": 60,
+        "self_check": False,  # a trajectory is compared with Hugging Face
+    }
+    return MegatronBackend(model=checkpoint, **arguments | settings)
 
 
 def train_case(
