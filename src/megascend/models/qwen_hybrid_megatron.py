@@ -5,6 +5,7 @@ Import after Megatron.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch.distributed as dist
@@ -19,11 +20,12 @@ TEXT_TYPES = ["qwen3_5_text", "qwen3_5_moe_text"]
 
 
 class TensorParallelGatedDeltaNet(GatedDeltaNet):
-    """mcore-bridge's layer, whose norms' gradients are wrong under tensor parallelism.
+    """mcore-bridge's layer with right gradients under tensor parallelism.
 
-    With sequence parallelism the layer gathers its input, so that every rank computes the whole gradient of the input norm, which
-    is then summed over ranks as if each had computed a part. Without it, every rank computes its own heads' part of the output
-    norm's gradient, which is never summed.
+    With sequence parallelism mcore-bridge gathers the layer's input and divides its output again; each rank then computes the
+    whole gradient of the input norm, and Megatron sums it as if each had computed a part. Here the projections gather and
+    divide, as those of attention do, which also communicates half as much. Without sequence parallelism each rank computes its
+    own heads' part of the output norm's gradient, which nobody sums.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,7 +33,9 @@ class TensorParallelGatedDeltaNet(GatedDeltaNet):
         if self.tp_size == 1:
             return
         if self.config.sequence_parallel:
-            self.in_proj.layer_norm_weight.sequence_parallel = False
+            # Read by this layer's forward pass alone: the projections have been built with the original.
+            self.config = copy.copy(self.config)
+            self.config.sequence_parallel = False
         else:
             # Megatron sums gradients over TP by the names of norms in softmax attention, and has no mark for others.
             self.out_norm.weight.register_hook(self._sum_over_tensor_ranks)
