@@ -187,8 +187,8 @@ class ModelInfo:
         return weight_flops + 6 * self.attention_layers * self.attention_width * length
 
 
-NO_TARGETS = ("gate", "router", "_bias")
-"""Ends of names in a layer that are no linear layers for an adapter: routers, and biases of fused experts."""
+NO_TARGETS = ("gate", "router", "_bias", "conv1d")
+"""Ends of names in a layer that are no linear layers for an adapter: routers, biases of fused experts, and convolutions."""
 
 
 def linear_layers(info: ModelInfo) -> list[str]:

@@ -59,6 +59,7 @@ class Architecture:
             ``rms_norm_eps``.
         prediction_head: the heads of its checkpoints for multi-token prediction are layers after the last one, named and computed
             as DeepSeek-V3's (arXiv:2412.19437, section 2.2); the Megatron engine trains one.
+        packages: what has to be importable for the Megatron engine to compute its layers; on the CPU megascend brings it.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
     """
@@ -75,6 +76,7 @@ class Architecture:
     interleaved_experts: bool = False
     latent_norm_epsilon: float | None = None
     prediction_head: bool = False
+    packages: tuple[str, ...] = ()
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
 
@@ -125,6 +127,13 @@ class Architecture:
             self._unnormalised_sigmoid(config),
         )
         return [reason for reason in checks if reason is not None]
+
+    def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
+        """Return why the Megatron engine cannot divide the model over tensor and context parallel ranks; empty if it can.
+
+        Sizes that all models have are checked for all (:func:`megascend.topology.topology.check_model`).
+        """
+        return []
 
     def model_name(self, name: str) -> str:
         """Map the name of a checkpoint's tensor to its name in transformers' model, which peft uses."""

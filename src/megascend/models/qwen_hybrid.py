@@ -26,7 +26,9 @@ class QwenHybrid(Architecture):
     """Layers of linear attention by ``layer_types``, softmax attention with an output gate and partial rotary embeddings."""
 
     megatron: str | None = "megascend.models.qwen_hybrid_megatron"
+    lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_hybrids"
     layer_kinds: tuple[str, ...] = (*ATTENTION_LAYERS, LINEAR)
+    packages: tuple[str, ...] = ("fla",)
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         settings = super().megatron_settings(config) | {
@@ -40,6 +42,22 @@ class QwenHybrid(Architecture):
         if expert_count(config):
             settings["moe_shared_expert_gate"] = True
         return settings
+
+    def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
+        problems = super().undivided(config, tensor=tensor, context=context)
+        if LINEAR not in layer_types(config):
+            return problems
+        if context > 1:
+            problems.append(
+                f"parallel.context={context}: Megatron-Core computes linear attention (gated delta nets) of whole sequences only; "
+                "set context to 1"
+            )
+        heads = config["linear_num_key_heads"]
+        if heads % tensor:
+            problems.append(
+                f"parallel.tensor={tensor} does not divide the {heads} key heads of linear attention (linear_num_key_heads)"
+            )
+        return problems
 
 
 def layer_types(config: Config) -> list[str]:
