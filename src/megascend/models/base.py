@@ -281,6 +281,57 @@ class LatentAttention:
         return self.rotated + self.unrotated
 
 
+LINEAR = "linear_attention"
+"""Entry of ``layer_types`` for a layer with linear attention."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Sizes of linear attention by the gated delta rule (Yang et al., arXiv:2412.06464).
+
+    Attributes:
+        layers: True for each layer that has it.
+        key_heads, value_heads: heads of queries and keys, and of values; a key head serves consecutive value heads.
+        key_head, value_head: widths of a head.
+        taps: tokens that the convolution of queries, keys and values sums.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_head: int
+    value_head: int
+    taps: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> LinearAttention | None:
+        """Read the sizes of a configuration; None if no layer has linear attention."""
+        if config.get("linear_num_key_heads") is None:
+            return None
+        if config.get("layer_types"):
+            layers = [kind == LINEAR for kind in config["layer_types"]]
+        else:
+            interval = config.get("full_attention_interval") or 4
+            layers = [(layer + 1) % interval > 0 for layer in range(config["num_hidden_layers"])]
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        return cls(tuple(layers), *(config[f"linear_{name}"] for name in names)) if any(layers) else None
+
+    @property
+    def keys(self) -> int:
+        """Return the width of all key heads."""
+        return self.key_heads * self.key_head
+
+    @property
+    def values(self) -> int:
+        """Return the width of all value heads."""
+        return self.value_heads * self.value_head
+
+    @property
+    def state(self) -> int:
+        """Return the elements of a layer's state: a [key width, value width] matrix for each value head."""
+        return self.value_heads * self.key_head * self.value_head
+
+
 def text_config(config: Config) -> Config:
     """Return the configuration of the language model: ``text_config`` of a multimodal one, else ``config``."""
     text = config.get("text_config")

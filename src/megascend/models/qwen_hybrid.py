@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megascend.models.base import ATTENTION_LAYERS, Architecture, Config, expert_count
+from megascend.models.base import ATTENTION_LAYERS, LINEAR, Architecture, Config, LinearAttention, expert_count
 
-LINEAR = "linear_attention"
 LINEAR_SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -36,36 +35,31 @@ class QwenHybrid(Architecture):
             "layernorm_zero_centered_gamma": True,
             "attention_output_gate": True,
             "experimental_attention_variant": "gated_delta_net",
-            # mcore-bridge reads full_attention_interval, which transformers 5 replaces by the list.
-            "linear_attention_freq": f"[{','.join(str(int(kind == LINEAR)) for kind in layer_types(config))}]",
         }
+        linear = LinearAttention.from_config(config)
+        if linear is not None:
+            # mcore-bridge reads full_attention_interval alone, which transformers 5 replaces by the list.
+            settings["linear_attention_freq"] = f"[{','.join(str(int(is_linear)) for is_linear in linear.layers)}]"
         if expert_count(config):
             settings["moe_shared_expert_gate"] = True
         return settings
 
     def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
         problems = super().undivided(config, tensor=tensor, context=context)
-        if LINEAR not in layer_types(config):
+        linear = LinearAttention.from_config(config)
+        if linear is None:
             return problems
         if context > 1:
             problems.append(
                 f"parallel.context={context}: Megatron-Core computes linear attention (gated delta nets) of whole sequences only; "
                 "set context to 1"
             )
-        heads = config["linear_num_key_heads"]
-        if heads % tensor:
+        if linear.key_heads % tensor:
             problems.append(
-                f"parallel.tensor={tensor} does not divide the {heads} key heads of linear attention (linear_num_key_heads)"
+                f"parallel.tensor={tensor} does not divide the {linear.key_heads} key heads of linear attention "
+                "(linear_num_key_heads)"
             )
         return problems
-
-
-def layer_types(config: Config) -> list[str]:
-    """List the kinds of the layers, from ``layer_types`` or the older ``full_attention_interval``."""
-    if config.get("layer_types"):
-        return list(config["layer_types"])
-    interval = config.get("full_attention_interval") or 4
-    return [LINEAR if (layer + 1) % interval else "full_attention" for layer in range(config["num_hidden_layers"])]
 
 
 FAMILIES = (
