@@ -31,7 +31,9 @@ def inputs(
     return {name: tensor.to(dtype).requires_grad_() for name, tensor in tensors.items()}
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return outputs and the last states by matrices, head by head: S <- exp(g) (1 - beta k k^T) S + beta k v^T."""
     batch, tokens, heads, width = v.shape
     share = heads // k.shape[2]
@@ -64,7 +66,9 @@ def test_outputs_states_and_gradients_equal_the_recurrence(function, tokens: int
     (output * weights).sum().backward()
     (expected * weights).sum().backward()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor.grad, plain[name].grad, rtol=0, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor.grad, plain[name].grad, rtol=0, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @FUNCTIONS

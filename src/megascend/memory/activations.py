@@ -171,7 +171,9 @@ def linear_attention_bytes(linear: LinearAttention, kind: LayerKind) -> float:
     if kind.fused:
         return total + b * heads * chunk
     # Four products of the convolution; the chunks' systems, scores and states; the gate and its activation.
-    total += 4 * FP32 * mixed + FP32 * (9 * repeated + 3 * values + heads * (6 * chunk + linear.key_head * linear.value_head / chunk))
+    total += 4 * FP32 * mixed + FP32 * (
+        9 * repeated + 3 * values + heads * (6 * chunk + linear.key_head * linear.value_head / chunk)
+    )
     return total + 4 * FP32 * values
 
 

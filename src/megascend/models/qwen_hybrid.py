@@ -9,12 +9,12 @@ from megascend.models.base import ATTENTION_LAYERS, LINEAR, Architecture, Config
 
 LINEAR_SIZES = {
     "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     # A first token's output is almost 0 where its query and key are almost orthogonal, and the norm after it amplifies rounding.
-    "rms_norm_eps": 1e-2,
+    "rms_norm_eps": 0.1,
 }
 """Of tiny models."""
 TINY_LAYERS = [LINEAR, LINEAR, LINEAR, "full_attention"]
