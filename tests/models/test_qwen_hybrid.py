@@ -113,9 +113,12 @@ def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatc
     from megascend.engines.megatron import build
 
     build.check_packages(architecture_named(DENSE))
-    monkeypatch.setattr(build, "is_installed", lambda package: package != "fla")
-    with pytest.raises(MissingDependencyError, match=r"fla, .* pip install 'megascend\[linear-attention\]'"):
-        build.check_packages(architecture_named(DENSE))
+    for missing in ("fla", "fla.modules.convolution"):
+        monkeypatch.setattr(build, "is_installed", lambda name, missing=missing: name != missing)
+        with pytest.raises(
+            MissingDependencyError, match=r"convolution, .* pip install 'megascend\[linear-attention\]'"
+        ):
+            build.check_packages(architecture_named(DENSE))
 
 
 def test_mindspeed_refuses_linear_attention_by_name() -> None:

@@ -46,9 +46,8 @@ def test_packed_sequences_equal_torch_sequence_by_sequence(tensors: tuple[Tensor
 
 
 def test_gradients_equal_torch(tensors: tuple[Tensor, ...]) -> None:
-    gradients = []
+    gradients, starts = [], torch.tensor([0, *LENGTHS]).cumsum(0)
     for function in (by_sequence, lambda *args: causal_conv1d(*args, activation="silu", cu_seqlens=starts)[0]):
-        starts = torch.tensor([0, *LENGTHS]).cumsum(0)
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         function(*leaves).square().sum().backward()
         gradients.append([leaf.grad for leaf in leaves])

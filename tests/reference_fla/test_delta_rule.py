@@ -56,7 +56,7 @@ def recurrence(
 
 @FUNCTIONS
 @pytest.mark.parametrize("tokens", [1, 3, 64, 65, 150])
-def test_outputs_states_and_gradients_equal_the_recurrence(function, tokens: int) -> None:  # noqa: ANN001
+def test_outputs_states_and_gradients_equal_the_recurrence(function, tokens: int) -> None:
     ours, plain = inputs(tokens, batch=2, value_heads=4), inputs(tokens, batch=2, value_heads=4)
     output, state = function(**ours, output_final_state=True)
     expected, expected_state = recurrence(**plain)
@@ -72,7 +72,7 @@ def test_outputs_states_and_gradients_equal_the_recurrence(function, tokens: int
 
 
 @FUNCTIONS
-def test_fp32_stays_close_to_the_recurrence_in_fp64(function) -> None:  # noqa: ANN001
+def test_fp32_stays_close_to_the_recurrence_in_fp64(function) -> None:
     tensors = inputs(300, dtype=torch.float32)
     output, _ = function(**tensors)
     assert output.dtype == torch.float32
@@ -80,7 +80,7 @@ def test_fp32_stays_close_to_the_recurrence_in_fp64(function) -> None:  # noqa: 
 
 
 @FUNCTIONS
-def test_bf16_inputs_are_computed_in_fp32(function) -> None:  # noqa: ANN001
+def test_bf16_inputs_are_computed_in_fp32(function) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in inputs(100).items()}
     output, state = function(**tensors, output_final_state=True)
     expected, expected_state = recurrence(**tensors)
@@ -91,7 +91,7 @@ def test_bf16_inputs_are_computed_in_fp32(function) -> None:  # noqa: ANN001
 
 
 @FUNCTIONS
-def test_state_continues_a_sequence(function) -> None:  # noqa: ANN001
+def test_state_continues_a_sequence(function) -> None:
     tensors = inputs(90)
     whole, last = function(**tensors, output_final_state=True)
     first, state = function(**{name: x[:, :70] for name, x in tensors.items()}, output_final_state=True)
@@ -103,7 +103,7 @@ def test_state_continues_a_sequence(function) -> None:  # noqa: ANN001
 
 
 @FUNCTIONS
-def test_packed_sequences_equal_separate_ones_to_the_bit(function) -> None:  # noqa: ANN001
+def test_packed_sequences_equal_separate_ones_to_the_bit(function) -> None:
     lengths = [5, 1, 130, 64]
     tensors = inputs(sum(lengths), dtype=torch.float32)
     ends = torch.tensor([0, *lengths]).cumsum(0)

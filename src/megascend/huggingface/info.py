@@ -184,9 +184,8 @@ class ModelInfo:
 
         6 per matmul parameter (Kaplan et al. 2020, section 2.1): 2 forward, 2 for the gradient of its input, 2 for its own, which
         ``frozen`` weights lack. For attention 12 * layers * heads * head dim * length / 2, the half because of the causal mask
-        (PaLM, appendix B). For linear attention, whose cost does not depend on the length, the three products of the recurrence
-        with a state: a token's key with it, the correction that is written, and the query; 18 per element and token. Recomputation
-        and adapters are not counted.
+        (PaLM, appendix B). For linear attention, whose cost does not depend on the length, 18 per element of the state: the key's
+        product with it, the correction that is written, and the query's product. Recomputation and adapters are not counted.
         """
         # Frozen weights still pass the gradient on to their input.
         weight_flops = (4 if frozen else 6) * self.active_matmul_parameters

@@ -156,7 +156,7 @@ def _latent_attention(latent: LatentAttention, sizes: ModelSizes, topology: Topo
 
 
 def linear_attention_bytes(linear: LinearAttention, kind: LayerKind) -> float:
-    """Return the bytes that linear attention (gated delta net) saves between its projections, on all tensor parallel ranks together.
+    """Return the bytes that linear attention (gated delta net) saves between its projections, on all TP ranks together.
 
     flash-linear-attention saves queries, keys, values and, for each head, a row of 64 of the triangular system of a chunk; the
     reference in plain PyTorch saves about six such rows and its fp32 copies (counted at widths of 8 to 32).

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
-from megascend.memory.activations import linear_attention_bytes, FP32, LayerBytes, LayerKind, head_bytes
+from megascend.memory.activations import FP32, LayerBytes, LayerKind, head_bytes, linear_attention_bytes
 from megascend.memory.parameters import StageParameters, adapter_bytes, elements, stages
 from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload, layer_of
 from megascend.topology.topology import Topology

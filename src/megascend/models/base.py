@@ -59,7 +59,8 @@ class Architecture:
             ``rms_norm_eps``.
         prediction_head: the heads of its checkpoints for multi-token prediction are layers after the last one, named and computed
             as DeepSeek-V3's (arXiv:2412.19437, section 2.2); the Megatron engine trains one.
-        packages: what has to be importable for the Megatron engine to compute its layers; on the CPU megascend brings it.
+        packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
+            them.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
     """

@@ -27,7 +27,7 @@ class QwenHybrid(Architecture):
     megatron: str | None = "megascend.models.qwen_hybrid_megatron"
     lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_hybrids"
     layer_kinds: tuple[str, ...] = (*ATTENTION_LAYERS, LINEAR)
-    packages: tuple[str, ...] = ("fla",)
+    packages: tuple[str, ...] = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         settings = super().megatron_settings(config) | {
@@ -51,8 +51,8 @@ class QwenHybrid(Architecture):
             return problems
         if context > 1:
             problems.append(
-                f"parallel.context={context}: Megatron-Core computes linear attention (gated delta nets) of whole sequences only; "
-                "set context to 1"
+                f"parallel.context={context}: Megatron-Core computes linear attention (gated delta nets) of whole sequences "
+                "only; set context to 1"
             )
         if linear.key_heads % tensor:
             problems.append(

@@ -11,6 +11,7 @@ Products are computed in fp32, or in fp64 if the inputs are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -120,7 +121,7 @@ def _by_sequence(
                 "sequences are one row, which they cover"
             )
     outputs, states = [], []
-    for number, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for number, (start, end) in enumerate(itertools.pairwise(starts)):
         rows = slice(None) if cu_seqlens is None else slice(number, number + 1)
         shape = (v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])
         state = v.new_zeros(shape, dtype=dtype) if initial_state is None else initial_state[rows].to(dtype)

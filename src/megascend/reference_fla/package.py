@@ -7,7 +7,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-
 PACKAGES = ("fla", "causal_conv1d")
 MARK = "__megascend_reference__"
 

@@ -154,13 +154,14 @@ def check_divisible(architecture: Architecture, config: Mapping[str, Any], topol
 
 
 def check_packages(architecture: Architecture) -> None:
-    """Raise MissingDependencyError for a package that the family's layers need."""
-    missing = [package for package in architecture.packages if not is_installed(package)]
-    if missing:
-        raise MissingDependencyError(
-            f"{architecture.model_type}: engine megatron computes its layers with {', '.join(missing)}, which "
-            "is not installed here: pip install 'megascend[linear-attention]'"
-        )
+    """Raise MissingDependencyError for a module that the family's layers need."""
+    for module in architecture.packages:
+        package = module.partition(".")[0]
+        if not is_installed(package) or not is_installed(module):
+            raise MissingDependencyError(
+                f"{architecture.model_type}: engine megatron computes its layers with {module}, which is not installed here "
+                "(flash-linear-attention 0.4 and 0.5 have it): pip install 'megascend[linear-attention]'"
+            )
 
 
 def activation_arguments(hidden_act: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
