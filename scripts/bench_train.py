@@ -474,8 +474,9 @@ class FsdpSteps(MegascendSteps):
 def build_bridge_model(model_dir: Path, **settings: Any) -> tuple[torch.nn.Module, Any]:
     """mcore-bridge's Megatron model of a Hugging Face checkpoint, with its weights, on this process's device."""
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
-    from megascend.models import architecture_of
     from transformers import AutoConfig
+
+    from megascend.models import architecture_of
 
     hf_config = AutoConfig.from_pretrained(model_dir)
     arguments, architecture = hf_to_mcore_config(hf_config), architecture_of(hf_config.to_dict())
