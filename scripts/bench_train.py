@@ -423,7 +423,8 @@ class MegascendSteps(Steps):
             optimizer=megascend.Adam(lr=work.lr, weight_decay=0.01, max_grad_norm=1.0),
             batching=megascend.Batching(
                 micro_batch_tokens=budget,
-                packing=options.get("packing", "true").lower() != "false",
+                # Transformer Engine takes no packed samples where attention has sinks.
+                packing=options.get("packing", str(work.family != "gpt_oss")).lower() != "false",
                 cuda_graphs=megascend.CudaGraphs(max_tokens=budget) if options.get("graphs") == "true" else None,
             ),
             seed=work.seed,

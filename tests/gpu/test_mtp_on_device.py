@@ -49,7 +49,7 @@ def test_head_in_bf16_trains_like_a_plain_one(arch: str, folder: Path, tmp_path:
     for figure in ("losses", "mtp_losses"):
         differences = (torch.tensor(getattr(run, figure), dtype=torch.float64) - expected[figure]).abs()
         print(f"{arch}, {figure}: {float(differences.max()):.1e}")
-        assert float(differences[0]) < 3 * rounding, (figure, differences, rounding)
+        assert float(differences[0]) < max(0.01, 3 * rounding), (figure, differences, rounding)
         assert float(differences.max()) < LOSS_BOUND, (figure, differences)
     ratios = torch.tensor(run.grad_norms, dtype=torch.float64) / expected["grad_norms"]
     print(f"{arch}, grad_norms: {float((ratios - 1).abs().max()):.1e}")

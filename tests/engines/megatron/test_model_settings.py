@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 
@@ -94,3 +99,19 @@ def test_recomputing_missing_modules_raises_config_error(parity_folder, arch, mo
 def test_unknown_recompute_module_raises_config_error():
     with pytest.raises(ConfigError, match=r"modules\.0: Input should be 'core_attn', 'layernorm', 'mlp', 'moe'"):
         selective("attention")
+
+
+@pytest.mark.parametrize(
+    ("softmax", "kernels", "packing"), itertools.product(("vanilla", "learnable"), (False, True), (False, True))
+)
+def test_packed_samples_with_sinks_are_refused_on_transformer_engine(
+    softmax: str, kernels: bool, packing: bool
+) -> None:
+    from megascend.engines.megatron.build import check_packing
+
+    config: Any = SimpleNamespace(softmax_type=softmax, hf_model_type="gpt_oss")
+    platform: Any = SimpleNamespace(has_transformer_engine_kernels=kernels)
+    refused = softmax == "learnable" and kernels and packing
+    expected = pytest.raises(ConfigError, match="set batching.packing: false") if refused else contextlib.nullcontext()
+    with expected:
+        check_packing(config, platform, packing=packing)

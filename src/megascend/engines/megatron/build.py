@@ -276,6 +276,15 @@ def check_window(config: ModelConfig, longest: int) -> None:
         )
 
 
+def check_packing(config: ModelConfig, platform: Platform, *, packing: bool) -> None:
+    """Raise ConfigError where samples would be packed for an attention that takes padded ones only."""
+    if packing and platform.has_transformer_engine_kernels and config.softmax_type != "vanilla":
+        raise ConfigError(
+            f"{config.hf_model_type} has attention sinks, for which Transformer Engine has no kernel that takes packed samples; "
+            "set batching.packing: false"
+        )
+
+
 def check_dropout(config: ModelConfig) -> None:
     """Raise ConfigError for settings under which recomputation draws other dropout masks (megatron-core 0.16.1)."""
     if (

@@ -41,7 +41,7 @@ from megascend.engines.megatron import (
     state,
     weights,
 )
-from megascend.engines.megatron.build import build_chunks, build_config, check_window
+from megascend.engines.megatron.build import build_chunks, build_config, check_packing, check_window
 from megascend.engines.megatron.captured_step import Capture, CudaCapture
 from megascend.engines.megatron.groups import fake_groups
 from megascend.engines.megatron.named_weights import named_weights
@@ -530,6 +530,7 @@ def configure(
             )
         )
     check_window(config, longest_sample(spec, info))
+    check_packing(config, platform, packing=spec.batching.packing)
     return config, grouped
 
 
