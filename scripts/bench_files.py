@@ -72,7 +72,7 @@ def reads(folder: Path) -> float:
 
 
 def opened(path: Path) -> int:
-    """Past the page cache where the file system can; its pages have been dropped in any case."""
+    """Open a file past the page cache where the file system can; its pages have been dropped in any case."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:

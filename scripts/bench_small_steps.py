@@ -76,7 +76,7 @@ class Bench:
         return sum(event.time_range.elapsed_us() for event in events) / 1000, len(events)
 
     def request(self, tokens: int) -> dict[str, Any]:
-        """One sample of one adapter."""
+        """Build one sample of one adapter."""
         import megascend
 
         self.backend.add_adapter("one", megascend.Lora(rank=self.rank))
@@ -101,7 +101,7 @@ class Bench:
         return figures
 
     def mixed(self, tenants: int, tokens: int) -> dict[str, Any]:
-        """One sample of each of several adapters."""
+        """Build one sample of each of several adapters."""
         import megascend
 
         samples = make_samples(self.work, tenants, tokens)
@@ -178,7 +178,7 @@ class Bench:
 
 
 def measure(work: Work, folder: str, arguments: argparse.Namespace, graphs: bool) -> dict[str, Any]:
-    """All parts on one backend."""
+    """Measure all parts on one backend."""
     import megascend
 
     settings = megascend.CudaGraphs(max_tokens=arguments.max_tokens)

@@ -401,7 +401,7 @@ class MegascendSteps(Steps):
         self.sample = megascend.Sample
 
     def settings(self, options: dict[str, str]) -> dict[str, Any]:
-        """Those that only this engine has, or has in its own way."""
+        """Return the settings that only this engine has, or has in its own way."""
         import megascend
 
         experts: Any = options.get("experts", "auto")

@@ -183,7 +183,7 @@ def measure(case: Case, platform: str, model: Path) -> Measured:
 
 
 def train(case: Case, platform: str, model: Path, reset_peak: Any) -> None:
-    """Three steps on random tokens; ``reset_peak`` is called after the first."""
+    """Train three steps on random tokens; ``reset_peak`` is called after the first."""
     import torch
 
     from megascend.app.run import ADAPTER, make_backend
@@ -208,7 +208,7 @@ def train(case: Case, platform: str, model: Path, reset_peak: Any) -> None:
 
 
 def worker(names: list[str], platform: str, folder: Path) -> dict[str, list[Measured]]:
-    """In a process of its own: all ranks of the cases on a CPU, this rank of one case on a GPU."""
+    """Run in a process of its own: all ranks of the cases on a CPU, this rank of one case on a GPU."""
     import megascend
 
     engine = CASES[names[0]].engine

@@ -45,7 +45,7 @@ REFUSAL = re.compile(r"megascend\.errors\.ConfigError: (.+)")
 def measure(
     pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool, jobs: int
 ) -> list[dict[str, Any]]:
-    """One row a case whose name matches ``pattern``; ``jobs`` at a time, where each is a process of its own."""
+    """Measure one row a case whose name matches ``pattern``; ``jobs`` at a time, where each is a process of its own."""
     from megascend.testing.parity import Differences, bounds, case_checkpoint, differences, hf_reference, token_lists
     from support.lora_parity import adapter_differences, case_adapter, peft_reference
 
@@ -233,7 +233,7 @@ def run(
 
 
 def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precision: str | None, lora: bool) -> None:
-    """One rank under torchrun; rank 0 writes its trajectory."""
+    """Run one rank under torchrun; rank 0 writes its trajectory."""
     import torch
 
     import megascend

@@ -124,7 +124,7 @@ def test_generated_tables_are_current() -> None:
 
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
-    """As `pip install -e '.[docs]'` and `mkdocs build --strict` do it."""
+    """Build as `pip install -e '.[docs]'` and `mkdocs build --strict` do."""
     from importlib.util import find_spec
 
     if missing := [name for name in ("mkdocs", "material", "mkdocstrings_handlers") if find_spec(name) is None]:

@@ -34,7 +34,7 @@ def record(lines: Iterable[str]) -> None:
 
 
 def listed() -> list[str]:
-    """Every change so far, in order."""
+    """Return every change so far, in order."""
     return list(_ledger)
 
 

@@ -360,7 +360,7 @@ ISOLATED_EMBEDDING_AND_HEAD = Case("embedding and head, TP2 + SP", 2, Parallel(t
 
 
 def tenant_samples(tenant: int, step: int) -> list[Sample]:
-    """Three samples of one tenant for one step, of lengths that differ between tenants and steps."""
+    """Build three samples of one tenant for one step, of lengths that differ between tenants and steps."""
     import torch
 
     from megascend.batch.sample import Sample
@@ -384,7 +384,7 @@ class IsolationDifferences(NamedTuple):
 
 
 def differences_from_alone(case: Case, checkpoint: Path, tenants: int, steps: int) -> IsolationDifferences:
-    """One rank: train tenants mixed, then each alone, and compare their adapters.
+    """Run as one rank: train tenants mixed, then each alone, and compare their adapters.
 
     Raises:
         DistributedTestError: an adapter has not changed at all.

@@ -65,7 +65,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step. Local: ranks that record and ranks that do not meet as ever."""
+        """Surround a step. Local: ranks that record and ranks that do not meet as ever."""
         # One step earlier, for the warm-up.
         if self._session is None and self._recorded and number >= self._recorded.start - 1:
             self._begin(number)

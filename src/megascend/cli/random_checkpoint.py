@@ -127,7 +127,7 @@ def _particular(size: ModelSize) -> dict[str, Any]:
 
 
 def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """One token for each byte of UTF-8 (token id = byte), then the ChatML special tokens; any text round-trips."""
+    """Build a tokenizer of one token per UTF-8 byte (token id = byte) and the ChatML special tokens; any text round-trips."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -135,5 +135,5 @@ def _check_prompt(
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Tells these prompts from others: xxh3 over all of them, hexadecimal."""
+    """Compute a fingerprint of the prompts: xxh3 over all of them, hexadecimal."""
     return xxhash.xxh3_64(json.dumps(prompts, sort_keys=True).encode()).hexdigest()

@@ -37,7 +37,7 @@ class RecordedSequence:
 
 
 class Sequences:
-    """Recorded responses of all tenants, least recently used ones dropped beyond a limit per tenant.
+    """Responses of all tenants, least recently used ones dropped beyond a limit per tenant.
 
     Args:
         clock: monotonic seconds.
