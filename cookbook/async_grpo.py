@@ -162,13 +162,13 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
         raise SystemExit(f"{arguments.vllm_python} has a vLLM for CUDA, and this host shows no GPU")
     servers = {}
     for index, number in enumerate(numbers):
-        options, environment, where = [*device_options(device), "--max-num-seqs=128"], {}, device
+        options, environment, location = [*device_options(device), "--max-num-seqs=128"], {}, device
         if not arguments.data:
             options.append("--max-model-len=64")
         if places:
             options += places[index].options()
             environment = places[index].environment()
-            where = f"GPU {places[index].gpu}" + (", the trainer's" if places[index].with_trainer else "")
+            location = f"GPU {places[index].gpu}" + (", the trainer's" if places[index].with_trainer else "")
         options += arguments.vllm_option  # the last one of a name counts
         log = arguments.output / f"vllm-{number}.log"
         servers[number] = VllmProcess(
@@ -180,7 +180,7 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
             environment=environment,
         )
         stack.callback(servers[number].close)
-        print(f"vLLM {number} on {where}: {' '.join(options)}; its log: {log}", flush=True)
+        print(f"vLLM {number} on {location}: {' '.join(options)}; its log: {log}", flush=True)
     if any(placement.with_trainer for placement in places):
         # vLLM measures the free memory of the GPU while it starts, so no other process may allocate or free any meanwhile.
         # The deadline is below the ten minutes that the other ranks wait for this one at start-up.

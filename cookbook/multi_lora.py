@@ -138,7 +138,7 @@ def mean_loss(logprobs, samples: list[megascend.Sample]) -> float:
     return -total / sum(float(sample.weights.sum()) for sample in samples)
 
 
-def what_is_wrong(table: dict[str, dict[str, float]]) -> str | None:
+def problem_in(table: dict[str, dict[str, float]]) -> str | None:
     """Return why losses by adapter and task do not show that each adapter learned its own task; None if they do."""
     for task in table[BASE]:
         task_loss = table[task][task]
@@ -222,19 +222,19 @@ def main() -> None:
             backend.save_adapter(tenant.name, arguments.output / tenant.name)
         first = tenants[0].name
         backend.load_adapter("again", arguments.output / first)
-        again = mean_loss(queue.forward("again", held_out[first]).result(), held_out[first])
+        repeated = mean_loss(queue.forward("again", held_out[first]).result(), held_out[first])
     finally:
         backend.close()
 
-    problem = None if arguments.data else what_is_wrong(table)
-    if not math.isclose(again, table[first][first], rel_tol=1e-3):
-        problem = f"adapter {first!r}, saved and loaded, has loss {again:.4f} instead of {table[first][first]:.4f}"
+    problem = None if arguments.data else problem_in(table)
+    if not math.isclose(repeated, table[first][first], rel_tol=1e-3):
+        problem = f"adapter {first!r}, saved and loaded, has loss {repeated:.4f} instead of {table[first][first]:.4f}"
     if main_rank:
         print("\nloss on new prompts, of each adapter (rows) on each task (columns):")
         print(f"{'':14}" + "".join(f"{task:>10}" for task in held_out))
         for name, row in table.items():
             print(f"{name:14}" + "".join(f"{loss:10.3f}" for loss in row.values()))
-        print(f"{first}, saved to {arguments.output / first} and loaded as 'again': {again:.3f}")
+        print(f"{first}, saved to {arguments.output / first} and loaded as 'again': {repeated:.3f}")
         verdict = f"adapters in {arguments.output}" if arguments.data else SUCCESS
         print(f"FAILED: {problem}" if problem else verdict)
     if problem:

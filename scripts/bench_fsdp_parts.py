@@ -74,9 +74,9 @@ def attention(lengths: tuple[int, ...]) -> None:
     calls = engine.SampleLengths(lengths, starts=kernel.starts, longest=kernel.longest)
     module = torch.nn.Module()
 
-    def of(described: engine.SampleLengths) -> Run:
+    def of(lengths: engine.SampleLengths) -> Run:
         def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return engine.attention(module, query, key, value, None, sample_lengths=described)[0]
+            return engine.attention(module, query, key, value, None, sample_lengths=lengths)[0]
 
         return with_gradients(function, inputs, upstream)
 

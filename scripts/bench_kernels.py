@@ -67,7 +67,7 @@ if triton is not None:
         logits += row * stride
         target = tl.load(targets + row)
         weight = tl.load(weights + row)
-        picked = tl.load(logits + target).to(tl.float32)  # before the loop, whose reductions are barriers
+        target_logit = tl.load(logits + target).to(tl.float32)  # before the loop, whose reductions are barriers
         maximum = float("-inf")
         total = 0.0
         for start in range(0, vocab, BLOCK):
@@ -77,7 +77,7 @@ if triton is not None:
             total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(x - larger), axis=0)
             maximum = larger
         log_sum = maximum + tl.log(total)
-        tl.store(losses + row, log_sum - picked)
+        tl.store(losses + row, log_sum - target_logit)
         for start in range(0, vocab, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab
@@ -541,11 +541,11 @@ def main() -> int:
                 rows.append((part, name, "", "", "", "", f"FAILED {type(failure).__name__}: {str(failure)[:300]}"))
                 bad += 1
                 continue
-            error_value, where = error(results, exact)
+            error_value, worst = error(results, exact)
             bad += not error_value <= ERROR_BOUND
             flag = "" if error_value <= ERROR_BOUND else "  BEYOND THE BOUND"
             figures = (f"{milliseconds:.3f}", f"{peak:.2f}", f"{moved:.2f}", f"{error_value:.1e}")
-            rows.append((part, name, *figures, where + flag))
+            rows.append((part, name, *figures, worst + flag))
             del results
     header = ("part", "variant", "ms", "GiB", "GB moved", "error", "of")
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(6)]

@@ -132,7 +132,7 @@ class Bench:
             self.backend.add_adapter(name, megascend.Lora(rank=generator.choice((8, self.rank))))
         queue = megascend.AdapterQueue(self.backend, max_batch_tokens=longest)
         lengths = [int(longest ** generator.uniform(0.5, 1.0)) for _ in range(requests)]
-        reserved, seconds, seen, waiting = [], [], 0, []
+        reserved, seconds, observed, waiting = [], [], 0, []
         self.synchronize()
         start = time.perf_counter()
         for number, length in enumerate(lengths):
@@ -150,10 +150,10 @@ class Bench:
                 reserved.append(self.reserved())
             if number and number % max(2, requests // 5) == 0:  # a tenant leaves, another one comes
                 queue.drain()
-                self.backend.remove_adapter(names[seen])
-                names[seen] = f"{names[seen]}-again"
-                self.backend.add_adapter(names[seen], megascend.Lora(rank=self.rank))
-                seen += 1
+                self.backend.remove_adapter(names[observed])
+                names[observed] = f"{names[observed]}-again"
+                self.backend.add_adapter(names[observed], megascend.Lora(rank=self.rank))
+                observed += 1
         self.synchronize()
         took = time.perf_counter() - start
         for name in names:

@@ -208,14 +208,14 @@ def attention_cases(device: str) -> Iterator[LayerCase]:
     """Causal grouped-query attention, 8 heads in 2 groups, in every layout; windows; packed sequences."""
     import torch
 
-    def arguments(layout: str, **more: Any) -> dict[str, Any]:
+    def arguments(layout: str, **extra: Any) -> dict[str, Any]:
         return {
             "num_attention_heads": 8,
             "kv_channels": 64,
             "num_gqa_groups": 2,
             "attention_dropout": 0.0,
             "qkv_format": layout,
-            **more,
+            **extra,
         }
 
     def qkv(*leading: int) -> Callable[..., list[torch.Tensor]]:

@@ -268,12 +268,12 @@ def start(names: list[str], arguments: argparse.Namespace, folder: Path) -> dict
 
 def report(name: str, expected: Estimate, ranks: list[Measured]) -> bool:
     """Print a row; returns whether the estimate is good enough."""
-    most = max(ranks, key=lambda rank: rank.peak)
-    miss = expected.tensors / most.peak - 1
+    largest = max(ranks, key=lambda rank: rank.peak)
+    miss = expected.tensors / largest.peak - 1
     good = LOWEST <= miss <= HIGHEST
     items = ", ".join(f"{item} {size / 2**20:.1f}" for item, size in expected.items.items())
-    reserved = f"{most.reserved / 2**20:.1f}" if most.reserved else "-"
-    figures = f"{expected.tensors / 2**20:.1f} | {most.peak / 2**20:.1f} | {miss:+.1%}{'' if good else ' **'}"
+    reserved = f"{largest.reserved / 2**20:.1f}" if largest.reserved else "-"
+    figures = f"{expected.tensors / 2**20:.1f} | {largest.peak / 2**20:.1f} | {miss:+.1%}{'' if good else ' **'}"
     print(f"| {name} | {figures} | {reserved} | {items} |", flush=True)
     return good
 

@@ -83,7 +83,7 @@ def result_line(log: str) -> Result:
 
 
 def last_step(pattern: str, steps: int) -> Callable[[str], Result]:
-    """Build a judge: OK if as many lines match as there are steps; figures from the groups ``loss`` and ``norm`` of first and last."""
+    """Build a judge: OK if a line matches for every step; figures from the groups ``loss`` and ``norm`` of first and last."""
 
     def judge(log: str) -> Result:
         matches = list(re.finditer(pattern, log))
