@@ -75,7 +75,7 @@ class Job:
         attention: None if the kernels do not support the model's attention.
         gated: width of the SwiGLU of dense layers, or None.
         vocabulary: rows of the output layer.
-        done: file to create when all kernels are in Triton's cache.
+        done_file: file to create when all kernels are in Triton's cache.
     """
 
     dtype: str
@@ -84,7 +84,7 @@ class Job:
     attention: Attention | None
     gated: int | None
     vocabulary: int
-    done: str
+    done_file: str
 
     @classmethod
     def of(
@@ -138,18 +138,18 @@ class Job:
             attention=attention if fits else None,
             gated=gated and gated // tensor,
             vocabulary=-(-shape.vocab_size // tensor),
-            done="",
+            done_file="",
         )
         # The kernels' source is part of the name: other code compiles to other files in Triton's cache.
         code = [digest(file, hashlib.sha256) for file in sorted(Path(__file__).parent.glob("*.py"))]
         content = [job.to_text(), [metadata.version(name) for name in PACKAGES], code]
         name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-        return replace(job, done=str(triton_cache() / f"megascend-{name}.done"))
+        return replace(job, done_file=str(triton_cache() / f"megascend-{name}.done"))
 
     @property
     def is_done(self) -> bool:
         """Check whether an earlier process has compiled all kernels."""
-        return Path(self.done).exists()
+        return Path(self.done_file).exists()
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -291,7 +291,7 @@ def calls(job: Job) -> list[Callable[[], object]]:
 
 
 def main() -> None:
-    """Run the job in the first argument, and create its ``done`` file."""
+    """Run the job in the first argument, and create its ``done_file``."""
     die_with_parent()  # without the run, the kernels are not needed
     job = Job.parse(sys.argv[1])
     try:
@@ -299,7 +299,7 @@ def main() -> None:
     except OSError:  # no device is visible; the run itself handles or reports that
         return
     compile_all(job, target)
-    Path(job.done).touch()
+    Path(job.done_file).touch()
 
 
 if __name__ == "__main__":
