@@ -251,7 +251,7 @@ def run(
             print(f"ready after {phases}", flush=True)
 
         # Loop
-        number = done = backend.step_count
+        number = steps_done = backend.step_count
         saves = CheckpointPolicy(
             backend, config, event_log, training.progress, directory.take_over, lambda: not directory.waiting
         )
@@ -259,7 +259,7 @@ def run(
             config.tracker_options,
             config.output,
             config.model_dump(mode="json"),
-            done,
+            steps_done,
             lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
         )
         # The peak while loading is not the peak of training.
@@ -269,13 +269,13 @@ def run(
             config.steps,
             trackers,
             enabled=this_run.main_rank,
-            done=done,
+            steps_done=steps_done,
             waiting=lambda: directory.waiting,
         ) as log:
             training.start_loop(log)
             in_step = False
             try:
-                for number in range(done + 1, config.steps + 1):
+                for number in range(steps_done + 1, config.steps + 1):
                     batch = training.next_batch(number, lambda: signals.received is not None)
                     if batch is None:
                         number -= 1
@@ -291,7 +291,7 @@ def run(
                         log.write(record)
                         # After the row is written: an evaluation that fails must not cost the step's figures.
                         training.after_step(number)
-                    if number == done + 1:
+                    if number == steps_done + 1:
                         phases.ended("first step")
                         # The first step has compiled what it needed; a compiler beside it would only take the
                         # processor.
@@ -304,7 +304,7 @@ def run(
                 complete = not in_step or backend.step_count == number
                 everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
                 last = not isinstance(error, (CheckpointError, NonFiniteError))
-                if complete and everywhere and last and backend.step_count > done:
+                if complete and everywhere and last and backend.step_count > steps_done:
                     saves.save_last(backend.step_count)
                 raise
             training.end_loop()

@@ -83,13 +83,13 @@ class TokenBudget:
         self._layout = _layout_of(config, backend)
         # The same batches as before: another budget would sum in another order.
         if saved and saved["layout"] == self._layout:
-            self.tokens, how = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
+            self.tokens, origin = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
         else:
-            self.tokens, how = find(config, backend, samples, adapter)
+            self.tokens, origin = find(config, backend, samples, adapter)
         backend.set_micro_batch_tokens(self.tokens)
         event_log.event("micro_batch_tokens", found=self.tokens)
         if backend.rank == 0:
-            print(f"batching.micro_batch_tokens: auto is {self.tokens}, {how}", flush=True)
+            print(f"batching.micro_batch_tokens: auto is {self.tokens}, {origin}", flush=True)
 
 
 def _layout_of(config: RunConfig, backend: Backend) -> str:
@@ -142,8 +142,8 @@ def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str 
         )
     peak = dict(search.fitted)[search.best]
     trials = len(search.fitted) + len(search.failed)
-    how = f"measured in {trials} trial{'s' if trials > 1 else ''}: peak {peak / 2**30:.2f} of {room / 2**30:.2f} GiB on rank 0"
-    return search.best, how
+    origin = f"measured in {trials} trial{'s' if trials > 1 else ''}: peak {peak / 2**30:.2f} of {room / 2**30:.2f} GiB on rank 0"
+    return search.best, origin
 
 
 def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayout, topology: Topology) -> int:

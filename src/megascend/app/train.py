@@ -180,7 +180,7 @@ class SupervisedTraining(Training[RunConfig]):
         samples.check_alike(backend)
         samples.check_lengths(backend)
         size = config.data.global_batch_size
-        objective.prepare(backend, samples.learned, samples.drawn(config, objective), size)
+        objective.prepare(backend, samples.learned, samples.drawn_units(config, objective), size)
         if samples.held_out is not None:
             objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
 

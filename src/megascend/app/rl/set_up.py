@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megascend.engines.base import Engine
 
 logger = logging.getLogger(__name__)
-OF_RESPONSES = ("old_logprobs", "advantages")
+RESPONSE_FIELDS = ("old_logprobs", "advantages")
 """Fields of the samples that responses become."""
 
 
@@ -78,11 +78,11 @@ def check_objective(objective: Objective) -> None:
         loss = resolve(objective.loss)
     except ConfigError as error:
         raise ConfigError(f"objective.loss: {error}") from None
-    missing = [name for name in loss.requires if name not in OF_RESPONSES]
+    missing = [name for name in loss.requires if name not in RESPONSE_FIELDS]
     if loss.per != "token" or missing:
         needs = ", ".join(missing) if missing else f"one value per {loss.per}"
         raise ConfigError(
-            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(OF_RESPONSES)}, token by token"
+            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(RESPONSE_FIELDS)}, token by token"
         )
 
 
