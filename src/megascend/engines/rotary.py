@@ -91,10 +91,10 @@ def _borders(module: Any, dynamic: bool) -> list[int]:
     settings = getattr(module.config, "rope_parameters", None) or {}
     nested = [values for values in settings.values() if isinstance(values, Mapping)] or [settings]
     lengths = [values.get("original_max_position_embeddings") for values in nested]
-    stated = {length for length in lengths if length is not None}
-    if not stated:
-        stated = {getattr(module.config, "original_max_position_embeddings", None) or module.original_max_seq_len}
-    return sorted(stated)
+    finite = {length for length in lengths if length is not None}
+    if not finite:
+        finite = {getattr(module.config, "original_max_position_embeddings", None) or module.original_max_seq_len}
+    return sorted(finite)
 
 
 def _set_frequencies(module: Any, length: int, device: torch.device) -> None:

@@ -219,7 +219,7 @@ def drop(x: Tensor, stacked: StackedAdapters, segments: TokenSegments, target: T
     rate = stacked.dropouts[segments.adapter_index[rows]][:, None]
     layer = zlib.crc32((target.drawn_as or target.slices[0].name).encode())
     columns = mix(torch.arange(target.in_start, target.in_start + x.shape[-1], device=x.device) + layer)
-    drawn = mix(segments.keys[rows][:, None] ^ columns)
+    bits = mix(segments.keys[rows][:, None] ^ columns)
     # double: float32 cannot represent all thresholds below 2^31.
-    keep = (drawn >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)
+    keep = (bits >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)
     return x * keep.view(x.shape)

@@ -153,8 +153,8 @@ def _fused_experts(
         gate_up, down = factors.values()
         if gate_up.a.shape[-1] != down.b.shape[-2] or gate_up.b.shape[-2] != 2 * down.a.shape[-1]:
             raise CheckpointError(
-                f"{WEIGHTS}: gate_up_proj of {experts} would be {_described(gate_up)} and down_proj "
-                f"{_described(down)}, which do not fit together"
+                f"{WEIGHTS}: gate_up_proj of {experts} would be {_description(gate_up)} and down_proj "
+                f"{_description(down)}, which do not fit together"
             )
     return factors
 
@@ -200,14 +200,14 @@ def _check_factors(name: str, pair: Factors, rank: int, file: str = "") -> None:
     dims = 3 if is_expert_parameter(name) else 2
     label = f"{file}: {name}" if file else name
     if a.ndim != dims or b.ndim != dims or a.shape[:-2] != b.shape[:-2]:
-        raise CheckpointError(f"{label}: A and B need {dims} dimensions, found {_described(pair)}")
+        raise CheckpointError(f"{label}: A and B need {dims} dimensions, found {_description(pair)}")
     if a.shape[-2] != rank or b.shape[-1] != rank:
-        raise CheckpointError(f"{label}: A and B are {_described(pair)}, but the rank is {rank}")
+        raise CheckpointError(f"{label}: A and B are {_description(pair)}, but the rank is {rank}")
     for factor, tensor in (("A", a), ("B", b)):
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
         if bad:
             raise CheckpointError(f"{label}: {bad} of {tensor.numel()} values of {factor} are NaN or infinite")
 
 
-def _described(pair: Factors) -> str:
+def _description(pair: Factors) -> str:
     return f"{list(pair.a.shape)} and {list(pair.b.shape)}"

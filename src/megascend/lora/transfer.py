@@ -32,7 +32,7 @@ class FactorShard:
     name: str
     factor: Literal["a", "b"]
     shape: tuple[int, ...]
-    where: tuple[Any, ...]
+    index: tuple[Any, ...]
     values: Tensor
 
 
@@ -110,7 +110,7 @@ def assemble(shards: Sequence[FactorShard]) -> dict[str, Factors]:
     for shard in shards:
         factors = by_name.setdefault(shard.name, {})
         tensor = factors.setdefault(shard.factor, torch.full(shard.shape, torch.nan))
-        tensor[shard.where] = shard.values
+        tensor[shard.index] = shard.values
     return {name: Factors(factors["a"], factors["b"]) for name, factors in sorted(by_name.items())}
 
 

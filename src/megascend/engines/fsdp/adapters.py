@@ -177,9 +177,9 @@ class FsdpAdapters(MixedAdapters):
         targets = [_local_experts(target, share) for target in targets]
         names = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in names if matches(name, limits.targets)]
-        drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
+        drawn_targets = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
         registry = AdapterRegistry.for_model(
-            drawn,
+            drawn_targets,
             names,
             limits,
             adam=spec.optimizer,

@@ -18,7 +18,7 @@ from megascend.engines.heads import check_tied, model_class, not_plain, tie_embe
 from megascend.engines.transformers_names import in_checkpoint, layer_of, persistent_tensors
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.exported import some
+from megascend.huggingface.exported import abbreviated
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.huggingface.quantised import read_tensor
@@ -85,7 +85,7 @@ def load_model(
     if unused := sorted(set(report["unexpected_keys"]) & set(info.tensors)):
         raise CheckpointError(
             f"{model_dir} holds tensors that transformers has no place for in the {type(model).__name__} that config.json "
-            f"describes: {some(unused)}: correct config.json, or remove the tensors from the files"
+            f"describes: {abbreviated(unused)}: correct config.json, or remove the tensors from the files"
         )
     restore_padding_rows(model, info.tensors)
     if head is None:
