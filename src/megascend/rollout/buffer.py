@@ -54,14 +54,14 @@ class EqualStreak:
     responses: int = 0
     cut_off: int = 0
     least: float = math.inf
-    most: float = -math.inf
+    largest: float = -math.inf
 
     def add(self, group: Group) -> None:
         """Count a group."""
         self.groups += 1
         self.responses += len(group.responses)
         self.cut_off += sum(response.finish_reason == "length" for response in group.responses)
-        self.least, self.most = min(self.least, *group.rewards), max(self.most, *group.rewards)
+        self.least, self.largest = min(self.least, *group.rewards), max(self.largest, *group.rewards)
 
 
 @dataclass(frozen=True)

@@ -289,8 +289,8 @@ class RolloutCollector:
         task, streak = self._task, self._buffer.equal_streak
         limit = task.max_equal_groups if task.drop_equal else 0
         last = task.decode(group.responses[-1].tokens)
-        same = streak.most - streak.least <= MIN_RANGE
-        values = f"{streak.most:g} to all of them" if same else f"{streak.least:g} to {streak.most:g}"
+        same = streak.largest - streak.least <= MIN_RANGE
+        values = f"{streak.largest:g} to all of them" if same else f"{streak.least:g} to {streak.largest:g}"
         description = (
             f"step {self._batches_taken + 1}: the last {streak.groups} groups have no learning signal: within each, all rewards "
             f"are equal (to {MIN_RANGE:g}); {reward_name(task.reward)} gave the {streak.responses} responses {values}, "

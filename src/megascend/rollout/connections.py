@@ -43,7 +43,7 @@ class BoundedProtocol(asyncio.Protocol):
         since: time at which this one was opened.
     """
 
-    most: int
+    limit: int
     connections: set[BoundedProtocol]
 
     def __init__(self, **options: Any) -> None:
@@ -62,7 +62,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._http.connection_made(transport)
         self._read_timer = self._loop.call_later(WRITE_S, self._check_reading)
         self._await_head()
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.limit:
             connections = list(self.connections)
             connections[choose_victim([OpenConnection(c.owner, c.idle, c.since) for c in connections])]._drop()
 
@@ -151,9 +151,9 @@ class BoundedProtocol(asyncio.Protocol):
         self.connections.discard(self)
 
 
-def bounded(most: int) -> type[BoundedProtocol]:
-    """Return a protocol class for a server with at most ``most`` connections."""
-    return type("Bounded", (BoundedProtocol,), {"most": most, "connections": set()})
+def bounded(limit: int) -> type[BoundedProtocol]:
+    """Return a protocol class for a server with at most ``limit`` connections."""
+    return type("Bounded", (BoundedProtocol,), {"limit": limit, "connections": set()})
 
 
 def reporting(app: ASGIApp) -> ASGIApp:
@@ -205,11 +205,11 @@ def choose_victim(connections: Sequence[OpenConnection]) -> int:
     many, the one with the oldest connection is chosen.
     """
     count = Counter(connection.owner for connection in connections)
-    most = max(count.values())
+    largest = max(count.values())
     first: dict[str, float] = {}
     for connection in connections:
         first[connection.owner] = min(connection.since, first.get(connection.owner, connection.since))
-    owner = min((owner for owner in count if count[owner] == most), key=lambda owner: first[owner])
+    owner = min((owner for owner in count if count[owner] == largest), key=lambda owner: first[owner])
     candidates = [index for index, connection in enumerate(connections) if connection.owner == owner]
     idle = [index for index in candidates if connections[index].idle]
     if idle:

@@ -44,14 +44,14 @@ class ControllerClient:
     """Client of a controller that repeats a failed attempt, under the same call id, until the deadline.
 
     Args:
-        where: the file in which the controller publishes its address, or ``HOST:PORT``. A file is read again when the controller
+        source: the file in which the controller publishes its address, or ``HOST:PORT``. A file is read again when the controller
             cannot be reached, so that one restarted on another port is found.
         caller: name of this process, for the controller's log.
         timeout_s: deadline of a call with all its attempts, in seconds; added to the expected duration of long calls.
     """
 
-    def __init__(self, where: str | Path, key: Key, *, caller: str, timeout_s: float = 60.0) -> None:
-        self._where = where
+    def __init__(self, source: str | Path, key: Key, *, caller: str, timeout_s: float = 60.0) -> None:
+        self._source = source
         self._key = key
         self._caller = caller
         self._timeout_s = timeout_s
@@ -167,7 +167,7 @@ class ControllerClient:
         while True:
             try:
                 # Read for each attempt: a controller that was restarted has another port.
-                attempt = self._attempt(read_address(self._where), route, body)
+                attempt = self._attempt(read_address(self._source), route, body)
                 # Each attempt has all that is left: a call that waits in the controller must not be cut short.
                 result = await asyncio.wait_for(attempt, deadline - loop.time())
             except AuthError:
@@ -189,7 +189,7 @@ class ControllerClient:
                 kind = ControllerBusyError if isinstance(problem, ControllerBusyError) else ControllerLostError
                 reason = f"{type(problem).__name__}: {problem}"
                 raise kind(
-                    f"no answer from the rollout controller ({self._where}) to {route} in time; at last: {reason}"
+                    f"no answer from the rollout controller ({self._source}) to {route} in time; at last: {reason}"
                 )
             await asyncio.sleep(pause)
             delay = min(2 * delay, LONGEST_DELAY_S)
@@ -282,7 +282,7 @@ class ControllerEngine(RemoteEngine):
     several event loops.
 
     Args:
-        where: as of :class:`ControllerClient`.
+        source: as of :class:`ControllerClient`.
         owner: name of this trainer.
         lease_s: others may claim the engines when this process has been silent for so many seconds.
         wait_s: longest wait for another owner to release them, in seconds.
@@ -296,7 +296,7 @@ class ControllerEngine(RemoteEngine):
 
     def __init__(
         self,
-        where: str | Path,
+        source: str | Path,
         key: Key,
         *,
         owner: str,
@@ -305,10 +305,10 @@ class ControllerEngine(RemoteEngine):
         generate_timeout_s: float = 600.0,
         timeout_s: float = 60.0,
     ) -> None:
-        self.name = f"engines of the controller {where}"
+        self.name = f"engines of the controller {source}"
         self.answer_s = generate_timeout_s
         self._owner, self._lease_s, self._wait_s = owner, lease_s, wait_s
-        self._client = ControllerClient(where, key, caller=owner, timeout_s=timeout_s)
+        self._client = ControllerClient(source, key, caller=owner, timeout_s=timeout_s)
         self._thread = LoopThread("controller engine")
         self._claiming = asyncio.Lock()
         self._claims = contextlib.AsyncExitStack()

@@ -178,8 +178,8 @@ class RolloutTasks:
         if task.keep:
             task.size = size
             self._kept_bytes += size
-            lost = f"rollout {name!r} is over; nobody fetched its result within {keep_s:g} s"
-            task.timer = self._clock.call_at(self._clock.now() + keep_s, lambda: self._remove(name, lost))
+            message = f"rollout {name!r} is over; nobody fetched its result within {keep_s:g} s"
+            task.timer = self._clock.call_at(self._clock.now() + keep_s, lambda: self._remove(name, message))
         if not task.future.done():
             if isinstance(result, Exception):
                 task.future.set_exception(result)

@@ -195,8 +195,8 @@ class SglangEngine(InferenceEngine):
         try:
             await self._load(self._in_force, self._versions["model"])
         except EngineError as error:
-            again = f"Loading {self._in_force} again failed as well ({error})"
-            self._not_serving = f"{cause}. {again}: the server stays paused until a commit succeeds"
+            message = f"Loading {self._in_force} again failed as well ({error})"
+            self._not_serving = f"{cause}. {message}: the server stays paused until a commit succeeds"
             raise NotServingError(self._not_serving) from error
 
     async def _load(self, directory: Path, version: int) -> None:
