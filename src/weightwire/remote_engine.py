@@ -148,12 +148,12 @@ class Arguments:
             raise WireError(f"{self._call}: {name} is {value!r:.80}; a text was expected")
         return value
 
-    def integer(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
+    def integer(self, name: str, minimum: int, maximum: int, default: Any = _REQUIRED) -> Any:
         """Return an integer within bounds."""
         value = self.take(name, default)
         # type() instead of isinstance: True is an int.
-        if value is not default and (type(value) is not int or not least <= value <= most):
-            raise WireError(f"{self._call}: {name} is {value!r:.40}, not an integer from {least} to {most}")
+        if value is not default and (type(value) is not int or not minimum <= value <= maximum):
+            raise WireError(f"{self._call}: {name} is {value!r:.40}, not an integer from {minimum} to {maximum}")
         return value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -163,22 +163,22 @@ class Arguments:
             raise WireError(f"{self._call}: {name} is {value!r:.40}; true or false was expected")
         return value
 
-    def number(self, name: str, most: float, default: Any = _REQUIRED) -> Any:
-        """Return a number from 0 to ``most``."""
+    def number(self, name: str, maximum: float, default: Any = _REQUIRED) -> Any:
+        """Return a number from 0 to ``maximum``."""
         value = self.take(name, default)
-        if value is not default and (type(value) not in (int, float) or not 0 <= value <= most):
-            raise WireError(f"{self._call}: {name} is {value!r:.40}, not a number from 0 to {most:g}")
+        if value is not default and (type(value) not in (int, float) or not 0 <= value <= maximum):
+            raise WireError(f"{self._call}: {name} is {value!r:.40}, not a number from 0 to {maximum:g}")
         return value if value is default else float(value)
 
-    def tokens(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
+    def tokens(self, name: str, minimum: int, maximum: int, default: Any = _REQUIRED) -> Any:
         """Return a list of token ids."""
         value = self.take(name, default)
         if value is default:
             return value
         if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
             raise WireError(f"{self._call}: {name} is not a list of token ids")
-        if not least <= len(value) <= most:
-            raise WireError(f"{self._call}: {name} has {len(value)} token ids, not {least} to {most}")
+        if not minimum <= len(value) <= maximum:
+            raise WireError(f"{self._call}: {name} has {len(value)} token ids, not {minimum} to {maximum}")
         return value
 
     def check_empty(self) -> None:

@@ -44,13 +44,13 @@ class CudaIpcTransport:
             _await(["device"], self._store, self._group, setup.timeout_s, "cuda_ipc: the sender has named no device")
             self._source = _device_of(self._store.get("device").decode())
 
-    def send(self, buffer: torch.Tensor) -> Sent:
+    def send(self, buffer: torch.Tensor) -> OfferedBucket:
         """See :class:`weightwire.transports.base.Transport`."""
         number = self._take_number()
         storage = buffer.untyped_storage()
-        at = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
-        self._store.set(f"bucket/{number}", at)
-        return Sent(self._store, self._group, number, self._size, buffer)
+        message = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
+        self._store.set(f"bucket/{number}", message)
+        return OfferedBucket(self._store, self._group, number, self._size, buffer)
 
     def receive(self, buffer: torch.Tensor) -> Received:
         """See :class:`weightwire.transports.base.Transport`."""
@@ -72,19 +72,19 @@ class CudaIpcTransport:
                 f"cuda_ipc: bucket {number} is offered as bytes {offset} to {offset + length} of {source.nbytes}, and "
                 f"{buffer.nbytes} bytes are expected"
             )
-        done = torch.cuda.Event()
+        copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             buffer.copy_(source[offset : offset + length], non_blocking=True)
-            done.record(self._stream)
-        return done
+            copied.record(self._stream)
+        return copied
 
     def finish(self, received: Received, timeout_s: float) -> None:
         """Wait for the oldest bucket, acknowledge it, and start the next copy if that bucket is published already."""
-        number, what = received.number, f"cuda_ipc: bucket {received.number}"
+        number, activity = received.number, f"cuda_ipc: bucket {received.number}"
         if received.copied is None:
-            wait_until(lambda: self.offered(number), self._group, timeout_s, f"{what} has not been offered")
+            wait_until(lambda: self.offered(number), self._group, timeout_s, f"{activity} has not been offered")
             received.copied = self.begin_copy(number, received.buffer)
-        wait_until(received.copied.query, self._group, timeout_s, f"{what} has not been copied")
+        wait_until(received.copied.query, self._group, timeout_s, f"{activity} has not been copied")
         self._store.set(f"taken/{number}/{self._rank}", "1")
         self._pending.remove(received)
         if self._pending and self._pending[0].copied is None and self.offered(self._pending[0].number):
@@ -130,7 +130,7 @@ class CudaIpcTransport:
         return self._opened[number]
 
 
-class Sent:
+class OfferedBucket:
     """A bucket offered to the receivers. It keeps its buffer alive until they have copied it."""
 
     def __init__(self, store: Any, group: Group, number: int, size: int, buffer: torch.Tensor) -> None:
@@ -139,8 +139,8 @@ class Sent:
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
-        what = f"cuda_ipc: not all receivers have copied bucket {self._number}"
-        _await(self._keys, self._store, self._group, timeout_s, what)
+        activity = f"cuda_ipc: not all receivers have copied bucket {self._number}"
+        _await(self._keys, self._store, self._group, timeout_s, activity)
 
 
 class Received:
@@ -166,10 +166,10 @@ class Received:
             raise TransportError(f"cuda_ipc: {first_line(error)}") from error
 
 
-def _await(keys: list[str], store: Any, group: Group, timeout_s: float, what: str) -> None:
+def _await(keys: list[str], store: Any, group: Group, timeout_s: float, activity: str) -> None:
     """Wait until all keys exist."""
     try:
-        wait_until(lambda: store.check(keys), group, timeout_s, what)
+        wait_until(lambda: store.check(keys), group, timeout_s, activity)
     except RuntimeError as error:
         if isinstance(error, TransportError):
             raise
@@ -182,13 +182,13 @@ def _uuid(device: torch.device) -> str:
 
 def _device_of(uuid: str) -> torch.device:
     """Return the device with this UUID, as this process numbers it."""
-    there = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    if uuid not in there:
+    uuids = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    if uuid not in uuids:
         raise TransportError(
-            f"cuda_ipc: the sender's buffers are on GPU {uuid:.60}, and this process sees {', '.join(there) or 'none'}: "
+            f"cuda_ipc: the sender's buffers are on GPU {uuid:.60}, and this process sees {', '.join(uuids) or 'none'}: "
             "they must be on one host, and CUDA_VISIBLE_DEVICES must include it"
         )
-    return torch.device("cuda", there.index(uuid))
+    return torch.device("cuda", uuids.index(uuid))
 
 
 def _text(value: Any) -> Any:
