@@ -19,7 +19,7 @@ from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import PatchProvider, ProviderSetup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
-from megascend.changes import changed, listed, record
+from megascend.changes import change_list, changed, record
 from megascend.errors import ConfigError, ImportOrderError
 from megascend.surroundings import set_user_variables
 
@@ -59,7 +59,7 @@ class Runtime:
     @property
     def changes(self) -> list[str]:
         """Return one line for each change that megascend has made to the process so far, in order."""
-        return listed()
+        return change_list()
 
     def load_megatron(self) -> None:
         """Import megatron.core and mcore_bridge for a megascend engine, without their warnings. Idempotent.

@@ -360,8 +360,8 @@ def _files_of(directory: Path, rank: int) -> list[str]:
     tensor_files = [file.name for file in directory.glob(f"__{rank}_*")]
     if rank != 0:
         return sorted(tensor_files)
-    every = [str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()]
-    return sorted([*tensor_files, *(name for name in every if not name.startswith("__"))])
+    files = [str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()]
+    return sorted([*tensor_files, *(name for name in files if not name.startswith("__"))])
 
 
 def _reason(error: BaseException) -> str:

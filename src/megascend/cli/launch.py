@@ -145,7 +145,7 @@ def root_cause(failure: ChildFailedError, folder: Path) -> MegascendError:
     """
     # torch's record decorator writes the file; the earliest of megascend's own errors is the cause.
     for path in sorted(folder.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns):
-        error = _our_error(_message(json.loads(path.read_text(encoding="utf-8"))["message"]))
+        error = _megascend_error(_message(json.loads(path.read_text(encoding="utf-8"))["message"]))
         if error is not None:
             return error
     rank, worker = failure.get_first_failure()
@@ -161,7 +161,7 @@ def _message(recorded: Any) -> str:
     return str(recorded.get("message", "")) if isinstance(recorded, dict) else str(recorded)
 
 
-def _our_error(message: str) -> MegascendError | None:
+def _megascend_error(message: str) -> MegascendError | None:
     """Parse ``"ConfigError: text"`` to ``ConfigError("text")``; None if the class is no MegascendError."""
     name, _, text = message.partition(": ")
     kind = getattr(errors, name, None)

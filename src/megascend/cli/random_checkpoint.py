@@ -113,8 +113,8 @@ def _particular(size: ModelSize) -> dict[str, Any]:
     settings = dict(BUILT_IN[size.arch].tiny)
     for name, value in settings.items():
         if isinstance(value, list) and value:  # one entry a layer: the last kind of MLP goes on, other patterns repeat
-            more = [value[-1]] if name == "mlp_layer_types" else value
-            settings[name] = [*value, *more * size.layers][: size.layers]
+            extra_items = [value[-1]] if name == "mlp_layer_types" else value
+            settings[name] = [*value, *extra_items * size.layers][: size.layers]
     if expert_count(settings):
         experts, per_token = size.expert_counts
         width = "moe_intermediate_size" if "moe_intermediate_size" in settings else "intermediate_size"

@@ -146,6 +146,6 @@ def difference(outputs: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor])
     return largest if largest == largest else float("inf")
 
 
-def described(error: BaseException) -> str:
+def description(error: BaseException) -> str:
     """Describe an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"

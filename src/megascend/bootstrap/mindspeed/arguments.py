@@ -101,11 +101,9 @@ def model_fields(kind: type, defaults: Mapping[str, Any]) -> list[str]:
     MindSpeed adds its own arguments as fields to every configuration class created after its import, and its layers write to
     them while the model is built; those fields are not part of the model. Callbacks are set later and are excluded too.
     """
-    described = set(getattr(kind, "__dataclass_fields__", {}))
+    fields = set(getattr(kind, "__dataclass_fields__", {}))
     megatrons = {name for base in kind.__mro__ if base.__module__.startswith("megatron.") for name in _annotated(base)}
-    return sorted(
-        name for name in described if (name in megatrons or name not in defaults) and not name.endswith("_func")
-    )
+    return sorted(name for name in fields if (name in megatrons or name not in defaults) and not name.endswith("_func"))
 
 
 def _annotated(kind: type) -> set[str]:

@@ -115,23 +115,23 @@ def _version_of(package: str) -> Version:
     try:
         return Version(metadata.version(package))
     except metadata.PackageNotFoundError:
-        stated = getattr(sys.modules.get(package), "__version__", None)
-    if stated is None:
+        module_version = getattr(sys.modules.get(package), "__version__", None)
+    if module_version is None:
         raise VersionError(f"the version of {package} is not known: it has no metadata; install it with pip")
-    return Version(stated)
+    return Version(module_version)
 
 
 def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
     mindspeed, branch = tree.find(), tree.BRANCHES[stack.name]
-    how = HOW_MINDSPEED.format(branch=branch)
+    instructions = HOW_MINDSPEED.format(branch=branch)
     if mindspeed is None:
-        raise PlatformError(f"platform 'npu' needs MindSpeed ({branch}), which is not installed: {how}")
+        raise PlatformError(f"platform 'npu' needs MindSpeed ({branch}), which is not installed: {instructions}")
     version = mindspeed.version_for(stack)
     if version is None:
         supported = " and ".join(tree.BRANCHES.values())
         raise VersionError(
             f"MindSpeed {mindspeed.name} is on the path ({mindspeed.folder / '__init__.py'}); stack {stack.name} needs branch "
-            f"{branch}. {mindspeed.needs}Supported branches: {supported}. To get it: {how}"
+            f"{branch}. {mindspeed.needs}Supported branches: {supported}. To get it: {instructions}"
         )
     return f"{version} ({mindspeed.folder})"
 
