@@ -304,12 +304,12 @@ def test_exception_is_published_until_the_rank_continues(tmp_path) -> None:
         )
         with monitor.phase("update"):
             wait_until(lambda: read(0).failure is None)
-        with pytest.raises(PeerLostError, match="Rank 0 failed in update of step 1 with KeyError: 'x'") as lost:  # noqa: PT012, SIM117
+        with pytest.raises(PeerLostError, match="Rank 0 failed in update of step 1 with KeyError: 'x'") as peer_error:  # noqa: PT012, SIM117
             with other.phase("update"):
                 with pytest.raises(KeyError), monitor.phase("update"):
                     raise KeyError("x")
                 raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
-        assert isinstance(lost.value.__cause__, RuntimeError)
+        assert isinstance(peer_error.value.__cause__, RuntimeError)
     finally:
         monitor.close()
         other.close()
