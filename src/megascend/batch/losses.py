@@ -237,6 +237,7 @@ class _RatioTimes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_ratio: Tensor, factor: Tensor) -> Tensor:
+        # Times the factor between the two roots: exp(100) * 1e-30 fits float32, and exp(100) alone does not.
         root = torch.exp(0.5 * log_ratio)
         ctx.save_for_backward(root, factor)
         return root * factor * root
@@ -283,6 +284,8 @@ def _kl_figure(log_ratio: Tensor) -> Tensor:
 
 def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     """Direct preference optimisation (Rafailov et al. 2023, eq. 7); needs ``ref_logprobs`` and complete pairs."""
+    # Differences are summed, not sums subtracted: two sums over thousands of tokens would cancel most of their
+    # digits.
     margins = inputs.sum_per_sample(logprobs - inputs.ref_logprobs)
     chosen, rejected = margins[inputs.pairs[:, 0]], margins[inputs.pairs[:, 1]]
     logits = beta * (chosen - rejected)
@@ -305,6 +308,7 @@ def clipped_value(values: Tensor, inputs: LossInputs, clip: float = 0.2) -> tupl
     clipped_values = inputs.old_values + (values - inputs.old_values).clamp(-clip, clip)
     # Distances are compared, not their squares: two squares that overflow are equal.
     plain, clipped = (values - inputs.returns).abs(), (clipped_values - inputs.returns).abs()
+    # The larger loss is the pessimistic one: a value that moves away from the return is not rewarded by the clip.
     larger = torch.maximum(plain, clipped)
     return 0.5 * larger * larger, {
         "value": values.detach(),

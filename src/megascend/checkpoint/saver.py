@@ -309,6 +309,7 @@ class Saver:
                 with (temporary / "common.pt").open("wb") as file, raising_system_errors():
                     torch.save({"step": contents.manifest.step}, file)
             names = _files_of(temporary, rank)
+            # ChunkWriter has hashed the tensor files while it wrote them; only the others are read again.
             return {name: writer.digests.get(name) or manifest.digest(temporary / name) for name in names}, None
         except (Exception, CheckpointException) as error:  # noqa: BLE001  sent to all ranks, which then raise together
             return {}, f"rank {rank}: {_reason(error)}"
@@ -325,6 +326,7 @@ class Saver:
     ) -> str | None:
         """Move the checkpoint into place if every rank has written its files; return the reason if not."""
         step = contents.manifest.step
+        # Over the writers' channel: training exchanges objects on its own thread at the same time.
         everyone = gather_objects((files, problem), CHANNEL, self._groups, f"files of {path}", step)
         problems = [text for _, text in everyone if text is not None]
         verdict = f"save: {path} could not be written: {problems[0]}" if problems else None

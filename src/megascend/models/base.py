@@ -101,12 +101,16 @@ class Architecture:
         The parser reads keys that authors' configurations have and that transformers 5 does not write, since its code fixes them.
         """
         settings: dict[str, Any] = {}
+        # A declaration knows the scoring function even where config.json does not name it; a sigmoid router's choice
+        # is corrected by expert biases, which are tensors of the checkpoint.
         if self.router is not None and expert_count(config):
             settings["moe_router_score_function"] = self.router
             settings["moe_router_enable_expert_bias"] = self.router == "sigmoid"
         layers = expert_layers(config)
         if layers is not None and not all(layers):
             pattern = ",".join(str(int(has_experts)) for has_experts in layers)
+            # With a pattern, ffn_hidden_size is the width of the dense layers; the experts' width is a setting of its
+            # own.
             settings |= {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": config["intermediate_size"]}
         return settings
 
@@ -116,6 +120,8 @@ class Architecture:
         These are settings that would otherwise fail late and misleadingly: with a missing or unread tensor, with an assertion of
         Megatron-Core's, or by computing another function than transformers does. The self-check finds the rest.
         """
+        # Each check returns the sentence that a user reads in the refusal: the setting, what either side computes, a
+        # way out.
         checks = (
             self._unknown_layers(config),
             self._attention_bias(config),

@@ -103,6 +103,7 @@ def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subjec
             plain = subject.plain(copy.deepcopy(small))
     except Exception:  # noqa: BLE001  an architecture's code may raise any exception; the self-check reports it
         return
+    # Building draws weights: the run's own random numbers must not depend on whether the check ran.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _engine_errors(subject, plain):
         model = subject.build(copy.deepcopy(small)).eval()
         if called:
@@ -140,6 +141,8 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
             return TrialResult(transformers_problem=description(error))
         samples = [ids[:-1] for ids in chosen["samples"]]
         with _engine_errors(subject, plain):
+            # Both ways: a mistake of packing or of masks shows only where samples share a micro batch, and has its
+            # own remedy.
             separate = [subject.logits(model, [ids])[0] for ids in samples]
             batched = subject.logits(model, samples)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]

@@ -70,6 +70,8 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     if missing or "text_config" in raw:
         raise CannotSliceError(f"config.json has no {', '.join(missing) or 'text model of its own, but a text_config'}")
     config = {name: value for name, value in raw.items() if name not in IRRELEVANT_SETTINGS}
+    # The vocabulary shrinks below these ids, and torch's Embedding refuses a padding id beyond it. fp32, since
+    # rounding to 16 bits would hide a mistake of the size that the check looks for.
     config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "dtype": "float32"}
     layers, not_shown = _layers(full)
     config |= _per_layer(raw, full["num_hidden_layers"], layers) | {"num_hidden_layers": layers}
@@ -87,6 +89,8 @@ def _layers(full: Mapping[str, Any]) -> tuple[int, str]:
     """Return how many of the first layers include every kind of layer, and a description of kinds left out."""
     total: int = full["num_hidden_layers"]
     kinds = [_kind(full, layer) for layer in range(total)]
+    # Layers are kept from the first on, not picked: settings such as first_k_dense_replace count from the model's
+    # first layer.
     required = max(kinds.index(kind) for kind in dict.fromkeys(kinds)) + 1
     if required <= MAX_LAYERS:
         return min(total, max(2, required)), ""
@@ -133,6 +137,7 @@ def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
     if heads % groups:
         return widths  # an invalid configuration: transformers reports it when the slice is built
     latent = bool(full.get("kv_lora_rank"))
+    # Several groups stay several and one stays one: how heads map to groups is what an engine can get wrong.
     head_counts = {"num_attention_heads": 4, "num_key_value_heads": 4 if groups == heads else min(groups, 2)}
     if heads < 4:
         head_counts = {"num_attention_heads": heads, "num_key_value_heads": groups}
@@ -167,6 +172,8 @@ def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) ->
     changed["max_position_embeddings"] = max(2, limit * ORIGINAL_POSITIONS // original)
     if full.get("original_max_position_embeddings"):
         changed["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+    # Samples shrink with the positions: a run whose samples never pass the switch is not refused for what lies beyond
+    # it.
     longest = longest * ORIGINAL_POSITIONS // original
     return changed, max(2, min(longest, changed["max_position_embeddings"]))
 

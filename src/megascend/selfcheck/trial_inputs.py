@@ -68,6 +68,8 @@ class Choices(TorchFunctionMode):
             return
         best = scores.float().sort(dim, descending=True).values
         gaps = best.select(dim, k - 1) - best.select(dim, k)
+        # Over the spread of this sample's scores, so that the margin is relative: scores have no common scale.
+        # Experts that a router has masked have infinite scores, which are neither chosen nor near ties.
         finite = best[best.isfinite()]
         gaps = gaps[gaps.isfinite()] / finite.std()
         if len(gaps):

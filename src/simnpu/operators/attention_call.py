@@ -97,7 +97,7 @@ Lengths = Sequence[int] | None
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Everything of a call that is not a differentiable tensor. ``seed`` and ``offset`` fix the dropout."""
+    """Arguments of a call other than its differentiable tensors. ``seed`` and ``offset`` fix the dropout."""
 
     head_num: int
     input_layout: str

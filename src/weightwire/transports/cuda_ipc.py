@@ -39,6 +39,7 @@ class CudaIpcTransport:
         self._opened: dict[int, torch.Tensor] = {}  # a receiver's: by the sender's number
         self._pending: list[Received] = []
         if self._rank == 0:
+            # By UUID: CUDA_VISIBLE_DEVICES numbers the same device differently in each process.
             self._store.set("device", _uuid(setup.device))
         else:
             _await(["device"], self._store, self._group, setup.timeout_s, "cuda_ipc: the sender has named no device")
@@ -49,6 +50,8 @@ class CudaIpcTransport:
         number = self._take_number()
         storage = buffer.untyped_storage()
         message = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
+        # Offset and size, as allocations are shared whole: buckets are slices of few allocations, which are mapped
+        # once each.
         self._store.set(f"bucket/{number}", message)
         return OfferedBucket(self._store, self._group, number, self._size, buffer)
 
@@ -67,6 +70,8 @@ class CudaIpcTransport:
         """Queue the copy of a published bucket; return an event that follows it."""
         storage, offset, length = _numbers(self._store.get(f"bucket/{number}"), 3)
         source = self._open(storage)
+        # The store is not authenticated: a wrong range would read beyond the mapped allocation, on the device and
+        # silently.
         if length != buffer.nbytes or offset < 0 or offset + length > source.nbytes:
             raise TransportError(
                 f"cuda_ipc: bucket {number} is offered as bytes {offset} to {offset + length} of {source.nbytes}, and "
@@ -84,7 +89,9 @@ class CudaIpcTransport:
         if received.copied is None:
             wait_until(lambda: self.offered(number), self._group, timeout_s, f"{activity} has not been offered")
             received.copied = self.begin_copy(number, received.buffer)
+        # Polled, not synchronized: a wait for the device could not be ended when the sender is lost.
         wait_until(received.copied.query, self._group, timeout_s, f"{activity} has not been copied")
+        # Only after the copy: from here on the sender may overwrite the buffer.
         self._store.set(f"taken/{number}/{self._rank}", "1")
         self._pending.remove(received)
         if self._pending and self._pending[0].copied is None and self.offered(self._pending[0].number):
@@ -98,6 +105,7 @@ class CudaIpcTransport:
         self._pending.clear()
         self._opened.clear()
         self._shared.clear()
+        # Lets torch return memory whose last receiver has unmapped it.
         torch.cuda.ipc_collect()
 
     def _take_number(self) -> int:
@@ -201,6 +209,7 @@ def _handle(text: bytes) -> list[Any]:
     try:
         fields = json.loads(text)
         values = [fields[name] for name in HANDLE_FIELDS]
+        # The store is not authenticated, and these values go on to PyTorch's C++ code.
         if len(fields) != len(kinds) or [type(value) for value in values] != list(kinds):
             raise ValueError("fields of other types")
         return [base64.b64decode(value, validate=True) if isinstance(value, str) else value for value in values]

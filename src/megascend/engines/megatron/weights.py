@@ -104,8 +104,10 @@ def load(
             f"needs{_after(used)}; "
             "correct config.json, or fetch the files again"
         )
+    # Copies, splits and reshapes raise these for shapes that do not fit.
     except (RuntimeError, ValueError, AssertionError) as error:
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
+    # After loading: a new head is in no file, and its parameters are NaN like any other that was not read.
     scalar_head.fill(chunks, fresh or {})
     # A tensor may load without an error and still not be complete: whatever was not written is NaN.
     if problem is None:
@@ -118,6 +120,8 @@ def load(
         elif damaged:
             problem = f"the checkpoint holds NaN in what goes into {abbreviated(damaged)}"
     failed = None if problem is None else CheckpointError(f"{model_dir}: {problem} (rank {groups.rank})")
+    # First the ranks' own errors: a rank that has failed has not read its tensors, and the check below would name
+    # those.
     raise_on_all_ranks(failed, groups, f"whether {model_dir} could be loaded")
 
     names = list(tensors)
