@@ -65,6 +65,7 @@ class TensorSpec:
 
     def check(self) -> None:
         """Raise ManifestError if a field is invalid."""
+        # Printable: names go into messages and logs of the engine.
         if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of a tensor")
         if self.dtype not in DTYPE_BYTES:
@@ -224,6 +225,7 @@ def _spec(row: Any) -> TensorSpec:
         raise ManifestError(f"manifest: {row!r:.120} is not [name, dtype, shape]")
     if len(row[2]) > MAX_DIMENSIONS:
         raise ManifestError(f"manifest: {row[0]!r:.80} has {len(row[2])} dimensions")
+    # The name and the sizes are checked by the constructor of the manifest, with all others.
     return TensorSpec(row[0], row[1], tuple(row[2]))
 
 

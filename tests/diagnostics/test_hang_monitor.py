@@ -22,7 +22,7 @@ from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.diagnostics.collective_sequence import CollectiveCounts
 from megascend.diagnostics.diagnosis import (
-    LISTED,
+    MAX_LISTED,
     PeerStatus,
     PeerVerdict,
     PhaseFailure,
@@ -38,7 +38,7 @@ from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import initialize
 from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
-from megascend.testing import Lost, run_distributed
+from megascend.testing import LostRank, run_distributed
 from megascend.topology.topology import plan
 from weightwire.liveness import Identity
 
@@ -184,8 +184,8 @@ def test_positions_are_a_short_list_that_includes_the_culprits() -> None:
     assert diagnosis.positions.startswith(
         "Ranks: 0 in grad reduce of step 3 for 8 s; 1 in grad reduce of step 3 for 8 s; "
     )
-    assert diagnosis.positions.endswith(f"; 700 gone, last in grad reduce of step 3; and {1000 - LISTED} more")
-    assert diagnosis.positions.count(";") == LISTED
+    assert diagnosis.positions.endswith(f"; 700 gone, last in grad reduce of step 3; and {1000 - MAX_LISTED} more")
+    assert diagnosis.positions.count(";") == MAX_LISTED
 
 
 def test_record_survives_encoding() -> None:
@@ -610,7 +610,7 @@ def test_rank_that_waits_for_a_dead_peer_exits(runtime: Runtime, tmp_path) -> No
         time.sleep(1)  # its main thread has ended; its other threads may take a moment
 
     results = run_distributed(work, 3, init=False, timeout_s=180, expect_lost={0, 1})
-    assert results == [Lost(EXIT_PEER_LOST), Lost(-signal.SIGKILL), None]
+    assert results == [LostRank(EXIT_PEER_LOST), LostRank(-signal.SIGKILL), None]
     lines = output.read_text().splitlines()
     assert len(lines) == 2, lines
     assert lines[0].startswith("rank 0: forward of step 3 has taken ")

@@ -278,6 +278,7 @@ def run(
                 for number in range(steps_done + 1, config.steps + 1):
                     batch = training.next_batch(number, lambda: signals.received is not None)
                     if batch is None:
+                        # The batch of this step never came: the checkpoint is that of the step before.
                         number -= 1
                         saves.after_step(number, True)
                         break
@@ -308,6 +309,7 @@ def run(
                     saves.save_last(backend.step_count)
                 raise
             training.end_loop()
+            # A run that was resumed at its end has no step to take the directory over with.
             if number == config.steps:
                 directory.take_over()
         saves.finish(number)
@@ -319,6 +321,7 @@ def run(
             return RunResult(number, None, stopped)
         exported = export(this_run, saves, number) if config.export else None
         if this_run.main_rank and config.plot:
+            # An error of the plot must not turn a finished run into a failed one.
             path = config.output / "metrics.png"
             try:
                 plot_metrics(log.rows, path, training.title(this_run), training.panels)
@@ -362,21 +365,9 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
 
     lora = config.lora
     common_fields = (
-        *(
-            "precision",
-            "tf32",
-            "optimizer",
-            "schedule",
-            "recompute",
-            "moe",
-            "mtp",
-            "mtp_loss_weight",
-            "batching",
-            "platform",
-            "seed",
-            "timeout_s",
-        ),
-    )
+        "precision", "tf32", "optimizer", "schedule", "recompute", "moe", "mtp", "mtp_loss_weight", "batching", "platform",
+        "seed", "timeout_s",
+    )  # fmt: skip
     engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
     settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
     settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)

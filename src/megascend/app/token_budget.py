@@ -150,9 +150,11 @@ def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayou
     """Return the most tokens of a step for a data parallel rank; with pipeline parallelism so many that stages stay busy."""
     lengths = np.sort(samples.learned.lengths)[::-1]
     sides = 2 if samples.learned.has_pairs else 1
+    # More would change nothing: a micro batch never holds more than a data parallel rank has in a step.
     samples_of_step = -(-config.data.global_batch_size * sides // topology.data)
     tokens = sum(layout.padded_length(int(length)) for length in lengths[:samples_of_step])
     if topology.pipeline > 1:
+        # Fewer, larger micro batches leave stages idle at the start and the end of a step.
         tokens //= PIPELINE_FILL * topology.pipeline
     return max(tokens, samples.longest_unit(layout))
 
@@ -185,6 +187,7 @@ def trial(backend: Backend, samples: SampleSubset, tokens: int, adapter: str | N
             raise  # the others are in a collective
         backend.engine.trainable.abandon()
         return math.inf
+    # The peak is that of kernels which have run, and kernels are only queued when the call returns.
     backend.platform.synchronize()
     return float(backend.platform.memory().peak)
 

@@ -81,6 +81,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
         _environment_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
         _quiet("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"),
     ):
+        # torch's own launcher: a run with --nproc and one under torchrun start alike.
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -253,6 +254,7 @@ def call_in_thread(function: Callable[..., Any], *args: Any, stop: StopLaunch) -
         Exception: what the function raises.
         KeyboardInterrupt: SIGINT came twice; the children are gone.
     """
+    # Python runs signal handlers on the main thread alone, between bytecodes: it must not sit in the launcher's wait.
     with ThreadPoolExecutor(1, "megascend-launch") as pool:
         future = pool.submit(function, *args)
         while not wait([future], LOOK_S).done:

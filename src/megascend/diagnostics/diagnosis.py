@@ -262,7 +262,7 @@ def _spell(status: PeerStatus) -> str:
 def positions(
     rank: int, local: RankRecord, peers: Mapping[int, PeerStatus | None], culprits: Sequence[int] = ()
 ) -> str:
-    """Return ``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits first."""
+    """Return ``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`MAX_LISTED` ranks, culprits first."""
     order = [*culprits, *(number for number in sorted([rank, *peers]) if number not in set(culprits))]
     texts = []
     for number in sorted(order[:MAX_LISTED]):

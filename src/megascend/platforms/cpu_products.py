@@ -110,11 +110,13 @@ def _trial(environment: MutableMapping[str, str]) -> str:
         raise PlatformError(f"a trial of bf16 products did not end within {TIMEOUT_S:.0f} s") from None
     if completed.returncode == 0:
         return ""
+    # In a process of its own, since an illegal instruction would end this one.
     if completed.returncode < 0:
         return f"signal {-completed.returncode}"
     return (completed.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def _key(cpuinfo: Path) -> str:
+    # What the result depends on; several hosts may share the folder of the cache.
     decisive = [sorted(_flags(cpuinfo)), platform.release(), platform.node(), metadata.version("torch"), TRIAL]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]

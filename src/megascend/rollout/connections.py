@@ -47,6 +47,7 @@ class BoundedProtocol(asyncio.Protocol):
     connections: set[BoundedProtocol]
 
     def __init__(self, **options: Any) -> None:
+        # uvicorn's own protocol does the work; this class stands between it and the transport and only keeps time.
         self._http = H11Protocol(**options)
         self._answering = 0
         self._scope: MutableMapping[str, Any] = {}
@@ -132,6 +133,7 @@ class BoundedProtocol(asyncio.Protocol):
     def _check_reading(self) -> None:
         """End the connection if data is pending and the client has read nothing since the last call."""
         before, self._unread = self._unread, None
+        # Only while data is waiting: a connection that has nothing to send owes no progress.
         if self._paused or self._transport.is_closing():
             self._unread = self._transport.get_write_buffer_size()
             # Nothing was read in a whole interval; a client that reads slowly makes progress.
@@ -168,6 +170,7 @@ def reporting(app: ASGIApp) -> ASGIApp:
         headers = dict(scope["headers"])
         body_ended = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
 
+        # A client answered before its body has ended may go on sending: the deadline for a head covers that, too.
         async def receive_noting_end() -> Message:
             nonlocal body_ended
             message = await receive()

@@ -129,6 +129,7 @@ class ControllerClient:
                 with contextlib.suppress(ControllerLostError):
                     await self.call("/v1/rollouts/forget", {"rollouts": list(results)})
             for name, result in results.items():
+                # Before the yield: a consumer that stops here must not be given the result again.
                 del pending[name]
                 yield name, result
 
@@ -151,6 +152,7 @@ class ControllerClient:
         # The first call learns the instance. Without it a controller that was restarted in between could not be told
         # apart.
         if not self._instance and route != "/v1/hello":
+            # One greeting for calls that start together.
             async with self._hello:
                 if not self._instance:
                     await self._deliver("/v1/hello", write_call("", new_id(), self._caller, {}))
@@ -170,6 +172,7 @@ class ControllerClient:
                 attempt = self._attempt(read_address(self._source), route, body)
                 # Each attempt has all that is left: a call that waits in the controller must not be cut short.
                 result = await asyncio.wait_for(attempt, deadline - loop.time())
+            # Not worth another attempt: the same key would be refused again.
             except AuthError:
                 raise
             except (OSError, UnreadableAnswerError, asyncio.TimeoutError) as error:
@@ -206,6 +209,8 @@ class ControllerClient:
         try:
             check_answer(self._key, signed.nonce, answer.status, answer.body, signature)
         except AuthError as error:
+            # As a broken connection, which is tried again: another program may have got the port of a controller that
+            # was restarted.
             raise ConnectionError(f"{address} is not our rollout controller: {error}") from None
         self._instance, result = read_answer(answer)
         return result
@@ -309,6 +314,7 @@ class ControllerEngine(RemoteEngine):
         self.answer_s = generate_timeout_s
         self._owner, self._lease_s, self._wait_s = owner, lease_s, wait_s
         self._client = ControllerClient(source, key, caller=owner, timeout_s=timeout_s)
+        # A loop of its own, so that the lease is renewed while the program computes a step.
         self._thread = LoopThread("controller engine")
         self._claiming = asyncio.Lock()
         self._claims = contextlib.AsyncExitStack()
