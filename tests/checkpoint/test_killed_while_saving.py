@@ -21,7 +21,7 @@ from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import Retention
 from megascend.errors import CheckpointError, DistributedTestError, MegascendError
 from megascend.io import atomic
-from megascend.testing import LostRank, faults, run_distributed
+from megascend.testing import Lost, faults, run_distributed
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -364,7 +364,7 @@ def test_one_of_two_ranks_killed_repeatedly_resumes_to_the_same_state(checkpoint
             step = None if kill_point == "write" else steps[-1] + 3  # during the second save, or the wait for the first
             with faults.inject(faults.Fault("die", rank=rank, phase=kill_point, step=step)):
                 results = run_distributed(run_on, 2, checkpoint, output, init=False, timeout_s=180, expect_lost={rank})
-        assert results[rank] == LostRank(-signal.SIGKILL)
+        assert results[rank] == Lost(-signal.SIGKILL)
         _, message = results[1 - rank]
         assert isinstance(message, str), (kill_point, rank, number)
         steps.append(reached(output))

@@ -38,7 +38,7 @@ from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import initialize
 from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
-from megascend.testing import LostRank, run_distributed
+from megascend.testing import Lost, run_distributed
 from megascend.topology.topology import plan
 from weightwire.liveness import Identity
 
@@ -610,7 +610,7 @@ def test_rank_that_waits_for_a_dead_peer_exits(runtime: Runtime, tmp_path) -> No
         time.sleep(1)  # its main thread has ended; its other threads may take a moment
 
     results = run_distributed(work, 3, init=False, timeout_s=180, expect_lost={0, 1})
-    assert results == [LostRank(EXIT_PEER_LOST), LostRank(-signal.SIGKILL), None]
+    assert results == [Lost(EXIT_PEER_LOST), Lost(-signal.SIGKILL), None]
     lines = output.read_text().splitlines()
     assert len(lines) == 2, lines
     assert lines[0].startswith("rank 0: forward of step 3 has taken ")

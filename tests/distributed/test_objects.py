@@ -23,7 +23,7 @@ from megascend.distributed.objects import (
 )
 from megascend.distributed.process_groups import ProcessGroups, initialize
 from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
-from megascend.testing import LostRank, run_distributed
+from megascend.testing import Lost, run_distributed
 from megascend.topology.topology import plan
 
 NEVER_S = 3600.0
@@ -191,7 +191,7 @@ def test_a_dead_peer_is_named_at_once(groups_of_two_by_two) -> None:
     assert "1 of 2 ranks did not arrive at gather_objects on group 'tp'" in message
     assert ": rank 1." in message
     assert "Rank 1 is gone: its process has ended, last heard of" in message
-    assert results[1] == LostRank(-signal.SIGKILL)
+    assert results[1] == Lost(-signal.SIGKILL)
 
 
 def test_objects_over_a_device_group_raise_process_group_error(runtime: Runtime) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from wire_members import next_group, run_meeting, run_members
 
-from megascend.testing import LostRank, run_distributed
+from megascend.testing import Lost, run_distributed
 from weightwire import digest as module
 from weightwire.digest import digest
 from weightwire.errors import DeadlineError, PeerLostError, TransportError
@@ -119,7 +119,7 @@ def test_lost_peer_raises_and_the_device_still_works(name: str, failure: str) ->
     options = {"expect_lost": {0}} if failure == "dies" else {}
     sender, receiver = run_members(on_member, 2, **options)
     assert receiver == [(PeerLostError if failure == "dies" else DeadlineError).__name__, "45"]
-    assert sender == (LostRank(-9) if failure == "dies" else [])
+    assert sender == (Lost(-9) if failure == "dies" else [])
 
 
 @TWO

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from wire_members import LISTENERS, next_group, publish, run_meeting, run_members, wait_for, wait_until
 
-from megascend.testing import LostRank, run_distributed, write_tiny_checkpoint
+from megascend.testing import Lost, run_distributed, write_tiny_checkpoint
 from weightwire.digest import digest
 from weightwire.errors import DeadlineError, PeerLostError, TransportError
 from weightwire.group import Listener
@@ -157,7 +157,7 @@ def test_lost_sender_raises_in_time(failure: str, error: type[Exception], tmp_pa
 
     sender, receiver = run_members(on_member, 2, **({"expect_lost": {0}} if failure == "dies" else {}))
     assert receiver == [error.__name__, True, 3]
-    assert sender == (LostRank(-9) if failure == "dies" else [])
+    assert sender == (Lost(-9) if failure == "dies" else [])
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ import torch
 import megascend
 from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.errors import MegascendError
-from megascend.testing import LostRank, faults, run_distributed
+from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.parity import causal_samples
 
 TIMEOUT_S = 4.0
 LONG_TIMEOUT_S = 40.0  # for deaths, which must be detected before it
 DEADLINE_S = 180.0
-KILLED = {"die": LostRank(-signal.SIGKILL), "stop": LostRank(None), "hang": LostRank(None)}
+KILLED = {"die": Lost(-signal.SIGKILL), "stop": Lost(None), "hang": Lost(None)}
 
 Caught = tuple[type[MegascendError] | None, str, float]
 
@@ -89,7 +89,7 @@ def run(fault: faults.Fault, world: int, work: Callable[..., Caught], *arguments
         results = run_distributed(work, world, *arguments, init=False, timeout_s=DEADLINE_S, expect_lost={fault.rank})
     ends = [KILLED[fault.action]]
     if fault.action == "hang":  # on a busy machine, its own watchdog may notice that the others have ended
-        ends.append(LostRank(EXIT_PEER_LOST))
+        ends.append(Lost(EXIT_PEER_LOST))
     assert results[fault.rank] in ends
     return {rank: result for rank, result in enumerate(results) if rank != fault.rank}
 

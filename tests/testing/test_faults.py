@@ -16,7 +16,7 @@ import pytest
 
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.errors import ConfigError, DistributedTestError, PlatformError
-from megascend.testing import LostRank, faults, run_distributed
+from megascend.testing import Lost, faults, run_distributed
 from megascend.testing.faults import Fault
 
 
@@ -139,7 +139,7 @@ def test_lost_ranks_are_reported_as_results(action: faults.Action, status: int |
     with faults.inject(Fault(action, 1, "work")):
         assert run_distributed(work, 3, init=False, expect_lost={1}, timeout_s=30) == [
             "rank 0 is through",
-            LostRank(status),
+            Lost(status),
             "rank 2 is through",
         ]
 

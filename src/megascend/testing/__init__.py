@@ -12,7 +12,7 @@ For example::
     assert run_distributed(total, 4, 1) == [10.0] * 4
 """
 
-from megascend.testing.distributed import LostRank, run_distributed
+from megascend.testing.distributed import Lost, run_distributed
 from megascend.testing.tiny_models import ARCHITECTURES, tiny_config, write_tiny_checkpoint
 
-__all__ = ["ARCHITECTURES", "LostRank", "run_distributed", "tiny_config", "write_tiny_checkpoint"]
+__all__ = ["ARCHITECTURES", "Lost", "run_distributed", "tiny_config", "write_tiny_checkpoint"]

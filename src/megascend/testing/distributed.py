@@ -61,7 +61,7 @@ def run_distributed(
             ``MEGASCEND_STORE`` then holds the path for a ``torch.distributed.FileStore``, as
             :func:`megascend.distributed.process_groups.initialize` expects.
         expect_lost: ranks that are to die, stop or hang. They are not waited for and no failure; in place of a result
-            stands a :class:`LostRank`. One that returns or raises after all is a failure.
+            stands a :class:`Lost`. One that returns or raises after all is a failure.
 
     Raises:
         DistributedTestError: a rank raised, died or did not finish in time. The message holds, for each such rank, its
@@ -92,7 +92,7 @@ def run_distributed(
             os.close(release_write)
             release_write = -1
             results: list[Any] = [
-                pickle.loads(rank.outcome.result) if rank.outcome else LostRank(rank.status) for rank in ranks
+                pickle.loads(rank.outcome.result) if rank.outcome else Lost(rank.status) for rank in ranks
             ]
             _let_exit(staying)
         finally:
@@ -105,7 +105,7 @@ def run_distributed(
 
 
 @dataclass(frozen=True)
-class LostRank:
+class Lost:
     """Stands for the result of a rank that was expected to be lost.
 
     Attributes:
