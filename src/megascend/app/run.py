@@ -195,13 +195,13 @@ def run(
         stack.enter_context(event_log.recording_errors(lambda: 0))
         # Before the checks: plug-ins register engines, trackers and architectures.
         import_plugins(config.plugins)
-        if plan is None or config.plugins:  # which may bring the architecture of the model
+        if plan is None or config.plugins:  # plug-ins may register the model's architecture
             plan = check_run(config, launch.world_size, overwrite, plugins_pending=False)
             training.check(config, launch)
         self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
-        kernels = stack.enter_context(ExitStack())
-        kernels.enter_context(compiling_kernels(plan, launch))
+        kernel_compilation = stack.enter_context(ExitStack())
+        kernel_compilation.enter_context(compiling_kernels(plan, launch))
         phases.ended("settings")
         # Before torch and Megatron are used: providers patch them while they are imported.
         runtime = bootstrap(config)
@@ -211,7 +211,7 @@ def run(
 
         phases.ended("transformers")
 
-        # Data: what cannot be trained on is found before the model is built
+        # Data: before the model is built, which may take minutes
         config = training.prepare(World(plan, launch, runtime, resume))
         if launch.rank == 0 and (warning := disk_warning(config, plan.info)):
             logger.warning(warning)
@@ -237,7 +237,7 @@ def run(
         adapter = None if config.lora is None else ADAPTER
         if adapter is not None:
             backend.add_adapter(adapter, config.lora)
-        # The watchdog ends a process that cannot raise; the error file is then all that is left.
+        # The watchdog ends a process that is blocked in a collective and cannot raise: the error file is its only trace.
         backend.groups.monitor.on_fatal = lambda error: event_log.error(error, backend.step_count + 1)
         backend.chat_template = training.chat_template
         # Before the first step: an export that fails after the last one would cost the run.
@@ -296,7 +296,7 @@ def run(
                         phases.ended("first step")
                         # The first step has compiled what it needed; a compiler beside it would only take the
                         # processor.
-                        kernels.close()
+                        kernel_compilation.close()
                         event_log.event("first_step", **phases.record())
                     if saves.after_step(number, signals.received is not None):
                         break
@@ -360,7 +360,7 @@ def make_backend(config: TrainerConfig) -> Backend:
 
 
 def backend_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Return those of a run's settings that its engine's backend is constructed with."""
+    """Select the settings of a run with which its engine's backend is constructed."""
     from megascend import backends
 
     lora = config.lora
@@ -372,9 +372,9 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
     settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
     settings["save_timeout_s"] = config.checkpoint.timeout_s
-    # What the engine does not know stays away as long as the run file has not set it; else it is for the engine to refuse.
+    # A setting that the engine does not have is left out while it has its default. Otherwise the engine refuses it by name.
     defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
-    # These two are not fields of the run file under their names.
+    # The run file has these two under other names.
     defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
     accepted = backends.settings_of(config.engine)
     return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}

@@ -55,7 +55,7 @@ class CheckpointState:
 
     Attributes:
         state: this rank's tensors (:class:`megascend.checkpoint.slices.TensorSlices`) and objects, by name.
-        manifest: without the files.
+        manifest: the manifest without its list of files, which exists only when they are written.
         adapters: unsharded adapters by name, on rank 0.
         base_model: name or path of the base model, stored with adapters.
         projections: Hugging Face weights that adapters of the model may target.
@@ -71,7 +71,7 @@ class CheckpointState:
 
 
 class PendingSave:
-    """A checkpoint that is being written. The same on every rank.
+    """A checkpoint that is being written, with the same outcome on every rank.
 
     Attributes:
         path: directory that appears when the checkpoint is complete.
@@ -280,7 +280,7 @@ class Saver:
         contents: CheckpointState,
         after: Callable[[Path], None] | None,
     ) -> None:
-        # Stands if the thread ends with an exception that is not caught below.
+        # The verdict if the thread ends with an exception that is not caught below.
         problem: str | None = (
             f"save: {pending.path} could not be written (rank {self._groups.rank}): its thread was ended"
         )
