@@ -218,9 +218,11 @@ def find_settings(part: Slice, result: TrialResult) -> tuple[list[Convicted], bo
     first_suspects = suspects.known_suspects(part.config, result.full)
     other_suspects = suspects.other_suspects(part.config, result.default, first_suspects)
     first, second = suspects.plan(part.config, first_suspects), suspects.plan(part.config, other_suspects)
+    # Below the switch of RoPE both sides may agree: then the remedy is a shorter max_length, not another engine.
     short = [length for length in part.lengths if length <= ORIGINAL_POSITIONS]
     configs = [*first.configs, *second.configs]
     trials = [Trial(config, part.lengths) for config in configs] + [Trial(part.config, short)]
+    # All trials in one job: starting a worker takes longer than most trials.
     agrees = [finding.agrees for finding in process.run(trials).findings]
     guilty = suspects.culprits(first, agrees[: len(first.configs)]) or suspects.culprits(
         second, agrees[len(first.configs) : len(configs)]
@@ -242,6 +244,7 @@ def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> 
         "config": part.config,
         "lengths": part.lengths,
         "versions": versions() if packages is None else versions(packages),
+        # A verdict of other code says nothing: a patch may have removed the difference, or caused one.
         "code": code_digest(),
         **settings,
     }
