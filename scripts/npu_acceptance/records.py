@@ -24,13 +24,13 @@ class Measurement:
         name: unique within its section.
         found: the figure or the text that was measured; None if the measurement failed or was left out.
         bound: the largest figure allowed, or the text expected; None where nothing is expected.
-        unit: of ``result`` and ``bound``.
+        unit: of ``found`` and ``bound``.
         note: why it failed or was left out, or what it means.
     """
 
     name: str
     verdict: Verdict
-    result: float | str | None = None
+    found: float | str | None = None
     bound: float | str | None = None
     unit: str = ""
     note: str = ""
