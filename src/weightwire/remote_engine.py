@@ -48,6 +48,7 @@ class RemoteEngine(InferenceEngine):
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
         arguments = {"prompt": list(prompt), "n": n, "adapter": adapter, **asdict(sampling)}
+        # The parser expects a list, and a transport that does not encode JSON would hand it the tuple.
         arguments["stop_token_ids"] = list(sampling.stop_token_ids)
         if not sampling.routed_experts:
             del arguments["routed_experts"]  # unknown to servers of an earlier version
@@ -166,6 +167,7 @@ class Arguments:
     def number(self, name: str, maximum: float, default: Any = _REQUIRED) -> Any:
         """Return a number from 0 to ``maximum``."""
         value = self.take(name, default)
+        # NaN, which Python's JSON accepts, fails the comparison.
         if value is not default and (type(value) not in (int, float) or not 0 <= value <= maximum):
             raise WireError(f"{self._call}: {name} is {value!r:.40}, not a number from 0 to {maximum:g}")
         return value if value is default else float(value)
@@ -208,6 +210,7 @@ def _generate(arguments: Arguments) -> Run:
 
 def _completion_json(completion: Completion) -> dict[str, Any]:
     fields, experts = {**vars(completion)}, completion.routed_experts
+    # Only sent if requested: a client of an earlier version could not construct its Completion with an unknown field.
     del fields["routed_experts"]
     return fields if experts is None else {**fields, "routed_experts": experts.to_json()}
 

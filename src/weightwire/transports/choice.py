@@ -114,6 +114,7 @@ def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]
         return f"moves memory of {', '.join(possible)}, and {other} keeps weights on {receivers[other].device}"
     if sender.device not in possible and "cpu" not in possible:
         return f"moves memory of {', '.join(possible)}, not of {sender.device}"
+    # A plug-in declares only its device types; nothing else is known against it.
     if transport not in BUILT_IN:
         return ""
     locations = [sender, *receivers.values()]
