@@ -165,12 +165,14 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     samples, objective = training.samples, training.objective
     first = objective.members(next(samples.batches(config, objective)))
     hf_config, kernels = read_config(config.model), "plain" if runtime.platform.name == "cpu" else "fused"
+    # On a CPU all ranks share this machine's memory.
     device_memory = runtime.platform.memory().total // (plan.world_size if runtime.platform.name == "cpu" else 1)
     longest = samples.longest_unit(layout)
 
     def fits(tokens: int) -> bool:
         workload = Workload(tokens, micro_batches=2, longest=longest)
         need = estimate(config, info, hf_config, topology, workload, kernels)
+        # None: an engine from another package, of whose memory nothing is known.
         return need is None or need.tensors <= SHARE * device_memory
 
     budget = config.batching.micro_batch_tokens

@@ -110,6 +110,7 @@ class Job:
         shape, tensor = info.shape, topology.tensor
         text: Mapping[str, Any] = raw.get("text_config") or raw
         width = info.attention_width // shape.num_heads
+        # transformers 5 nests the rotary settings here; files written by earlier versions have the factor at the top.
         rope: Mapping[str, Any] = text.get("rope_parameters") or {}
         rotary = int(width * float(text.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1))
         fits = (
@@ -164,6 +165,7 @@ class Job:
 
 def triton_cache() -> Path:
     """Return the folder in which Triton keeps what it has compiled; absolute."""
+    # Triton's own order of precedence: this process and the run have to agree on the folder.
     if chosen := os.environ.get("TRITON_CACHE_DIR"):
         return Path(chosen).absolute()
     return Path(os.environ.get("TRITON_HOME") or home()).absolute() / ".triton" / "cache"
@@ -233,6 +235,7 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
         def compile_only(function: Any, *arguments: Any, **options: Any) -> Any:
             # warmup: compile without launching.
             kernel = run(function, *arguments, **(options | {"warmup": True}))
+            # Several calls may specialise to one kernel, whose C stub is compiled once.
             if kernel.hash not in compiled:
                 compiled[kernel.hash] = kernel
                 if launchers:
@@ -299,6 +302,7 @@ def main() -> None:
     except OSError:  # no device is visible; the run itself handles or reports that
         return
     compile_all(job, target)
+    # Last, so that the next run starts a job again that was killed on the way.
     Path(job.done_file).touch()
 
 

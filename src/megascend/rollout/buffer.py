@@ -47,7 +47,7 @@ class EqualStreak:
     Attributes:
         groups, responses: their number.
         cut_off: responses that reached the maximum length.
-        least, most: smallest and largest reward.
+        least, largest: smallest and largest reward.
     """
 
     groups: int = 0

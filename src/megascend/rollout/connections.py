@@ -38,7 +38,7 @@ class BoundedProtocol(asyncio.Protocol):
     deadline of its own, enforced by its reader.
 
     Attributes:
-        most: maximum number of connections. uvicorn's ``limit_concurrency`` would refuse requests regardless of their owner.
+        limit: maximum number of connections. uvicorn's ``limit_concurrency`` would refuse requests regardless of their owner.
         connections: all open ones, including this one.
         since: time at which this one was opened.
     """

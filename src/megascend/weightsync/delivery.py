@@ -145,6 +145,7 @@ class Delivery:
         if not update.engines:
             raise ConfigError("push: no engines are configured")
         names = [engine.name for engine in update.engines]
+        # Answers are told apart by name.
         if len(set(names)) < len(names):
             raise ConfigError(f"push: engine names are not unique: {', '.join(names)}")
         # The devices of the engines' workers decide the transport.
@@ -201,6 +202,7 @@ class Delivery:
         if update.sender is not None:
             update.sender.close()
         with contextlib.suppress(Exception):
+            # Within the margin that other ranks grant this one for reporting a failure.
             self._all(update, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:

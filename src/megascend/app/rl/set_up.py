@@ -97,6 +97,7 @@ def read_and_check(
         if path is not None:
             with findings.collecting():
                 numbered = numbered_prompts(path, findings)
+        # All lines are checked before any problem is raised, so that one attempt shows every mistake.
         for number, prompt in numbered:
             with findings.collecting():
                 tokens = _check_prompt(prompt, f"{path}:{number}", config, tokenizer, limits, findings)

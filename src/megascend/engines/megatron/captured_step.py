@@ -198,6 +198,7 @@ def write(static: Tensor, values: Tensor) -> None:
     """Write ``values`` to the start of ``static`` and 0 to the rest; shapes are flattened."""
     flat, count = static.view(-1), values.numel()
     flat[:count].copy_(values.reshape(-1), non_blocking=True)
+    # Coefficients that an earlier, longer micro batch has left here would train the padding of this one.
     flat[count:].zero_()
 
 
@@ -327,6 +328,8 @@ class CapturedStep:
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
 
     def _differentiate(self, all_outputs: tuple[Tensor, ...]) -> None:
+        # The first output is the hidden states: they are kept for logits, and get their gradient through the other
+        # two.
         coefficients = (self.static.coefficients, self.static.entropy_coefficients)
         outputs = all_outputs[1:]
         torch.autograd.backward(outputs, coefficients[: len(outputs)])

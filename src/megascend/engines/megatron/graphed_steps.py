@@ -161,6 +161,8 @@ class GraphedSteps:
         """
         captured = [shape.tokens for shape, step in self._steps.items() if step.captured]
         if captured:
+            # Not the size that failed: that may be a small one, which lacked the memory that the largest capture
+            # holds.
             self._largest = max(captured) - 1
             self.release_memory()
             logger.warning(
@@ -278,6 +280,7 @@ class _GraphedOutput:
         step = self._steps.step(self._batch, "forward" if self._forward_only else "logprobs", entropy=entropy)
         hidden, *static_outputs = step.forward()
         self._hidden = hidden
+        # Copies: the next micro batch overwrites the static outputs.
         outputs = [output[: self._count].clone() for output in static_outputs]
         if not self._forward_only:
             outputs = list(_Differentiable.apply(self._steps._root, step, *outputs))

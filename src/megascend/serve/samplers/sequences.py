@@ -103,6 +103,7 @@ class Sequences:
     def expire(self) -> None:
         """Drop responses past their retention."""
         for tenant, sequences in list(self._sequences.items()):
+            # Ordered by last use: the first one is the oldest.
             while sequences and self._clock() - next(iter(sequences.values())).used > KEEP_S:
                 self._drop(tenant, next(iter(sequences)))
 

@@ -205,9 +205,8 @@ class Pool:
             self._pending[index] += 1
             try:
                 result = await self._respond_with(index, request, directories)
-            except (
-                RefusedError
-            ):  # it answers, and the others have the same model: they would refuse the request as well
+            except RefusedError:
+                # It answers, and the others have the same model: they would refuse the request as well.
                 self._note_answer(index)
                 raise
             except EngineError as error:
