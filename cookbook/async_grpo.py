@@ -112,21 +112,21 @@ class Tasks:
     """Endless prompts, with the interface that the collector expects."""
 
     def __init__(self, digits: int, seed: int) -> None:
-        self._digits, self._seed, self._drawn = digits, seed, 0
+        self._digits, self._seed, self._task_count = digits, seed, 0
 
     def __iter__(self) -> Iterator[list[dict[str, str]]]:
         return self
 
     def __next__(self) -> list[dict[str, str]]:
-        self._drawn += 1
+        self._task_count += 1
         # Each draw depends on its number alone, so a resumed run continues with the prompts it would have seen.
-        return [draw_task(self._digits, random.Random(f"{self._seed}/{self._drawn}"))]
+        return [draw_task(self._digits, random.Random(f"{self._seed}/{self._task_count}"))]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
+        return {"drawn": self._task_count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._drawn = state["drawn"]
+        self._task_count = state["drawn"]
 
 
 def warm_up(backend: Any, tokenizer: Any, steps: int, draw_one: Callable[[random.Random], Mapping[str, Any]]) -> float:
