@@ -142,6 +142,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 4,
         "tie_word_embeddings": False,
     },
+    "qwen3_5_text": {  # Qwen3.5-4B: 32 layers, three of linear attention to one of softmax attention
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "num_hidden_layers": 24,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe_text": {  # Qwen3.5-35B-A3B: 40 layers, 256 experts
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "num_hidden_layers": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "tie_word_embeddings": False,
+    },
 }
 """Published shapes of other families, of which layers, experts and vocabulary are cut so that all parameters train on 80 GB."""
 TINY = {
@@ -445,7 +476,14 @@ def build_bridge_model(model_dir: Path, **settings: Any) -> tuple[torch.nn.Modul
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
     from transformers import AutoConfig
 
-    config = ModelConfig(**{**hf_to_mcore_config(AutoConfig.from_pretrained(model_dir)), **settings})
+    from megascend.models import architecture_of
+
+    hf_config = AutoConfig.from_pretrained(model_dir)
+    arguments, architecture = hf_to_mcore_config(hf_config), architecture_of(hf_config.to_dict())
+    if architecture.megatron is not None:  # mcore-bridge knows the family only through its declaration
+        architecture.import_module(architecture.megatron)
+        arguments |= architecture.megatron_settings(hf_config.to_dict())
+    config = ModelConfig(**{**arguments, **settings})
     models = get_mcore_model(config)
     config.bridge.load_weights(models, str(model_dir))
     device = "cuda" if settings.get("cross_entropy_loss_fusion") else "cpu"

@@ -141,6 +141,28 @@ def test_1_comparison_of_gradients_shows_replicated_parameters_that_are_not_redu
     assert all(weight in name or name == "norm" for name in wrong), wrong
 
 
+@first_stack_required
+@pytest.mark.parametrize(
+    ("sequence", "weight"),
+    [(False, "linear_attn.norm.weight"), (True, "input_layernorm.weight")],
+    ids=["TP2", "TP2 + SP"],
+)
+def test_1_gradients_of_linear_attention_norms_are_summed_once(parity_folder, monkeypatch, sequence, weight):
+    """Show that mcore-bridge's layer never sums its output norm's gradient without SP, and doubles its input norm's with SP."""
+    from mcore_bridge.model.gpts.qwen3_next_gdn import Qwen3NextLoader
+    from mcore_bridge.model.modules import GatedDeltaNet
+
+    from megascend.models import qwen_hybrid_megatron
+
+    case = Case("linear attention", 2, Parallel(tensor=2, sequence=sequence), arch="qwen3_5_text")
+    assert Qwen3NextLoader.gated_delta_net is qwen_hybrid_megatron.TensorParallelGatedDeltaNet
+    assert gradients.compare(case, parity_folder) == {}
+    monkeypatch.setattr(Qwen3NextLoader, "gated_delta_net", GatedDeltaNet)
+    wrong = {name.partition(": ")[2] for name in gradients.compare(case, parity_folder)}
+    linear_layers = {f"model.layers.{layer}.{weight}" for layer in range(3)}
+    assert linear_layers <= wrong <= {*linear_layers, "norm"}
+
+
 # --- 2: experts under TP without EP and ETP ---
 
 

@@ -14,8 +14,8 @@ from support.prediction_head import checkpoint_with_head, compare, plain_run, tr
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
-FIRST_LOSS_BOUND, LOSS_BOUND, NORM_BOUND = 0.02, 0.15, 0.3
-"""In bf16: absolute in the first step and in later ones, where routing flips, and relative."""
+LOSS_BOUND, NORM_BOUND = 0.15, 0.3
+"""In bf16, after the first step, where routing flips: absolute, and relative."""
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +44,12 @@ def test_head_in_bf16_trains_like_a_plain_one(arch: str, folder: Path, tmp_path:
         timeout_s=240,
         platform="cuda",
     )
-    expected = plain_run(folder, checkpoint, weights=True)
+    expected, rounded = plain_run(folder, checkpoint, weights=True), plain_run(folder, checkpoint, dtype="bfloat16")
+    rounding = max(float((expected[figure] - rounded[figure])[0].abs()) for figure in ("losses", "mtp_losses"))
     for figure in ("losses", "mtp_losses"):
         differences = (torch.tensor(getattr(run, figure), dtype=torch.float64) - expected[figure]).abs()
         print(f"{arch}, {figure}: {float(differences.max()):.1e}")
-        assert float(differences[0]) < FIRST_LOSS_BOUND, (figure, differences)
+        assert float(differences[0]) < 3 * rounding, (figure, differences, rounding)
         assert float(differences.max()) < LOSS_BOUND, (figure, differences)
     ratios = torch.tensor(run.grad_norms, dtype=torch.float64) / expected["grad_norms"]
     print(f"{arch}, grad_norms: {float((ratios - 1).abs().max()):.1e}")

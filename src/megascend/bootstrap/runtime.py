@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from megascend import reference_fla
 from megascend.bootstrap import engines, patches, providers
 from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_hooks import after_import
@@ -298,6 +299,8 @@ def bootstrap(
         if patcher is not None:
             record(patcher.before_megatron())
         record(chosen.prepare())
+        if chosen.device_type == "cpu":
+            record(reference_fla.install())
         # Before the large imports: threads that they start inherit the binding.
         if affinity == "numa":
             record([_bind_to_numa_node(chosen)])

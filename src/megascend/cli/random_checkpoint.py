@@ -111,8 +111,14 @@ def hf_settings(size: ModelSize) -> dict[str, Any]:
 def _particular(size: ModelSize) -> dict[str, Any]:
     """Return the settings of the architecture's smallest model with the requested sizes."""
     settings = dict(BUILT_IN[size.arch].tiny)
+    settings.pop("rms_norm_eps", None)  # some have a large one, for comparisons in fp32
     for name, value in settings.items():
-        if isinstance(value, list) and value:  # one entry a layer: the last kind of MLP goes on, other patterns repeat
+        if not isinstance(value, list) or not value:
+            continue
+        # One entry a layer: the last kind of MLP goes on, other patterns repeat, and fewer layers are the pattern's last ones.
+        if name != "mlp_layer_types" and size.layers < len(value):
+            settings[name] = value[-size.layers :]
+        else:
             extra_items = [value[-1]] if name == "mlp_layer_types" else value
             settings[name] = [*value, *extra_items * size.layers][: size.layers]
     if expert_count(settings):

@@ -17,6 +17,7 @@ from megascend.huggingface.files import TensorHeader, read_config, tensor_header
 from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, text_config
+from megascend.models.base import LinearAttention
 
 if TYPE_CHECKING:
     from megascend.config import Mtp
@@ -144,6 +145,7 @@ class ModelInfo:
         copies: weights of the trained head that repeat one of :attr:`tensors`: its name by theirs. The model has one of the two,
             and an export writes it under both names.
         architecture: the declaration of its family.
+        linear: sizes of linear attention; None if all layers have softmax attention.
     """
 
     shape: ModelShape
@@ -156,6 +158,7 @@ class ModelInfo:
     mtp: Mtp = "keep"
     copies: Mapping[str, str] = field(default_factory=dict)
     architecture: Architecture = field(default_factory=lambda: architecture_named(""))
+    linear: LinearAttention | None = None
 
     @property
     def quantised(self) -> str | None:
@@ -175,23 +178,26 @@ class ModelInfo:
 
     @property
     def attention_layers(self) -> int:
-        """Return the number of layers that compute attention, a trained head for multi-token prediction included."""
-        return self.shape.num_layers + (self.mtp == "train")
+        """Return the number of layers that compute softmax attention, a trained head for multi-token prediction included."""
+        linear = 0 if self.linear is None else sum(self.linear.layers)
+        return self.shape.num_layers - linear + (self.mtp == "train")
 
     def flops_per_token(self, length: int, frozen: bool = False) -> float:
         """Return the model FLOPs of forward and backward for one token of a causal sequence of ``length`` tokens.
 
         6 per matmul parameter (Kaplan et al. 2020, section 2.1): 2 forward, 2 for the gradient of its input, 2 for its own, which
         ``frozen`` weights lack. For attention 12 * layers * heads * head dim * length / 2, the half because of the causal mask
-        (PaLM, appendix B). Recomputation and adapters are not counted.
+        (PaLM, appendix B). For linear attention, whose cost does not depend on the length, 18 per element of the state: the key's
+        product with it, the correction that is written, and the query's product. Recomputation and adapters are not counted.
         """
         # Frozen weights still pass the gradient on to their input.
         weight_flops = (4 if frozen else 6) * self.active_matmul_parameters
-        return weight_flops + 6 * self.attention_layers * self.attention_width * length
+        state_flops = 0 if self.linear is None else 18 * sum(self.linear.layers) * self.linear.state
+        return weight_flops + state_flops + 6 * self.attention_layers * self.attention_width * length
 
 
-NO_TARGETS = ("gate", "router", "_bias")
-"""Ends of names in a layer that are no linear layers for an adapter: routers, and biases of fused experts."""
+NO_TARGETS = ("gate", "router", "_bias", "conv1d")
+"""Ends of names in a layer that are no linear layers for an adapter: routers, biases of fused experts, and convolutions."""
 
 
 def linear_layers(info: ModelInfo) -> list[str]:
@@ -270,6 +276,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         scalar_head=scalar_head,
         extra=extra,
         mtp=mtp,
+        linear=LinearAttention.from_config(text),
         copies=copies,
         architecture=architecture,
     )

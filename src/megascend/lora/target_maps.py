@@ -6,6 +6,7 @@ Architectures that name their modules as Llama does (Qwen, Mistral, Mixtral, GLM
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,11 @@ def _output(module: Any, layout: ModelLayout) -> Iterator[TargetModule]:
 def layer_targets(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
     """Yield the target modules of a layer with Llama's names: attention, then a dense MLP or experts."""
     yield from attention(layer, number, layout)
+    yield from layer_mlp(layer, number, layout)
+
+
+def layer_mlp(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """Yield the target modules of a layer's dense MLP or experts."""
     mlp = layer.mlp
     if hasattr(mlp, "experts"):
         yield from experts(mlp, number, layout)
@@ -107,7 +113,7 @@ def attention(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetMo
     if hasattr(module, "linear_kv_down_proj"):
         yield from latent_attention(module, number, layout)
         return
-    gated = getattr(layout.config, "attention_output_gate", False)  # the gate is inside q_proj
+    gated = getattr(layout.config, "attention_output_gate", False)
     if hasattr(module, "linear_qkv") and not gated:
         yield query_key_value(module.linear_qkv, number, layout)
         yield linear(module.linear_proj, "row", layout, [layout.name(number, "self_attn", "o_proj")])
@@ -145,12 +151,20 @@ def latent_attention(
     yield target(module.linear_proj, "row", "o_proj")
 
 
-def query_key_value(module: Any, number: int, layout: ModelLayout, folder: str = "self_attn") -> TargetModule:
-    """Build the fused projection: query heads, key and value of each query group; ``folder``: the attention's name."""
+def query_key_value(
+    module: Any, number: int, layout: ModelLayout, folder: str = "self_attn", *, gated: bool = False
+) -> TargetModule:
+    """Build the fused projection: query heads, key and value of each query group.
+
+    Args:
+        folder: the attention's name.
+        gated: ``q_proj`` has the output gate of each head after its query.
+    """
     config, (rank, size) = layout.config, layout.tensor_rank(expert=False)
     width = config.kv_channels
     groups = (config.num_query_groups or config.num_attention_heads) // size
     heads = config.num_attention_heads // (groups * size)
+    heads *= 2 if gated else 1
     # Megatron's order within a query group: its query heads, its key, its value.
     rows = torch.arange(groups * (heads + 2) * width).view(groups, heads + 2, width)
     slices = []
@@ -185,6 +199,50 @@ def layer_targets_of_interleaved_experts(layer: Any, number: int, layout: ModelL
         half = weight.out_features // 2  # Megatron's rows are gate's above up's
         rows = torch.where(weight.global_rows < half, 2 * weight.global_rows, 2 * (weight.global_rows - half) + 1)
         yield replace(target, slices=(replace(weight, global_rows=rows),))
+
+
+def layer_targets_of_hybrids(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """Yield the target modules of a layer that has linear attention (gated delta net) or gated softmax attention."""
+    module = layer.self_attention
+    if hasattr(module, "conv1d"):
+        yield linear_attention(module, number, layout)
+        yield linear(module.out_proj, "row", layout, [layout.name(number, "linear_attn", "out_proj")])
+    else:
+        yield query_key_value(module.linear_qkv, number, layout, gated=True)
+        yield linear(module.linear_proj, "row", layout, [layout.name(number, "self_attn", "o_proj")])
+    yield from layer_mlp(layer, number, layout)
+
+
+def linear_attention(module: Any, number: int, layout: ModelLayout, folder: str = "linear_attn") -> TargetModule:
+    """Build the fused input projection of a gated delta net, of which checkpoints have two parts or four.
+
+    Megatron's rows are those of one key head after another: its query and key, then the values, gates (z), strengths (b) and
+    decays (a) of its value heads. Qwen3-Next's checkpoints keep that order in ``in_proj_qkvz`` and ``in_proj_ba``; Qwen3.5's
+    ``in_proj_qkv`` has all queries, then all keys, then all values.
+    """
+    config, (rank, size) = layout.config, layout.tensor_rank(expert=False)
+    key, heads = config.linear_key_head_dim, config.linear_num_key_heads
+    value_heads = config.linear_num_value_heads // heads
+    value = value_heads * config.linear_value_head_dim
+    widths = (key, key, value, value, value_heads, value_heads)
+    local_heads = heads // size
+    rows = torch.arange(local_heads * sum(widths)).view(local_heads, -1)
+    q, k, v, z, b, a = rows.split(widths, dim=1)
+    if layout.has(layout.name(number, folder, "in_proj_qkvz")):
+        parts = {"in_proj_qkvz": [torch.cat([q, k, v, z], dim=1)], "in_proj_ba": [torch.cat([b, a], dim=1)]}
+    else:
+        parts = {"in_proj_qkv": [q, k, v], "in_proj_z": [z], "in_proj_b": [b], "in_proj_a": [a]}
+    slices = []
+    for name, blocks in parts.items():
+        starts = [0, *itertools.accumulate(heads * block.shape[1] for block in blocks)]
+        global_rows = [
+            start + rank * block.numel() + torch.arange(block.numel())
+            for start, block in zip(starts, blocks, strict=False)
+        ]
+        local_rows, order = torch.cat([block.flatten() for block in blocks]).sort()
+        weight = FusedSlice(layout.name(number, folder, name), starts[-1], local_rows, torch.cat(global_rows)[order])
+        slices.append(weight)
+    return TargetModule.of(module.in_proj, "column", layout, slices)
 
 
 def experts(moe: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:

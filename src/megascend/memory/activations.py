@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from megascend.config import TrainerConfig
 from megascend.memory.sizes import ELEMENT_BYTES, Kernels, ModelSizes, Workload
-from megascend.models.base import LatentAttention
+from megascend.models.base import LatentAttention, LinearAttention
 from megascend.topology.topology import Topology
 
 FP32 = 4
@@ -82,11 +82,19 @@ class LayerBytes:
         return self.attention + self.mlp
 
 
-def layer_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind, *, with_experts: bool) -> LayerBytes:
-    """Return the bytes that one layer saves without recomputation."""
+def layer_bytes(
+    sizes: ModelSizes, topology: Topology, kind: LayerKind, *, with_experts: bool, linear: bool = False
+) -> LayerBytes:
+    """Return the bytes that one layer saves without recomputation; ``linear``: it has linear attention."""
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
     mlp = _experts(sizes, topology, kind) if with_experts else _mlp(sizes, topology, kind)
-    return LayerBytes(_attention(sizes, topology, kind), mlp, kind.bytes * sizes.hidden / sequence_shards)
+    if linear and sizes.linear is not None:
+        attention = _norm_and_input(sizes.hidden, topology, kind)
+        attention += linear_attention_bytes(sizes.linear, kind) / topology.tensor
+        attention += _adapted(kind, slices=5)
+    else:
+        attention = _attention(sizes, topology, kind)
+    return LayerBytes(attention, mlp, kind.bytes * sizes.hidden / sequence_shards)
 
 
 def norm_bytes(width: float, kind: LayerKind) -> float:
@@ -115,6 +123,8 @@ def _attention(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
         total += 4 * b * sizes.head_dim  # the tables of cosines and sines, for queries and for keys
         total += b * query if kind.packed else 0  # samples' outputs, concatenated
     total += b * query + FP32 * heads  # the output, and the log of each softmax's sum
+    if sizes.output_gate:
+        total += 2 * b * query + (0 if kind.fused else FP32 * query)  # the gate, its sigmoid, and the product
     total += probability_bytes(sizes, topology, kind)
     return total + _adapted(kind, slices=3) + _adapted(kind, slices=1)
 
@@ -143,6 +153,28 @@ def _latent_attention(latent: LatentAttention, sizes: ModelSizes, topology: Topo
     total += b * heads * latent.value_head + FP32 * heads  # the output, and the log of each softmax's sum
     total += probability_bytes(sizes, topology, kind)
     return total + _adapted(kind, slices=5)
+
+
+def linear_attention_bytes(linear: LinearAttention, kind: LayerKind) -> float:
+    """Return the bytes that linear attention (gated delta net) saves between its projections, on all TP ranks together.
+
+    flash-linear-attention saves queries, keys, values and, for each head, a row of 64 of the triangular system of a chunk; the
+    reference in plain PyTorch saves about six such rows and its fp32 copies (counted at widths of 8 to 32).
+    """
+    b, heads = kind.bytes, linear.value_heads
+    keys, values, chunk = linear.keys, linear.values, 64
+    mixed = 2 * keys + values
+    repeated = heads * linear.key_head  # a key head is repeated for its value heads
+    total = b * (mixed + values) + 4 * FP32 * heads  # input of the convolution, gates, decays and strengths
+    total += b * (mixed + (2 * repeated if heads > linear.key_heads else 0))  # its output, normalised, and repeated
+    total += 3 * b * values  # outputs, normalised, and gated
+    if kind.fused:
+        return total + b * heads * chunk
+    # Four products of the convolution; the chunks' systems, scores and states; the gate and its activation.
+    total += 4 * FP32 * mixed + FP32 * (
+        9 * repeated + 3 * values + heads * (6 * chunk + linear.key_head * linear.value_head / chunk)
+    )
+    return total + 4 * FP32 * values
 
 
 def probability_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:

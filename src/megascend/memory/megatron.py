@@ -46,7 +46,11 @@ def _stage_items(
     layers = len(sizes.with_experts)
     # A head for multi-token prediction has a layer like the last one.
     with_experts = [sizes.with_experts[min(layer, layers - 1)] for layer in parameters.layers]
-    layer_sizes = [layer_bytes(sizes, topology, kind, with_experts=experts) for experts in with_experts]
+    linear = [layer < layers and sizes.linear_layers[layer] for layer in parameters.layers]
+    layer_sizes = [
+        layer_bytes(sizes, topology, kind, with_experts=experts, linear=is_linear)
+        for experts, is_linear in zip(with_experts, linear, strict=True)
+    ]
     predicts = layers in parameters.layers
     saved, recomputed = _saved(config, layer_sizes, with_experts, kind, sizes, topology, predicts=predicts)
     in_flight = _in_flight(stage, topology, workload.micro_batches)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megascend.huggingface.info import ModelInfo
 from megascend.models import architecture_of, expert_layers, text_config
-from megascend.models.base import LatentAttention
+from megascend.models.base import LatentAttention, LinearAttention
 
 Items = dict[str, int]
 """Bytes by purpose."""
@@ -53,6 +53,8 @@ class ModelSizes:
         qk_norm: queries and keys are normalised per head.
         gated: MLPs have a gate projection.
         latent: sizes of multi-head latent attention; None for another attention.
+        linear: sizes of linear attention; None if all layers have softmax attention.
+        output_gate: softmax attention's output is multiplied by a gate of its width.
         with_experts: True for each layer that has experts.
         prediction_head: a head for multi-token prediction is trained, with a layer like the last one.
     """
@@ -74,6 +76,13 @@ class ModelSizes:
     latent: LatentAttention | None
     with_experts: tuple[bool, ...]
     prediction_head: bool = False
+    linear: LinearAttention | None = None
+    output_gate: bool = False
+
+    @property
+    def linear_layers(self) -> tuple[bool, ...]:
+        """Return True for each layer with linear attention."""
+        return self.linear.layers if self.linear is not None else (False,) * len(self.with_experts)
 
     @classmethod
     def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> ModelSizes:
@@ -104,6 +113,8 @@ class ModelSizes:
             latent=LatentAttention.from_config(text),
             with_experts=tuple(with_experts),
             prediction_head=info.mtp == "train",
+            linear=info.linear,
+            output_gate=info.linear is not None,
         )
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
-from megascend.memory.activations import FP32, LayerBytes, LayerKind, head_bytes
+from megascend.memory.activations import FP32, LayerBytes, LayerKind, head_bytes, linear_attention_bytes
 from megascend.memory.parameters import StageParameters, adapter_bytes, elements, stages
 from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload, layer_of
 from megascend.topology.topology import Topology
@@ -34,8 +34,8 @@ def items(
     [parameters] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied)
     tokens = workload.tokens / topology.context
     layers = [
-        layer_bytes(sizes, kind, with_experts=with_experts, single=config.engine == "single")
-        for with_experts in sizes.with_experts
+        layer_bytes(sizes, kind, with_experts=with_experts, single=config.engine == "single", linear=linear)
+        for with_experts, linear in zip(sizes.with_experts, sizes.linear_layers, strict=True)
     ]
     saved, recomputed = _saved(config, layers, sizes, kind)
     activations = tokens * (saved + _norm(sizes.hidden, kind) + kind.bytes * sizes.hidden)
@@ -62,14 +62,25 @@ def items(
     return stage_items
 
 
-def layer_bytes(sizes: ModelSizes, kind: LayerKind, *, with_experts: bool, single: bool) -> LayerBytes:
-    """Return a layer's saved bytes per token, without recomputation; ``single``: transformers' experts save outputs too."""
+def layer_bytes(
+    sizes: ModelSizes, kind: LayerKind, *, with_experts: bool, single: bool, linear: bool = False
+) -> LayerBytes:
+    """Return a layer's saved bytes per token, without recomputation.
+
+    Args:
+        single: transformers' experts save outputs too.
+        linear: the layer has linear attention.
+    """
     b = kind.bytes
     attention = _norm(sizes.hidden, kind)
-    if sizes.qk_norm:
-        attention += _norm(sizes.query, kind) - b * sizes.query + _norm(sizes.key_value, kind) - b * sizes.key_value
-    attention += b * (sizes.query + 2 * sizes.key_value)  # rotated, and values
-    attention += b * sizes.query * (2 if kind.packed and not kind.fused else 1) + FP32 * sizes.heads  # the output
+    if linear and sizes.linear is not None:
+        attention += linear_attention_bytes(sizes.linear, kind)
+    else:
+        if sizes.qk_norm:
+            attention += _norm(sizes.query, kind) - b * sizes.query + _norm(sizes.key_value, kind) - b * sizes.key_value
+        attention += b * (sizes.query + 2 * sizes.key_value)  # rotated, and values
+        attention += b * sizes.query * (2 if kind.packed and not kind.fused else 1) + FP32 * sizes.heads  # the output
+        attention += 2 * b * sizes.query if sizes.output_gate else 0
     mlp = _norm(sizes.hidden, kind)
     if with_experts:
         row_bytes = b * (sizes.hidden * (2 if single else 1) + 4 * sizes.expert_ffn)

@@ -59,6 +59,8 @@ class Architecture:
             ``rms_norm_eps``.
         prediction_head: the heads of its checkpoints for multi-token prediction are layers after the last one, named and computed
             as DeepSeek-V3's (arXiv:2412.19437, section 2.2); the Megatron engine trains one.
+        packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
+            them.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
     """
@@ -75,6 +77,7 @@ class Architecture:
     interleaved_experts: bool = False
     latent_norm_epsilon: float | None = None
     prediction_head: bool = False
+    packages: tuple[str, ...] = ()
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
 
@@ -131,6 +134,13 @@ class Architecture:
             self._unnormalised_sigmoid(config),
         )
         return [reason for reason in checks if reason is not None]
+
+    def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
+        """Return why the Megatron engine cannot divide the model over tensor and context parallel ranks; empty if it can.
+
+        Sizes that all models have are checked for all (:func:`megascend.topology.topology.check_model`).
+        """
+        return []
 
     def model_name(self, name: str) -> str:
         """Map the name of a checkpoint's tensor to its name in transformers' model, which peft uses."""
@@ -276,6 +286,57 @@ class LatentAttention:
     def query_head(self) -> int:
         """Return the width of a query or key head."""
         return self.rotated + self.unrotated
+
+
+LINEAR = "linear_attention"
+"""Entry of ``layer_types`` for a layer with linear attention."""
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Sizes of linear attention by the gated delta rule (Yang et al., arXiv:2412.06464).
+
+    Attributes:
+        layers: True for each layer that has it.
+        key_heads, value_heads: heads of queries and keys, and of values; a key head serves consecutive value heads.
+        key_head, value_head: widths of a head.
+        taps: tokens that the convolution of queries, keys and values sums.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key_head: int
+    value_head: int
+    taps: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> LinearAttention | None:
+        """Read the sizes of a configuration; None if no layer has linear attention."""
+        if config.get("linear_num_key_heads") is None:
+            return None
+        if config.get("layer_types"):
+            layers = [kind == LINEAR for kind in config["layer_types"]]
+        else:
+            interval = config.get("full_attention_interval") or 4
+            layers = [(layer + 1) % interval > 0 for layer in range(config["num_hidden_layers"])]
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        return cls(tuple(layers), *(config[f"linear_{name}"] for name in names)) if any(layers) else None
+
+    @property
+    def keys(self) -> int:
+        """Return the width of all key heads."""
+        return self.key_heads * self.key_head
+
+    @property
+    def values(self) -> int:
+        """Return the width of all value heads."""
+        return self.value_heads * self.value_head
+
+    @property
+    def state(self) -> int:
+        """Return the elements of a layer's state: a [key width, value width] matrix for each value head."""
+        return self.value_heads * self.key_head * self.value_head
 
 
 def text_config(config: Config) -> Config:

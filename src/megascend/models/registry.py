@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import Any
 
 from megascend.errors import ConfigError
-from megascend.models import decoders, deepseek, glm, mixtures
+from megascend.models import decoders, deepseek, glm, mixtures, qwen_hybrid
 from megascend.models.base import Architecture, Config, text_config
 
 BUILT_IN = {
     model_type: architecture
-    for module in (decoders, deepseek, glm, mixtures)
+    for module in (decoders, deepseek, glm, mixtures, qwen_hybrid)
     for architecture in module.FAMILIES
     for model_type in architecture.model_types
 }

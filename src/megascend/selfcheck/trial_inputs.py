@@ -40,8 +40,11 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("bias"):
                 value = 0.1 * noise
+            elif name.endswith("A_log"):
+                value = 0.5 * noise - 2.0  # a token's decay is 0.9 then, so that states reach over many tokens
             elif tensor.ndim < 2:
-                value = 1.0 + 0.2 * noise
+                # Norms whose weight is an offset from 1 start at 0.
+                value = 0.2 * noise + (1.0 if tensor.any() else 0.0)
             elif "embed" in name or "lm_head" in name:
                 value = 0.2 * noise
             else:

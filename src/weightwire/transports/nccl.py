@@ -32,6 +32,7 @@ WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else a timeout ends the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog that hangs ends the process
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # a failed watchdog sleeps four times as long, and abort() waits for it
     "TORCH_NCCL_BLOCKING_WAIT": "0",
 }
 """Variables that PyTorch reads when a process group is created; set only for that time."""

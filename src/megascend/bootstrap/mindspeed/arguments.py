@@ -229,6 +229,10 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
             "latent attention (multi_latent_attention=True): its layer reads settings of Megatron's MLATransformerConfig, such "
             "as mscale, which mcore-bridge's ModelConfig lacks"
         )
+    if value("experimental_attention_variant") == "gated_delta_net":
+        problems.append(
+            "linear attention (gated delta nets): its kernels are Triton's for NPUs, and no test here has run them"
+        )
     if value("hf_model_type") == "glm4":
         problems.append(
             "model_type: glm4: mcore-bridge's attention passes its configuration by position, and MindSpeed reads it by keyword"

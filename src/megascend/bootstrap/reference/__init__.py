@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import ClassVar
 
-from megascend import reference_te
+from megascend import reference_fla, reference_te
 from megascend.bootstrap.providers import PatchProvider, one_connection
 
 
@@ -19,7 +19,7 @@ class Reference(PatchProvider):
 
     def before_megatron(self) -> list[str]:
         if self.setup.platform.device_type == "cuda":
-            return one_connection(os.environ) + reference_te.install(force=True)
+            return one_connection(os.environ) + reference_te.install(force=True) + reference_fla.install()
         changes = []
         # Avoids the compilation of megatron-core's functions for the CPU.
         if os.environ.setdefault("TORCHDYNAMO_DISABLE", "1") == "1":

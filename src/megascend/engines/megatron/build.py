@@ -24,11 +24,12 @@ from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
-from megascend.errors import CheckpointError, ConfigError, PlatformError
+from megascend.errors import CheckpointError, ConfigError, MissingDependencyError, PlatformError, TopologyError
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
 from megascend.platforms.base import Platform
+from megascend.surroundings import is_installed
 from megascend.topology.topology import Topology
 
 CONTEXT_COMMUNICATION = {"ring": "p2p", "all_gather": "all_gather", "ulysses": "a2a"}
@@ -117,7 +118,10 @@ def build_config(
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
     full = text_config(hf_config.to_dict())
-    arguments.update(architecture_of(full).megatron_settings(full))
+    architecture = architecture_of(full)
+    check_divisible(architecture, full, topology)
+    check_packages(architecture)
+    arguments.update(architecture.megatron_settings(full))
     # After the checkpoint's own settings, which these override.
     arguments.update(ROUTING)
     if tied is not None:
@@ -141,6 +145,23 @@ def build_config(
     check_output_layer(config)
     check_dropout(config)
     return config
+
+
+def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:
+    """Raise TopologyError for parallel sizes over which the family's layers cannot be divided."""
+    if problems := architecture.undivided(config, tensor=topology.tensor, context=topology.context):
+        raise TopologyError(f"{architecture.model_type}: {'; '.join(problems)}")
+
+
+def check_packages(architecture: Architecture) -> None:
+    """Raise MissingDependencyError for a module that the family's layers need."""
+    for module in architecture.packages:
+        package = module.partition(".")[0]
+        if not is_installed(package) or not is_installed(module):
+            raise MissingDependencyError(
+                f"{architecture.model_type}: engine megatron computes its layers with {module}, which is not installed here "
+                "(flash-linear-attention 0.4 and 0.5 have it): pip install 'megascend[linear-attention]'"
+            )
 
 
 def activation_arguments(hidden_act: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:

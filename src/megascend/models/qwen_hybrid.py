@@ -1,0 +1,103 @@
+"""Qwen3-Next and Qwen3.5: three layers of linear attention (gated delta rule) to one of gated softmax attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.models.base import ATTENTION_LAYERS, LINEAR, Architecture, Config, LinearAttention, expert_count
+
+LINEAR_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    # A first token's output is almost 0 where its query and key are almost orthogonal, and the norm after it amplifies rounding.
+    "rms_norm_eps": 0.1,
+}
+"""Of tiny models."""
+TINY_LAYERS = [LINEAR, LINEAR, LINEAR, "full_attention"]
+
+
+@dataclass(frozen=True)
+class QwenHybrid(Architecture):
+    """Layers of linear attention by ``layer_types``, softmax attention with an output gate and partial rotary embeddings."""
+
+    megatron: str | None = "megascend.models.qwen_hybrid_megatron"
+    lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_hybrids"
+    layer_kinds: tuple[str, ...] = (*ATTENTION_LAYERS, LINEAR)
+    packages: tuple[str, ...] = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
+
+    def megatron_settings(self, config: Config) -> dict[str, Any]:
+        settings = super().megatron_settings(config) | {
+            "qk_layernorm": True,
+            "layernorm_zero_centered_gamma": True,
+            "attention_output_gate": True,
+            "experimental_attention_variant": "gated_delta_net",
+        }
+        linear = LinearAttention.from_config(config)
+        if linear is not None:
+            # mcore-bridge reads full_attention_interval alone, which transformers 5 replaces by the list.
+            settings["linear_attention_freq"] = f"[{','.join(str(int(is_linear)) for is_linear in linear.layers)}]"
+        if expert_count(config):
+            settings["moe_shared_expert_gate"] = True
+        return settings
+
+    def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
+        problems = super().undivided(config, tensor=tensor, context=context)
+        linear = LinearAttention.from_config(config)
+        if linear is None:
+            return problems
+        if context > 1:
+            problems.append(
+                f"parallel.context={context}: Megatron-Core computes linear attention (gated delta nets) of whole sequences "
+                "only; set context to 1"
+            )
+        if linear.key_heads % tensor:
+            problems.append(
+                f"parallel.tensor={tensor} does not divide the {linear.key_heads} key heads of linear attention "
+                "(linear_num_key_heads)"
+            )
+        return problems
+
+
+FAMILIES = (
+    QwenHybrid(
+        ("qwen3_next",),
+        proven=True,
+        model_class="Qwen3NextForCausalLM",
+        tiny={
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+            "layer_types": TINY_LAYERS,
+        }
+        | LINEAR_SIZES,
+    ),
+    QwenHybrid(
+        ("qwen3_5_text",),
+        proven=True,
+        model_class="Qwen3_5ForCausalLM",
+        tiny={"layer_types": TINY_LAYERS} | LINEAR_SIZES,
+    ),
+    QwenHybrid(
+        ("qwen3_5_moe_text",),
+        proven=True,
+        model_class="Qwen3_5MoeForCausalLM",
+        tiny={
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "router_aux_loss_coef": 0.0,
+            "layer_types": TINY_LAYERS,
+        }
+        | LINEAR_SIZES,
+    ),
+)

@@ -1,0 +1,54 @@
+"""Qwen3-Next and the text models of Qwen3.5 for mcore-bridge, which knows the latter with a vision tower only.
+
+Import after Megatron.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch.distributed as dist
+from mcore_bridge.model.gpts.qwen3_next_gdn import Qwen3NextGDNBridgeMixin, Qwen3NextLoader
+from mcore_bridge.model.modules import GatedDeltaNet
+from mcore_bridge.model.register import ModelMeta, register_model
+from torch import Tensor
+
+from megascend.changes import patch
+
+TEXT_TYPES = ["qwen3_5_text", "qwen3_5_moe_text"]
+
+
+class TensorParallelGatedDeltaNet(GatedDeltaNet):
+    """mcore-bridge's layer with right gradients under tensor parallelism.
+
+    With sequence parallelism mcore-bridge gathers the layer's input and divides its output again; each rank then computes the
+    whole gradient of the input norm, and Megatron sums it as if each had computed a part. Here the projections gather and
+    divide, as those of attention do, which also communicates half as much. Without sequence parallelism each rank computes its
+    own heads' part of the output norm's gradient, which nobody sums.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.tp_size == 1:
+            return
+        if self.config.sequence_parallel:
+            # Read by this layer's forward pass alone: the projections have been built with the original.
+            self.config = copy.copy(self.config)
+            self.config.sequence_parallel = False
+        else:
+            # Megatron sums gradients over TP by the names of norms in softmax attention, and has no mark for others.
+            self.out_norm.weight.register_hook(self._sum_over_tensor_ranks)
+
+    def _sum_over_tensor_ranks(self, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total, group=self.pg_collection.tp)
+        return total
+
+
+class Qwen35TextBridge(Qwen3NextGDNBridgeMixin):
+    """Names of the text models' checkpoints, which are those of a plain decoder."""
+
+
+patch(Qwen3NextLoader, "gated_delta_net", TensorParallelGatedDeltaNet, "gradients of its norms are right with TP")
+register_model(ModelMeta("megascend_qwen3_5_text", TEXT_TYPES, bridge_cls=Qwen35TextBridge, loader=Qwen3NextLoader))

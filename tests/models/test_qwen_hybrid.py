@@ -1,0 +1,147 @@
+"""Linear attention on the Megatron engine: samples that never see each other, layouts and settings that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megascend import Parallel, Sample
+from megascend.bootstrap.mindspeed.arguments import reasons
+from megascend.errors import DistributedTestError, MissingDependencyError
+from megascend.huggingface.info import inspect_checkpoint
+from megascend.models.base import LinearAttention
+from megascend.models.registry import architecture_named
+from megascend.testing import run_distributed, tiny_config
+from megascend.testing.parity import Case, case_backend, case_checkpoint
+from support.covering import first_stack_required
+
+pytestmark = [pytest.mark.usefixtures("megatron_imported"), first_stack_required]
+
+DENSE, EXPERTS = "qwen3_5_text", ("qwen3_next", "qwen3_5_moe_text")
+LENGTHS = (70, 9, 1, 66)
+"""In one micro batch; some are longer than a chunk of the delta rule, and shorter than the convolution."""
+PERTURBED = 1
+
+
+def token_lists(seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 320, (length + 1,), generator=generator).tolist() for length in LENGTHS]
+
+
+def weighted(tokens: list[list[int]]) -> list[Sample]:
+    """Return samples of which the perturbed one has no weight."""
+    return [
+        Sample(input_ids=ids[:-1], target_ids=ids[1:], weights=[float(number != PERTURBED)] * (len(ids) - 1))
+        for number, ids in enumerate(tokens)
+    ]
+
+
+def outputs(
+    case: Case, checkpoint: Path, batches: list[list[list[int]]]
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Return each batch's logits by sample, and the gradients of its loss; on one rank."""
+    results = []
+    for tokens in batches:
+        with case_backend(case, checkpoint) as backend:
+            logits = backend.forward(weighted(tokens), logits=True).logits
+            backend.forward_backward(weighted(tokens))
+            gradients = [p.main_grad.clone() for chunk in backend.engine.bare_chunks for p in chunk.parameters()]
+        results.append(([tensor.clone() for tensor in logits], gradients))
+    return results
+
+
+LAYOUTS = {
+    "single": Parallel(),
+    "TP2": Parallel(tensor=2, sequence=False),
+    "TP2 + SP": Parallel(tensor=2, sequence=True),
+}
+IN_CI = ((DENSE, "single", True), (DENSE, "TP2 + SP", True), ("qwen3_next", "single", True))
+
+
+def isolation_cases() -> list[object]:
+    """List architecture, layout and packing; experts need sequence parallelism under TP."""
+    archs = (DENSE, *EXPERTS)
+    cases = [(arch, layout, packing) for arch in archs for layout in LAYOUTS for packing in (True, False)]
+    return [
+        case if case in IN_CI else pytest.param(*case, marks=pytest.mark.nightly)
+        for case in cases
+        if case[0] == DENSE or case[1] != "TP2"
+    ]
+
+
+@pytest.mark.parametrize(("arch", "layout", "packing"), isolation_cases())
+def test_sample_changes_nothing_of_its_neighbours(arch: str, layout: str, packing: bool, parity_folder: Path) -> None:
+    parallel = LAYOUTS[layout]
+    case = Case("isolation", parallel.tensor, parallel, arch=arch, packing=packing, micro_batch_tokens=4096)
+    first, second = token_lists(0), token_lists(0)
+    second[PERTURBED] = token_lists(1)[PERTURBED]
+    assert first[PERTURBED] != second[PERTURBED]
+    checkpoint = case_checkpoint(parity_folder, arch)
+    ranks = run_distributed(outputs, case.world_size, case, checkpoint, [first, second], init=False, timeout_s=120)
+    for (logits, gradients), (other_logits, other_gradients) in ranks:
+        pairs = [*zip(gradients, other_gradients, strict=True)]
+        for number, (one, other) in enumerate(zip(logits, other_logits, strict=True)):
+            if number == PERTURBED:
+                assert not torch.equal(one, other)
+            else:
+                pairs.append((one, other))
+        # Products of experts have as many rows as tokens were sent there, on which their order of additions depends.
+        bound = 0.0 if arch == DENSE else 2e-6
+        assert max(float((one - other).abs().max()) for one, other in pairs) <= bound
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "message"),
+    [
+        (Parallel(context=2), 2, r"parallel\.context=2: Megatron-Core computes linear attention .* set context to 1"),
+        (Parallel(tensor=4), 4, r"parallel\.tensor=4 does not divide the 2 key heads of linear attention"),
+    ],
+    ids=["CP2", "TP4"],
+)
+def test_layouts_that_cannot_divide_linear_attention_are_refused(
+    parallel: Parallel, ranks: int, message: str, parity_folder: Path
+) -> None:
+    case = Case("refused", ranks, parallel, arch=DENSE, overrides={"num_key_value_heads": 4})
+    checkpoint = case_checkpoint(parity_folder, DENSE, **case.overrides)
+    with pytest.raises(DistributedTestError, match=rf"TopologyError: {DENSE}: {message}"):
+        run_distributed(case_backend, ranks, case, checkpoint, init=False, timeout_s=120)
+
+
+def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascend.engines.megatron import build
+
+    build.check_packages(architecture_named(DENSE))
+    for missing in ("fla", "fla.modules.convolution"):
+        monkeypatch.setattr(build, "is_installed", lambda name, missing=missing: name != missing)
+        with pytest.raises(
+            MissingDependencyError, match=r"convolution, .* pip install 'megascend\[linear-attention\]'"
+        ):
+            build.check_packages(architecture_named(DENSE))
+
+
+def test_mindspeed_refuses_linear_attention_by_name() -> None:
+    (reason,) = reasons({"experimental_attention_variant": "gated_delta_net"})
+    assert reason.startswith("linear attention (gated delta nets)")
+
+
+def test_layers_are_read_from_either_spelling() -> None:
+    config = tiny_config("qwen3_next")
+    older = {name: value for name, value in config.items() if name != "layer_types"} | {"full_attention_interval": 4}
+    sizes = LinearAttention.from_config(config)
+    assert sizes == LinearAttention.from_config(older) == LinearAttention((True, True, True, False), 2, 4, 16, 16, 4)
+    family = architecture_named("qwen3_next")
+    assert family.megatron_settings(config)["linear_attention_freq"] == "[1,1,1,0]"
+    assert family.megatron_settings(older) == family.megatron_settings(config)
+
+
+def test_flops_count_states_and_softmax_layers(parity_folder: Path) -> None:
+    info = inspect_checkpoint(case_checkpoint(parity_folder, DENSE))
+    hidden, ffn, vocabulary = 64, 128, 320
+    keys, values, heads, key, value = 2 * 16, 4 * 16, 4, 16, 16
+    linear = hidden * (2 * keys + 2 * values + 2 * heads) + 4 * (2 * keys + values) + values * hidden
+    softmax = hidden * (2 * 64 + 2 * 32) + 64 * hidden
+    matrices = 3 * linear + softmax + 4 * 3 * hidden * ffn + hidden * vocabulary
+    states, scores = 3 * heads * key * value, 64 * 100
+    assert info.flops_per_token(100) == 6 * matrices + 18 * states + 6 * scores
