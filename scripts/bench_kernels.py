@@ -541,11 +541,11 @@ def main() -> int:
                 rows.append((part, name, "", "", "", "", f"FAILED {type(failure).__name__}: {str(failure)[:300]}"))
                 bad += 1
                 continue
-            error_value, worst = error(results, exact)
+            error_value, worst_name = error(results, exact)
             bad += not error_value <= ERROR_BOUND
             flag = "" if error_value <= ERROR_BOUND else "  BEYOND THE BOUND"
             figures = (f"{milliseconds:.3f}", f"{peak:.2f}", f"{moved:.2f}", f"{error_value:.1e}")
-            rows.append((part, name, *figures, worst + flag))
+            rows.append((part, name, *figures, worst_name + flag))
             del results
     header = ("part", "variant", "ms", "GiB", "GB moved", "error", "of")
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(6)]

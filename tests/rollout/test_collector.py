@@ -45,11 +45,11 @@ class Engine:
     """Engine double that answers at once, or raises EngineLostError."""
 
     def __init__(self, name: str, fails: bool = False) -> None:
-        self.name, self.lost, self.requests, self.version = name, fails, [], 0
+        self.name, self.fails, self.requests, self.version = name, fails, [], 0
 
     async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
         self.requests.append(tokens[0])
-        if self.lost:
+        if self.fails:
             raise EngineLostError(f"{self.name} is lost")
         return [Completion((number,), (-0.5,), "stop", self.version, self.version) for number in range(n)]
 

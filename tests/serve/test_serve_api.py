@@ -174,7 +174,7 @@ def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "reason"),
     [
         ({"weights": [float("nan")]}, "must be finite"),
         ({"weights": [1.0, 2.0]}, "the same shape"),
@@ -184,7 +184,7 @@ def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
         ({"loss": "__import__"}, "not supported"),
     ],
 )
-def test_bad_data_fail_only_their_step(system, changes, why) -> None:
+def test_bad_data_fail_only_their_step(system, changes, reason) -> None:
     model, other = system.alice.model(), system.bob.model()
     body = train_body(model, 2, 10, **changes)
     good = system.alice.forward_backward(model, 1, 10)
@@ -192,7 +192,7 @@ def test_bad_data_fail_only_their_step(system, changes, why) -> None:
     step = system.alice.optim_step(model, 3)
     requests = [system.bob.forward_backward(other, 1, 11), system.bob.optim_step(other, 2)]
     assert "error" not in system.alice.fetch(good)
-    assert why in system.alice.fetch(bad)["error"]
+    assert reason in system.alice.fetch(bad)["error"]
     assert system.alice.fetch(step)["category"] == "user"
     assert all("error" not in system.bob.fetch(name) for name in requests)
     assert ("discard", "a1") in steps(system)

@@ -56,9 +56,9 @@ class ManualClock:
         """Advance the time, fire the due timers in order, and run every task that is ready."""
         await settle()
         end = self._now + seconds
-        while due := sorted((timer for timer in self._timers if timer.when <= end), key=lambda timer: timer.when):
+        while due := sorted((timer for timer in self._timers if timer.moment <= end), key=lambda timer: timer.moment):
             self._timers.remove(due[0])
-            self._now = max(self._now, due[0].when)
+            self._now = max(self._now, due[0].moment)
             if not due[0].cancelled:
                 due[0].callback()
             await settle()
@@ -68,7 +68,7 @@ class ManualClock:
 
 class _ManualTimer:
     def __init__(self, moment: float, callback: Callable[[], object]) -> None:
-        self.when = moment
+        self.moment = moment
         self.callback = callback
         self.cancelled = False
 
