@@ -112,21 +112,21 @@ class Tasks:
     """Endless prompts, with the interface that the collector expects."""
 
     def __init__(self, digits: int, seed: int) -> None:
-        self._digits, self._seed, self._drawn = digits, seed, 0
+        self._digits, self._seed, self._task_count = digits, seed, 0
 
     def __iter__(self) -> Iterator[list[dict[str, str]]]:
         return self
 
     def __next__(self) -> list[dict[str, str]]:
-        self._drawn += 1
+        self._task_count += 1
         # Each draw depends on its number alone, so a resumed run continues with the prompts it would have seen.
-        return [draw_task(self._digits, random.Random(f"{self._seed}/{self._drawn}"))]
+        return [draw_task(self._digits, random.Random(f"{self._seed}/{self._task_count}"))]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
+        return {"drawn": self._task_count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._drawn = state["drawn"]
+        self._task_count = state["drawn"]
 
 
 def warm_up(backend: Any, tokenizer: Any, steps: int, draw_one: Callable[[random.Random], Mapping[str, Any]]) -> float:
@@ -162,13 +162,13 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
         raise SystemExit(f"{arguments.vllm_python} has a vLLM for CUDA, and this host shows no GPU")
     servers = {}
     for index, number in enumerate(numbers):
-        options, environment, where = [*device_options(device), "--max-num-seqs=128"], {}, device
+        options, environment, location = [*device_options(device), "--max-num-seqs=128"], {}, device
         if not arguments.data:
             options.append("--max-model-len=64")
         if places:
             options += places[index].options()
             environment = places[index].environment()
-            where = f"GPU {places[index].gpu}" + (", the trainer's" if places[index].with_trainer else "")
+            location = f"GPU {places[index].gpu}" + (", the trainer's" if places[index].with_trainer else "")
         options += arguments.vllm_option  # the last one of a name counts
         log = arguments.output / f"vllm-{number}.log"
         servers[number] = VllmProcess(
@@ -180,7 +180,7 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
             environment=environment,
         )
         stack.callback(servers[number].close)
-        print(f"vLLM {number} on {where}: {' '.join(options)}; its log: {log}", flush=True)
+        print(f"vLLM {number} on {location}: {' '.join(options)}; its log: {log}", flush=True)
     if any(placement.with_trainer for placement in places):
         # vLLM measures the free memory of the GPU while it starts, so no other process may allocate or free any meanwhile.
         # The deadline is below the ten minutes that the other ranks wait for this one at start-up.

@@ -4,7 +4,7 @@
     NPROC=8 bash cookbook/multi_lora.sh --model MODEL --tensor 2 --pipeline 2 --precision bf16 --lr 2e-4
 
 All tenants see prompts of the same kind, some letters and an arrow, and each teaches its own answer to them: the letters
-again, each letter three further on, the letters that follow the last one, or one phrase whatever the prompt was. So what
+again, each letter three shift_letter on, the letters that follow the last one, or one phrase whatever the prompt was. So what
 one adapter learns is wrong for the other three. Rank, learning rate, schedule and adapted layers are each tenant's own.
 
 Every step, all tenants submit their work before any of it runs; then the queue runs their samples as one mixed batch. In
@@ -80,8 +80,8 @@ def all_tenants(lr: float, steps: int) -> list[Tenant]:
     cosine = megascend.Schedule(kind="cosine", warmup_steps=steps // 10, total_steps=steps)
     return [
         Tenant("copy", list, megascend.Lora(rank=8, alpha=16, optimizer=fast)),
-        Tenant("shift", shifted, megascend.Lora(rank=16, rslora=True, alpha=8, optimizer=fast, schedule=cosine)),
-        Tenant("count", counted, megascend.Lora(rank=32, alpha=64, targets=mlp, optimizer=fast)),
+        Tenant("shift", shift_letters, megascend.Lora(rank=16, rslora=True, alpha=8, optimizer=fast, schedule=cosine)),
+        Tenant("count", count_letters, megascend.Lora(rank=32, alpha=64, targets=mlp, optimizer=fast)),
         Tenant("phrase", lambda _: PHRASE, megascend.Lora(rank=4, alpha=8, targets=attention, optimizer=slow)),
     ]
 
@@ -104,19 +104,19 @@ def own_tenants(data: list[str], model: Path, longest: int, lr: float) -> list[T
     return tenants
 
 
-def further(letter: int, steps: int) -> int:
+def shift_letter(letter: int, steps: int) -> int:
     """Shift a letter by ``steps`` places; the first follows the last."""
     return LETTERS[(letter - LETTERS[0] + steps) % len(LETTERS)]
 
 
-def shifted(letters: list[int]) -> list[int]:
+def shift_letters(letters: list[int]) -> list[int]:
     """Shift each letter by three places."""
-    return [further(letter, 3) for letter in letters]
+    return [shift_letter(letter, 3) for letter in letters]
 
 
-def counted(letters: list[int]) -> list[int]:
+def count_letters(letters: list[int]) -> list[int]:
     """Return the letters that follow the last one."""
-    return [further(letters[-1], steps) for steps in range(1, len(letters) + 1)]
+    return [shift_letter(letters[-1], steps) for steps in range(1, len(letters) + 1)]
 
 
 def draw_samples(tenant: Tenant, count: int, draw: random.Random, held_out: bool = False) -> list[megascend.Sample]:
@@ -138,7 +138,7 @@ def mean_loss(logprobs, samples: list[megascend.Sample]) -> float:
     return -total / sum(float(sample.weights.sum()) for sample in samples)
 
 
-def what_is_wrong(table: dict[str, dict[str, float]]) -> str | None:
+def problem_in(table: dict[str, dict[str, float]]) -> str | None:
     """Return why losses by adapter and task do not show that each adapter learned its own task; None if they do."""
     for task in table[BASE]:
         task_loss = table[task][task]
@@ -222,19 +222,19 @@ def main() -> None:
             backend.save_adapter(tenant.name, arguments.output / tenant.name)
         first = tenants[0].name
         backend.load_adapter("again", arguments.output / first)
-        again = mean_loss(queue.forward("again", held_out[first]).result(), held_out[first])
+        repeated = mean_loss(queue.forward("again", held_out[first]).result(), held_out[first])
     finally:
         backend.close()
 
-    problem = None if arguments.data else what_is_wrong(table)
-    if not math.isclose(again, table[first][first], rel_tol=1e-3):
-        problem = f"adapter {first!r}, saved and loaded, has loss {again:.4f} instead of {table[first][first]:.4f}"
+    problem = None if arguments.data else problem_in(table)
+    if not math.isclose(repeated, table[first][first], rel_tol=1e-3):
+        problem = f"adapter {first!r}, saved and loaded, has loss {repeated:.4f} instead of {table[first][first]:.4f}"
     if main_rank:
         print("\nloss on new prompts, of each adapter (rows) on each task (columns):")
         print(f"{'':14}" + "".join(f"{task:>10}" for task in held_out))
         for name, row in table.items():
             print(f"{name:14}" + "".join(f"{loss:10.3f}" for loss in row.values()))
-        print(f"{first}, saved to {arguments.output / first} and loaded as 'again': {again:.3f}")
+        print(f"{first}, saved to {arguments.output / first} and loaded as 'again': {repeated:.3f}")
         verdict = f"adapters in {arguments.output}" if arguments.data else SUCCESS
         print(f"FAILED: {problem}" if problem else verdict)
     if problem:

@@ -39,7 +39,7 @@ SCRIPTS = Path(__file__).resolve().parent
 BENCHMARKS = SCRIPTS.parent / "benchmarks"
 TINY_DEADLINE_S = 300.0
 """Deadline of a tiny line; it takes seconds, but the cores may be busy."""
-HERE = Path("of this device")
+FOLDER = Path("of this device")
 """``--compare`` without a file."""
 
 DEVICE = """
@@ -148,8 +148,8 @@ def compare(rows: Sequence[Row], lines: Sequence[Line], path: Path, device: str,
     except FileNotFoundError:
         print(f"NOT COMPARED: no ratios are stored for {device}, scale {scale} ({path}); --store writes them")
         return 3
-    if why := gate.refusal(stored, device, scale):
-        print(f"NOT COMPARED: {path}: {why}")
+    if reason := gate.refusal(stored, device, scale):
+        print(f"NOT COMPARED: {path}: {reason}")
         return 3
     verdict = gate.compare(rows, stored, [line.name for line in lines])
     print(format_verdict(verdict, path))
@@ -179,7 +179,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--compare",
         type=Path,
         nargs="?",
-        const=HERE,
+        const=FOLDER,
         metavar="FILE",
         help="fail if a ratio has fallen; default: this device's file",
     )
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = BENCHMARKS / gate.file_name(device, scale)
     code = 0
     if options.compare:
-        code = compare(rows, lines, path if options.compare == HERE else options.compare, device, scale)
+        code = compare(rows, lines, path if options.compare == FOLDER else options.compare, device, scale)
     if options.store and rows:
         store(rows, path, device, scale, versions)
     return 1 if failed else code

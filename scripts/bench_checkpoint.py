@@ -119,7 +119,7 @@ class Bench:
         self.samples = [megascend.Sample.causal(ids) for ids in tokens]
 
     def step(self) -> float:
-        """One optimizer step; its seconds, device included."""
+        """Run one optimizer step; return its seconds, device included."""
 
         def run() -> None:
             self.backend.forward_backward(self.backend.shard(self.samples))
@@ -129,7 +129,7 @@ class Bench:
         return timed(run)[0]
 
     def measure(self, folder: Path, saves: int, syncs: int) -> dict[str, Any]:
-        """All figures, in seconds and bytes. Each is told when it is known: a run on a rented machine may be cut short."""
+        """Measure all figures, in seconds and bytes; print each at once, as a run on a rented machine may be cut short."""
         figures: dict[str, Any] = {}
         self.backend.prepare_saves()
         self.step()

@@ -72,7 +72,7 @@ def reads(folder: Path) -> float:
 
 
 def opened(path: Path) -> int:
-    """Past the page cache where the file system can; its pages have been dropped in any case."""
+    """Open a file past the page cache where the file system can; its pages have been dropped in any case."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
@@ -144,12 +144,12 @@ def load_by_transformers(work: Work, model: Path, synchronize: Callable[[], None
     import torch
     from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-    where: dict[str, Any] = {"device_map": {"": 0}} if work.platform == "cuda" else {}
+    placement: dict[str, Any] = {"device_map": {"": 0}} if work.platform == "cuda" else {}
     dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
-    torch.zeros(1, device="cuda" if where else "cpu")  # the device's context
+    torch.zeros(1, device="cuda" if placement else "cpu")  # the device's context
     drop_pages(model)
     start = time.perf_counter()
-    Qwen3ForCausalLM.from_pretrained(model, dtype=dtype, **where)
+    Qwen3ForCausalLM.from_pretrained(model, dtype=dtype, **placement)
     synchronize()
     return time.perf_counter() - start
 

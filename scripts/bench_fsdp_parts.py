@@ -74,13 +74,13 @@ def attention(lengths: tuple[int, ...]) -> None:
     calls = engine.SampleLengths(lengths, starts=kernel.starts, longest=kernel.longest)
     module = torch.nn.Module()
 
-    def of(described: engine.SampleLengths) -> Run:
+    def run_of(lengths: engine.SampleLengths) -> Run:
         def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return engine.attention(module, query, key, value, None, sample_lengths=described)[0]
+            return engine.attention(module, query, key, value, None, sample_lengths=lengths)[0]
 
         return with_gradients(function, inputs, upstream)
 
-    report(f"attention, {len(lengths)} samples of {lengths[0]}", of(kernel), of(calls))
+    report(f"attention, {len(lengths)} samples of {lengths[0]}", run_of(kernel), run_of(calls))
 
 
 def experts(
@@ -102,7 +102,7 @@ def experts(
 
     upstream = normal(tokens, hidden).detach()
 
-    def of(function: Callable[..., Tensor]) -> Run:
+    def run_of(function: Callable[..., Tensor]) -> Run:
         def computed(up: Tensor, down: Tensor, states: Tensor, shares: Tensor) -> Tensor:
             module: Any = SimpleNamespace(
                 gate_up_proj=up, down_proj=down, num_experts=count, has_gate=True, has_bias=False, is_transposed=False,
@@ -114,7 +114,11 @@ def experts(
         return with_gradients(computed, [up, down, states, shares], upstream)
 
     grouped_mm = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-    report(f"experts, {'even' if equal else 'uneven'} loads", of(transformers_api.experts_products()), of(grouped_mm))
+    report(
+        f"experts, {'even' if equal else 'uneven'} loads",
+        run_of(transformers_api.experts_products()),
+        run_of(grouped_mm),
+    )
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ if triton is not None:
 
     @triton.jit
     def _softmax_gradient(logits, targets, weights, losses, stride, vocab, BLOCK: tl.constexpr):
-        """One row: loss, then logits <- weight * (softmax - onehot) in place. The second read hits the L2 cache."""
+        """Process one row: loss, then logits <- weight * (softmax - onehot) in place. The second read hits the L2 cache."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         target = tl.load(targets + row)
         weight = tl.load(weights + row)
-        picked = tl.load(logits + target).to(tl.float32)  # before the loop, whose reductions are barriers
+        target_logit = tl.load(logits + target).to(tl.float32)  # before the loop, whose reductions are barriers
         maximum = float("-inf")
         total = 0.0
         for start in range(0, vocab, BLOCK):
@@ -77,7 +77,7 @@ if triton is not None:
             total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(x - larger), axis=0)
             maximum = larger
         log_sum = maximum + tl.log(total)
-        tl.store(losses + row, log_sum - picked)
+        tl.store(losses + row, log_sum - target_logit)
         for start in range(0, vocab, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < vocab
@@ -103,7 +103,7 @@ if triton is not None:
         mixed, q, k, v, q_weight, k_weight, cosines, sines, length, batch, eps,
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     ):  # fmt: skip
-        """One token: mixed [groups, (heads / groups + 2) * dim] -> q [heads, dim], k and v [groups, dim]."""
+        """Process one token: mixed [groups, (heads / groups + 2) * dim] -> q [heads, dim], k and v [groups, dim]."""
         token = tl.program_id(0).to(tl.int64)
         HALF: tl.constexpr = DIM // 2
         PER: tl.constexpr = HEADS // GROUPS
@@ -149,7 +149,7 @@ if triton is not None:
         mixed, dmixed, dq, dk, dv, q_weight, k_weight, cosines, sines, q_partial, k_partial, tokens, length, batch, eps,
         HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     ):  # fmt: skip
-        """Every program takes a share of the tokens and one row of the partial sums of the weights' gradients."""
+        """Process a share of the tokens and one row of the partial sums of the weights' gradients."""
         program = tl.program_id(0)
         HALF: tl.constexpr = DIM // 2
         PER: tl.constexpr = HEADS // GROUPS
@@ -202,7 +202,7 @@ def add_weight_gradient(main_grad: torch.Tensor, dlogits: torch.Tensor, hidden: 
 
 
 def head_logits(cross_entropy: Callable[..., torch.Tensor]) -> Callable[..., Results]:
-    """All logits at once, gradients by autograd, the weight's gradient added to the fp32 buffer afterwards."""
+    """Compute all logits at once, gradients by autograd, the weight's gradient added to the fp32 buffer afterwards."""
 
     def run(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> Results:
         main_grad = buffer_like(weight)
@@ -247,7 +247,7 @@ def buffer_like(weight: torch.Tensor) -> torch.Tensor:
 
 
 def softmax_gradient_torch(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """In plain PyTorch, with an fp32 copy of the chunk."""
+    """Compute it in plain PyTorch, with an fp32 copy of the chunk."""
     log_p = torch.log_softmax(logits.float(), dim=-1)
     losses = -log_p.gather(1, targets[:, None])[:, 0]
     gradient = log_p.exp_()
@@ -257,7 +257,7 @@ def softmax_gradient_torch(logits: torch.Tensor, targets: torch.Tensor, weights:
 
 
 def softmax_gradient_triton(block: int, warps: int) -> Callable[..., torch.Tensor]:
-    """In one kernel."""
+    """Compute it in one kernel."""
 
     def run(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
@@ -464,7 +464,7 @@ def in_fp32(run: Callable[..., Results], inputs: tuple[Any, ...]) -> Results:
 
 
 def parts(sizes: Sizes, device: str) -> dict[str, tuple[tuple[Any, ...], float, dict[str, Callable[..., Results]]]]:
-    """For every part: inputs, least GB moved, and variants, the first of them the arithmetic to compare with."""
+    """Build for every part: inputs, least GB moved, and variants, the first of them the arithmetic to compare with."""
     dtype = torch.bfloat16
     generator = torch.Generator(device).manual_seed(0)
 
@@ -541,11 +541,11 @@ def main() -> int:
                 rows.append((part, name, "", "", "", "", f"FAILED {type(failure).__name__}: {str(failure)[:300]}"))
                 bad += 1
                 continue
-            error_value, where = error(results, exact)
+            error_value, worst_name = error(results, exact)
             bad += not error_value <= ERROR_BOUND
             flag = "" if error_value <= ERROR_BOUND else "  BEYOND THE BOUND"
             figures = (f"{milliseconds:.3f}", f"{peak:.2f}", f"{moved:.2f}", f"{error_value:.1e}")
-            rows.append((part, name, *figures, where + flag))
+            rows.append((part, name, *figures, worst_name + flag))
             del results
     header = ("part", "variant", "ms", "GiB", "GB moved", "error", "of")
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(6)]

@@ -56,7 +56,7 @@ class Bench:
         self.on_gpu = work.platform == "cuda"
 
     def measure(self, tenants: int, length: int) -> dict[str, Figures]:
-        """All three ways of training ``tenants`` with one sample of ``length`` tokens each."""
+        """Measure all three ways of training ``tenants`` with one sample of ``length`` tokens each."""
         import megascend
 
         samples = make_samples(self.work, tenants, length)

@@ -54,7 +54,7 @@ def main() -> None:
                 seconds[kind].append(time.perf_counter() - start)
                 tokens[kind] = [result.samples[0].tokens for result in results]
         count = options.rows * options.tokens
-        speeds = {kind: count / statistics.median(of[1:]) for kind, of in seconds.items()}
+        speeds = {kind: count / statistics.median(durations[1:]) for kind, durations in seconds.items()}
         if backend.rank == 0:
             figures = {
                 **vars(options),

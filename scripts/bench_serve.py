@@ -44,10 +44,10 @@ KINDS: dict[str, list[str]] = {"mixed": [], "one by one": ["batch_tokens=1", "wi
 @contextmanager
 def server(options: argparse.Namespace, model: Path, folder: Path, settings: list[str]) -> Iterator[tuple[str, int]]:
     """Address and process id of a server, once it is ready."""
-    most = max([8, *options.tenants])
+    count = max([8, *options.tenants])
     settings = [
-        f"max_models={most}", f"limits.models={most}", f"limits.sessions={2 * most + 16}", f"platform={options.platform}",
-        "log=none", *options.set, *settings,
+        f"max_models={count}", f"limits.models={count}", f"limits.sessions={2 * count + 16}",
+        f"platform={options.platform}", "log=none", *options.set, *settings,
     ]  # fmt: skip
     command = [sys.executable, "-m", "megascend.cli.main", "serve", "--model", model, "--port", "0"]
     command += ["--precision", options.precision, "--storage", folder]

@@ -76,7 +76,7 @@ class Bench:
         return sum(event.time_range.elapsed_us() for event in events) / 1000, len(events)
 
     def request(self, tokens: int) -> dict[str, Any]:
-        """One sample of one adapter."""
+        """Build one sample of one adapter."""
         import megascend
 
         self.backend.add_adapter("one", megascend.Lora(rank=self.rank))
@@ -101,7 +101,7 @@ class Bench:
         return figures
 
     def mixed(self, tenants: int, tokens: int) -> dict[str, Any]:
-        """One sample of each of several adapters."""
+        """Build one sample of each of several adapters."""
         import megascend
 
         samples = make_samples(self.work, tenants, tokens)
@@ -132,7 +132,7 @@ class Bench:
             self.backend.add_adapter(name, megascend.Lora(rank=generator.choice((8, self.rank))))
         queue = megascend.AdapterQueue(self.backend, max_batch_tokens=longest)
         lengths = [int(longest ** generator.uniform(0.5, 1.0)) for _ in range(requests)]
-        reserved, seconds, seen, waiting = [], [], 0, []
+        reserved, seconds, observed, waiting = [], [], 0, []
         self.synchronize()
         start = time.perf_counter()
         for number, length in enumerate(lengths):
@@ -150,10 +150,10 @@ class Bench:
                 reserved.append(self.reserved())
             if number and number % max(2, requests // 5) == 0:  # a tenant leaves, another one comes
                 queue.drain()
-                self.backend.remove_adapter(names[seen])
-                names[seen] = f"{names[seen]}-again"
-                self.backend.add_adapter(names[seen], megascend.Lora(rank=self.rank))
-                seen += 1
+                self.backend.remove_adapter(names[observed])
+                names[observed] = f"{names[observed]}-again"
+                self.backend.add_adapter(names[observed], megascend.Lora(rank=self.rank))
+                observed += 1
         self.synchronize()
         took = time.perf_counter() - start
         for name in names:
@@ -178,7 +178,7 @@ class Bench:
 
 
 def measure(work: Work, folder: str, arguments: argparse.Namespace, graphs: bool) -> dict[str, Any]:
-    """All parts on one backend."""
+    """Measure all parts on one backend."""
     import megascend
 
     settings = megascend.CudaGraphs(max_tokens=arguments.max_tokens)

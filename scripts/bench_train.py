@@ -373,8 +373,8 @@ class PlainSteps(Steps):
         dist.init_process_group("nccl" if on_gpu else "gloo", **group_options)
         dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        where = {"device_map": {"": self.rank}} if on_gpu else {}
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, **where)
+        placement = {"device_map": {"": self.rank}} if on_gpu else {}
+        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, **placement)
         if options.get("recompute"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in model.model.layers:
@@ -433,7 +433,7 @@ class MegascendSteps(Steps):
         self.sample = megascend.Sample
 
     def settings(self, options: dict[str, str]) -> dict[str, Any]:
-        """Those that only this engine has, or has in its own way."""
+        """Return the settings that only this engine has, or has in its own way."""
         import megascend
 
         experts: Any = options.get("experts", "auto")

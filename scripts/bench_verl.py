@@ -106,7 +106,7 @@ def command(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
 def environment(run: str, work: Work, log: Path) -> dict[str, str]:
     """Build the environment of verl's trainer."""
     engine, _, option = run.partition(":")
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     env = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     env.pop("VERL_ENGINE_VENDOR", None)
     paths: list[Path] = []
@@ -115,10 +115,10 @@ def environment(run: str, work: Work, log: Path) -> dict[str, str]:
     if engine == "megascend":
         env["VERL_ENGINE_VENDOR"] = "megascend"
     elif work.platform == "cpu":  # verl has no engine for it, and takes the one for CUDA
-        paths.append(here)
+        paths.append(folder)
         env |= {"VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": "bench_verl_cpu"}
     if option and not importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
-        paths.append(here / "bench_verl_apex")
+        paths.append(folder / "bench_verl_apex")
     env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *filter(None, [env.get("PYTHONPATH")])])
     return env
 
@@ -154,9 +154,11 @@ def measure(run: str, work: Work, arguments: argparse.Namespace, model: Path, fo
                     figures.peak_gib = data.get("perf/max_memory_allocated_gb", figures.peak_gib)
                 ended = process.poll() is not None
                 if len(figures.loss) < total_steps and (ended or time.perf_counter() - started > arguments.deadline):
-                    how = f"ended with {process.returncode}" if ended else f"was stopped after {arguments.deadline} s"
+                    ending = (
+                        f"ended with {process.returncode}" if ended else f"was stopped after {arguments.deadline} s"
+                    )
                     raise RuntimeError(
-                        f"{run} {how}, after {len(figures.loss)} of {total_steps} steps:\n{cause(output.read_text())}"
+                        f"{run} {ending}, after {len(figures.loss)} of {total_steps} steps:\n{cause(output.read_text())}"
                     )
                 time.sleep(POLL_S)
         finally:

@@ -204,20 +204,20 @@ def _bare(side: Side, listener: Listener | None, manifest: Manifest, transport: 
 
 def local(device: str, arguments: argparse.Namespace, results: Any) -> None:
     """Measure the digest, a copy and a sum on one device, in GiB/s."""
-    where = torch.device(device)
-    data = torch.randint(0, 256, (min(arguments.bucket_mb, 1024) * 2**20,), dtype=torch.uint8, device=where)
+    target = torch.device(device)
+    data = torch.randint(0, 256, (min(arguments.bucket_mb, 1024) * 2**20,), dtype=torch.uint8, device=target)
     other = torch.empty_like(data)
 
     def rate(function: Callable[[], Any], times: int = 5) -> float:
         function()
         seconds = []
         for _ in range(times):
-            if where.type != "cpu":
-                torch.get_device_module(where).synchronize(where)
+            if target.type != "cpu":
+                torch.get_device_module(target).synchronize(target)
             start = time.perf_counter()
             function()
-            if where.type != "cpu":
-                torch.get_device_module(where).synchronize(where)
+            if target.type != "cpu":
+                torch.get_device_module(target).synchronize(target)
             seconds.append(time.perf_counter() - start)
         return data.numel() / statistics.median(seconds) / GIB
 

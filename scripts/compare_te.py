@@ -208,14 +208,14 @@ def attention_cases(device: str) -> Iterator[LayerCase]:
     """Causal grouped-query attention, 8 heads in 2 groups, in every layout; windows; packed sequences."""
     import torch
 
-    def arguments(layout: str, **more: Any) -> dict[str, Any]:
+    def arguments(layout: str, **extra: Any) -> dict[str, Any]:
         return {
             "num_attention_heads": 8,
             "kv_channels": 64,
             "num_gqa_groups": 2,
             "attention_dropout": 0.0,
             "qkv_format": layout,
-            **more,
+            **extra,
         }
 
     def qkv(*leading: int) -> Callable[..., list[torch.Tensor]]:
@@ -257,7 +257,7 @@ def attention_cases(device: str) -> Iterator[LayerCase]:
 
 
 def compare_layers(table: Table, device: str, with_itself: bool) -> None:
-    """Every case in both precisions, then the optimizer and the attributes."""
+    """Compare every case in both precisions, then the optimizer and the attributes."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -383,7 +383,7 @@ def model_cases(processes: int) -> Iterator[tuple[str, str, dict[str, Any], str]
 
 
 def model_rank(arguments: argparse.Namespace) -> None:
-    """One rank of one side: run every case and save losses and gradients."""
+    """Run every case as one rank of one side, and save losses and gradients."""
     import megascend
 
     megascend.bootstrap(arguments.device).load_megatron()
@@ -450,7 +450,7 @@ def model_rank(arguments: argparse.Namespace) -> None:
 
 
 def start_side(arguments: argparse.Namespace, side: str, work: Path) -> int:
-    """All ranks of one side, with torchrun for more than one; returns the exit code."""
+    """Start all ranks of one side, with torchrun for more than one; returns the exit code."""
     command = [sys.executable]
     if arguments.ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.ranks}"]
@@ -465,14 +465,14 @@ def start_side(arguments: argparse.Namespace, side: str, work: Path) -> int:
 
 
 def as_one_vector(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """All tensors, flattened, in the order of their names."""
+    """Concatenate all tensors, flattened, in the order of their names."""
     import torch
 
     return torch.cat([tensor.flatten() for _, tensor in sorted(tensors.items())])
 
 
 def compare_model(table: Table, arguments: argparse.Namespace) -> None:
-    """Both sides after each other, then every rank's losses and gradients."""
+    """Run both sides after each other, then compare every rank's losses and gradients."""
     import torch
 
     from megascend.testing.tiny_models import write_tiny_checkpoint

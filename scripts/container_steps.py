@@ -37,16 +37,16 @@ def shell(text: str) -> str:
     folders = sorted({Path(target).parts[1] for target in targets if target.startswith("/")})
     lines = ["set -eu"]
     for name, rest in steps:
-        here = re.sub(rf"(?<![\w/.])/({'|'.join(folders)})\b", r"$ROOT/\1", rest) if folders else rest
+        rooted = re.sub(rf"(?<![\w/.])/({'|'.join(folders)})\b", r"$ROOT/\1", rest) if folders else rest
         if name == "ARG":
             variable, _, value = rest.partition("=")
             lines.append(f"export {variable}=${{{variable}:-{value}}}")
         elif name == "COPY":
-            *sources, target = here.split()
+            *sources, target = rooted.split()
             folder = target if target.endswith("/") else f"$(dirname {target})"
             lines += [f"mkdir -p {folder}", f"cp -r {' '.join(sources)} {target}"]
         elif name == "RUN" and rest.split()[0] not in CHANGES_THE_MACHINE:
-            lines.append(f"( {here} )")
+            lines.append(f"( {rooted} )")
         elif name in (*LEFT_OUT, "RUN"):
             lines.append(f"echo {shlex.quote(f'left out: {name} {rest}')}")
         else:

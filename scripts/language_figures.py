@@ -26,13 +26,22 @@ FOLDERS = ("src", "cookbook", "scripts", "tests")
 NOT_OURS = ("src/simnpu/site_packages", "tests/doubles")
 """Names there are those of the packages they stand for."""
 
-PRONOUNS = """each mine theirs ours own others those these both it them one ones some either whatever what which who whom whose"""
+PRONOUNS = """each every mine theirs ours own our their its my others those these this both it them one ones some either more
+most several few everything something anything nothing whatever what which who whom whose"""
 PARTICIPLES = """found said told given made wanted asked kept taken gone come came held meant shown known written needed tried
-began begun got went sent done put stood lay"""
-ADVERBS = """apart beside besides beyond alone together anew ahead aside whole place way thing things worst enough meanwhile"""
-CLAUSES = """what which where whether of how who whose whom when why that as if from"""
+began begun got went sent done put stood lay seen drawn lost heard brought thought called named stated noted offered picked
+explained described answered listed counted looked handed spent"""
+"""Not among them: names of the field (expected, chosen, packed, cached, saved) and ``left`` of left and right."""
+ADVERBS = """apart beside besides beyond alone together anew again ahead aside here there where when why how at of into within
+without whole place way thing things worst enough meanwhile"""
+PREFIXES = ("of_", "what_", "its_", "their_", "our_")
+CLAUSES = (
+    """what which where whether of how who whose whom when why that as if from around nothing everything without kept"""
+)
+ARTICLES = """the a an one all both each every these those"""
 VAGUE_NAMES = frozenset(f"{PRONOUNS} {PARTICIPLES} {ADVERBS}".split())
 NOUN_CLAUSES = frozenset(CLAUSES.split())
+NOUN_PHRASES = frozenset(ARTICLES.split())
 DIFF_HUNK = re.compile(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 
 
@@ -70,17 +79,18 @@ class Figures:
             self.names += 1
             if is_vague(name):
                 self.vague_names.append(Finding(path, line, f"name {name}"))
-        for line, first_line in docstrings(tree):
+        for line, first_line, may_be_noun in docstrings(tree):
             self.docstrings += 1
             words = first_line.split()
-            if words and words[0].lower().rstrip(",:") in NOUN_CLAUSES:
+            word = words[0].lower().rstrip(",:;.") if words else ""
+            if word in NOUN_CLAUSES or (word in NOUN_PHRASES and not may_be_noun):
                 self.noun_clauses.append(Finding(path, line, f"docstring {first_line!r}"))
 
 
 def is_vague(name: str) -> bool:
-    """Check whether a name is a pronoun, a participle or begins with ``of_``."""
+    """Check whether a name is a pronoun, a participle or an adverb, or begins with a preposition or possessive."""
     plain = name.strip("_").lower()
-    return plain in VAGUE_NAMES or plain.startswith("of_")
+    return plain in VAGUE_NAMES or plain.startswith(PREFIXES)
 
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -96,13 +106,23 @@ def bound_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.name, node.lineno
 
 
-def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, first line) of the docstrings of functions and classes."""
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
+    """Yield (line, first line, may be a noun) of the docstrings of functions and classes.
+
+    Classes, properties and fixtures are things, and tests say what holds: their first line need not begin with a verb.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             text = ast.get_docstring(node)
             if text:
-                yield node.body[0].lineno, text.splitlines()[0]
+                decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+                may_be_noun = (
+                    isinstance(node, ast.ClassDef)
+                    or node.name.startswith("test_")
+                    or "property" in decorators
+                    or "fixture" in decorators
+                )
+                yield node.body[0].lineno, text.splitlines()[0], may_be_noun
 
 
 def files(paths: Iterable[str]) -> Iterator[str]:

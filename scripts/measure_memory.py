@@ -183,7 +183,7 @@ def measure(case: Case, platform: str, model: Path) -> Measured:
 
 
 def train(case: Case, platform: str, model: Path, reset_peak: Any) -> None:
-    """Three steps on random tokens; ``reset_peak`` is called after the first."""
+    """Train three steps on random tokens; ``reset_peak`` is called after the first."""
     import torch
 
     from megascend.app.run import ADAPTER, make_backend
@@ -208,7 +208,7 @@ def train(case: Case, platform: str, model: Path, reset_peak: Any) -> None:
 
 
 def worker(names: list[str], platform: str, folder: Path) -> dict[str, list[Measured]]:
-    """In a process of its own: all ranks of the cases on a CPU, this rank of one case on a GPU."""
+    """Run in a process of its own: all ranks of the cases on a CPU, this rank of one case on a GPU."""
     import megascend
 
     engine = CASES[names[0]].engine
@@ -268,12 +268,12 @@ def start(names: list[str], arguments: argparse.Namespace, folder: Path) -> dict
 
 def report(name: str, expected: Estimate, ranks: list[Measured]) -> bool:
     """Print a row; returns whether the estimate is good enough."""
-    most = max(ranks, key=lambda rank: rank.peak)
-    miss = expected.tensors / most.peak - 1
+    largest = max(ranks, key=lambda rank: rank.peak)
+    miss = expected.tensors / largest.peak - 1
     good = LOWEST <= miss <= HIGHEST
     items = ", ".join(f"{item} {size / 2**20:.1f}" for item, size in expected.items.items())
-    reserved = f"{most.reserved / 2**20:.1f}" if most.reserved else "-"
-    figures = f"{expected.tensors / 2**20:.1f} | {most.peak / 2**20:.1f} | {miss:+.1%}{'' if good else ' **'}"
+    reserved = f"{largest.reserved / 2**20:.1f}" if largest.reserved else "-"
+    figures = f"{expected.tensors / 2**20:.1f} | {largest.peak / 2**20:.1f} | {miss:+.1%}{'' if good else ' **'}"
     print(f"| {name} | {figures} | {reserved} | {items} |", flush=True)
     return good
 

@@ -45,7 +45,7 @@ REFUSAL = re.compile(r"megascend\.errors\.ConfigError: (.+)")
 def measure(
     pattern: str, folder: Path, platform_name: str, precision: str | None, lora: bool, jobs: int
 ) -> list[dict[str, Any]]:
-    """One row a case whose name matches ``pattern``; ``jobs`` at a time, where each is a process of its own."""
+    """Measure one row a case whose name matches ``pattern``; ``jobs`` at a time, where each is a process of its own."""
     from megascend.testing.parity import Differences, bounds, case_checkpoint, differences, hf_reference, token_lists
     from support.lora_parity import adapter_differences, case_adapter, peft_reference
 
@@ -83,12 +83,12 @@ def measure(
             errors = differences(run(case, checkpoint, tokens, platform_name, precision, forks), reference)
             if steps == FAMILY_STEPS:
                 loss_bound, norm_bound = bounds(case, folder, checkpoint, tokens, steps)
-        within = errors.loss <= loss_bound and errors.grad_norm <= norm_bound
+        within_bounds = errors.loss <= loss_bound and errors.grad_norm <= norm_bound
         if case.precision == "fp32" and errors.logits is not None:
-            within = within and errors.logits <= (LORA_LOGITS_BOUND if lora else case.logits_bound)
-        verdict = "ok" if within else "OVER ITS BOUND"
+            within_bounds = within_bounds and errors.logits <= (LORA_LOGITS_BOUND if lora else case.logits_bound)
+        verdict = "ok" if within_bounds else "OVER ITS BOUND"
         print(f"{case.name}: {verdict}, {errors}", file=sys.stderr, flush=True)
-        return {"case": case.name, "processes": case.world_size, **vars(errors), "within_bounds": within}
+        return {"case": case.name, "processes": case.world_size, **vars(errors), "within_bounds": within_bounds}
 
     if forks or jobs == 1:
         return [row(case) for case in chosen]
@@ -144,7 +144,7 @@ def store_families(path: Path, pattern: str, folder: Path, platform_name: str) -
     if not chosen:
         raise SystemExit(f"no case of a family matches {pattern!r}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    within = True
+    within_bounds = True
     for case in chosen:
         checkpoint = case_checkpoint(folder, case.arch)
         try:
@@ -160,10 +160,10 @@ def store_families(path: Path, pattern: str, folder: Path, platform_name: str) -
             loss_bound, norm_bound = bounds(case, folder, checkpoint, tokens, FAMILY_STEPS)
             bounded = absolute.loss <= loss_bound and absolute.grad_norm <= norm_bound
             rows[case.name] = vars(relative_differences(trained, reference)) | {"within_bounds": bounded}
-            within = within and bounded
+            within_bounds = within_bounds and bounded
         print(case.name, rows[case.name], file=sys.stderr, flush=True)
         path.write_text(json.dumps(header | {"rows": dict(sorted(rows.items()))}, indent=1) + "\n", encoding="utf-8")
-    return within
+    return within_bounds
 
 
 def installed_versions() -> dict[str, str]:
@@ -233,7 +233,7 @@ def run(
 
 
 def worker(name: str, checkpoint: Path, result: Path, platform_name: str, precision: str | None, lora: bool) -> None:
-    """One rank under torchrun; rank 0 writes its trajectory."""
+    """Run one rank under torchrun; rank 0 writes its trajectory."""
     import torch
 
     import megascend

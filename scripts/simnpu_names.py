@@ -56,10 +56,10 @@ def section(module: str, names: list[str]) -> str:
     """Format one package's part of the table from the names of its stand-in."""
     package = import_module(module)
     calls = RAISES_WHEN_CALLED.get(module, set())
-    there = [name for name in names if hasattr(package, name) and name not in calls]
+    available = [name for name in names if hasattr(package, name) and name not in calls]
     raises = [name for name in names if name in calls]
     absent = [name for name in names if not hasattr(package, name)]
-    text = f"### {module}: {len(there)} of {len(names)}\n\n| | | names |\n|---|---|---|\n" + row("there", there)
+    text = f"### {module}: {len(available)} of {len(names)}\n\n| | | names |\n|---|---|---|\n" + row("there", available)
     return text + (row("raises when called", raises) if raises else "") + row("raises when looked up", absent) + "\n"
 
 

@@ -76,8 +76,8 @@ def main(arguments: list[str]) -> int:
         (ROOT / VERIFIED).write_text(json.dumps(state(ROOT), indent=1) + "\n")
         print(f"{VERIFIED}: written; commit it")
         return 0
-    if why := difference(ROOT):
-        print(f"tests/simnpu run: {why}. To have CI leave them out: bash scripts/test.sh npu --verify-simulator")
+    if reason := difference(ROOT):
+        print(f"tests/simnpu run: {reason}. To have CI leave them out: bash scripts/test.sh npu --verify-simulator")
         return 1
     print(f"tests/simnpu left out: the simulator is the one whose tests all passed ({VERIFIED})")
     return 0

@@ -494,18 +494,18 @@ def test_missing_rank_is_named_within_timeout(checkpoint):
 
 
 def test_rank_that_stops_between_steps_is_named_within_timeout(checkpoint, tmp_path):
-    named = tmp_path / "named"
+    marker = tmp_path / "named"
 
     def on_rank():
         backend = build(checkpoint, timeout_s=6)
         backend.forward_backward(good(backend.rank))
         if backend.rank == 1:
-            while not named.exists():
+            while not marker.exists():
                 time.sleep(0.05)
             return None
         with pytest.raises(MegascendError) as raised:
             backend.forward_backward(good(backend.rank))
-        named.touch()
+        marker.touch()
         return type(raised.value), str(raised.value)
 
     kind, message = run_distributed(on_rank, 2, init=False, timeout_s=LIMIT_S)[0]

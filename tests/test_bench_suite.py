@@ -30,9 +30,9 @@ def row(name: str, ratio: float | None, noise: float = 0.04) -> Row:
 
 
 def test_compare_fails_when_ratio_drops_beyond_noise() -> None:
-    within = gate.compare([row("moe/a", 2.9), row("moe/b", 0.76)], STORED, ["moe"])
-    assert within == gate.Verdict()
-    assert within.passed
+    verdict = gate.compare([row("moe/a", 2.9), row("moe/b", 0.76)], STORED, ["moe"])
+    assert verdict == gate.Verdict()
+    assert verdict.passed
 
     fallen = gate.compare([row("moe/a", 2.85), row("moe/b", 9.0)], STORED, ["moe"])
     assert fallen.fallen == ("moe/a: 2.850, 3.000 stored: 5.0% less, noise is 4%",)

@@ -362,7 +362,7 @@ def test_what_is_wrong_names_tenants_that_did_not_learn(monkeypatch: pytest.Monk
         (swapped, "adapter 'copy' has loss 6.000 on its own task, where 'shift' has 2.000"),
     ):
         table = {name: dict(zip(tasks, row, strict=True)) for name, row in losses.items()}
-        assert script.what_is_wrong(table) == problem
+        assert script.problem_in(table) == problem
 
 
 @pytest.mark.nightly

@@ -39,8 +39,8 @@ PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONT
 def test_files_named_on_a_page_exist(page: Path) -> None:
     """Check paths below the repository, src, src/megascend, src/simnpu or tests."""
     folders = [ROOT, ROOT / "src", ROOT / "src" / "megascend", ROOT / "src" / "simnpu", ROOT / "tests"]
-    named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|sh|md))`", page.read_text(encoding="utf-8")))
-    missing = sorted(path for path in named if not any((folder / path).exists() for folder in folders))
+    mentions = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)+\.(?:py|sh|md))`", page.read_text(encoding="utf-8")))
+    missing = sorted(path for path in mentions if not any((folder / path).exists() for folder in folders))
     assert missing == [], f"{page.name} names missing files"
 
 
@@ -78,11 +78,14 @@ def test_api_page_lists_exactly_the_public_names() -> None:
 
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     rows = "".join(re.findall(r"^\| (`[^|]*) \|", page, re.MULTILINE))
-    listed = [*re.findall(r"^::: megascend\.(?:bootstrap\.)?(\w+)$", page, re.MULTILINE), *re.findall(r"`(\w+)`", rows)]
+    entries = [
+        *re.findall(r"^::: megascend\.(?:bootstrap\.)?(\w+)$", page, re.MULTILINE),
+        *re.findall(r"`(\w+)`", rows),
+    ]
     public = {name: getattr(megascend, name) for name in megascend.__all__ if name != "__version__"}
     errors = {name for name, value in public.items() if isinstance(value, type) and issubclass(value, MegascendError)}
-    assert set(listed) - (public.keys() - errors) == set(), "docs/api.md lists names that do not exist"
-    assert (public.keys() - errors) - set(listed) == set(), "add them to docs/api.md"
+    assert set(entries) - (public.keys() - errors) == set(), "docs/api.md lists names that do not exist"
+    assert (public.keys() - errors) - set(entries) == set(), "add them to docs/api.md"
     errors_page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     assert [name for name in errors if f"`{name}`" not in errors_page and name != "MegascendError"] == []
 
@@ -107,8 +110,8 @@ def test_links_between_pages_resolve(page: Path) -> None:
 def test_navigation_lists_every_page_once() -> None:
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = text[text.index("\nnav:") :]
-    listed = re.findall(r": ([\w/-]+\.md)$", navigation, re.MULTILINE)
-    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
+    entries = re.findall(r": ([\w/-]+\.md)$", navigation, re.MULTILINE)
+    assert sorted(entries) == sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md"))
 
 
 def test_generated_tables_are_current() -> None:
@@ -124,7 +127,7 @@ def test_generated_tables_are_current() -> None:
 
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:
-    """As `pip install -e '.[docs]'` and `mkdocs build --strict` do it."""
+    """Build as `pip install -e '.[docs]'` and `mkdocs build --strict` do."""
     from importlib.util import find_spec
 
     if missing := [name for name in ("mkdocs", "material", "mkdocstrings_handlers") if find_spec(name) is None]:

@@ -12,8 +12,8 @@ PROCESSES = ("run", "Popen", "check_output")
 
 def is_binary(node: ast.Call, position: int) -> bool:
     """Check whether an opening call's mode, an argument at ``position`` or by name, is a binary one or not a constant."""
-    named = [keyword.value for keyword in node.keywords if keyword.arg == "mode"]
-    mode = node.args[position] if len(node.args) > position else next(iter(named), None)
+    modes = [keyword.value for keyword in node.keywords if keyword.arg == "mode"]
+    mode = node.args[position] if len(node.args) > position else next(iter(modes), None)
     return mode is not None and (
         not isinstance(mode, ast.Constant) or not isinstance(mode.value, str) or "b" in mode.value
     )

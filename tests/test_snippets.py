@@ -202,7 +202,7 @@ def check_nothing(namespace: dict[str, Any]) -> None:
     """Check nothing: the program only has to run."""
 
 
-HERE: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]] = {
+FOLDER: dict[tuple[str, str], tuple[int, Around, Callable[[dict[str, Any]], None]]] = {
     ("docs/api.md", "megascend.bootstrap()"): (1, nothing, check_nothing),
     ("docs/data.md", "sample = megascend.Sample.causal"): (
         1,
@@ -247,9 +247,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("megatron_imported")
-@pytest.mark.parametrize("key", HERE, ids=lambda key: f"{key[0]}: {key[1]}")
+@pytest.mark.parametrize("key", FOLDER, ids=lambda key: f"{key[0]}: {key[1]}")
 def test_page_program_runs(key: tuple[str, str], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    world_size, around, check = HERE[key]
+    world_size, around, check = FOLDER[key]
     program = block(*key)
     monkeypatch.chdir(tmp_path)
 

@@ -429,17 +429,17 @@ def test_10_no_precision_silently_becomes_another(parity_folder, precision):
 
     def on_rank():
         backend = build(checkpoint, Parallel(pipeline=2), precision=precision)
-        seen = {backend.engine.config.pipeline_dtype}
+        observed = {backend.engine.config.pipeline_dtype}
 
         def note(module, args, output):
-            seen.add(output[0].dtype)
+            observed.add(output[0].dtype)
 
         for chunk in backend.engine.bare_chunks:
-            seen |= {parameter.dtype for parameter in chunk.parameters()}
+            observed |= {parameter.dtype for parameter in chunk.parameters()}
             for layer in chunk.decoder.layers:
                 layer.register_forward_hook(note)
         backend.forward_backward(causal_samples(token_lists()))
-        return seen
+        return observed
 
     assert run_distributed(on_rank, 2, init=False) == [{dtype}] * 2
 

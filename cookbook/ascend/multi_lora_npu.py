@@ -109,8 +109,11 @@ def main() -> None:
     finally:
         backend.close()
 
-    reasons = {name: what_is_wrong([of[name] for of, _ in reports], norms[name], skipped[name]) for name in names}
-    problem = next((f"tenant {name}: {why}" for name, why in reasons.items() if why), None)
+    reasons = {
+        name: problem_in([rank_losses[name] for rank_losses, _ in reports], norms[name], skipped[name])
+        for name in names
+    }
+    problem = next((f"tenant {name}: {reason}" for name, reason in reasons.items() if reason), None)
     if main_rank:
         for name in names:
             print(f"tenant {name}: rank {TENANTS[name].rank}, loss {losses[name][0]:.4f} -> {losses[name][-1]:.4f}")
@@ -121,7 +124,7 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def what_is_wrong(losses: list[list[float]], norms: list[float], skipped: int) -> str | None:
+def problem_in(losses: list[list[float]], norms: list[float], skipped: int) -> str | None:
     """Return why losses (one list a rank) and gradient norms are not those of an adapter that learns; None if they are."""
     first, last = losses[0][0], losses[0][-1]
     for step, (loss, norm) in enumerate(zip(losses[0], norms, strict=True), start=1):

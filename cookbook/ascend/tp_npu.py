@@ -92,7 +92,7 @@ def main() -> None:
     finally:
         backend.close()
 
-    problem = what_is_wrong([losses for losses, _ in reports], norms, skipped)
+    problem = problem_in([losses for losses, _ in reports], norms, skipped)
     if main_rank:
         peaks = [peak / 2**20 for _, peak in reports]
         print(f"peak device memory: {min(peaks):,.1f} to {max(peaks):,.1f} MiB a rank")
@@ -101,7 +101,7 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def what_is_wrong(losses: list[list[float]], norms: list[float], skipped: int) -> str | None:
+def problem_in(losses: list[list[float]], norms: list[float], skipped: int) -> str | None:
     """Return why losses (one list a rank) and gradient norms are not those of a model that learns; None if they are."""
     first, last = losses[0][0], losses[0][-1]
     for step, (loss, norm) in enumerate(zip(losses[0], norms, strict=True), start=1):

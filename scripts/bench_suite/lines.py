@@ -126,11 +126,11 @@ def files(*ways: str, against: str, of: str) -> Callable[[str, Figures], list[Ro
 def save(name: str, figures: Figures) -> list[Row]:
     """Build rows of bench_checkpoint."""
     sync, stall = min(figures["sync_s"]), min(figures["async_stall_s"])
-    single_write, several, read = figures["disk_write_s"], figures["disk_writes_s"], figures["disk_read_s"]
+    single_write, parallel_writes, read = figures["disk_write_s"], figures["disk_writes_s"], figures["disk_read_s"]
     return [
         Row(f"{name}/plain file written", single_write, "s", None, ""),
-        Row(f"{name}/plain files at once", several, "s", None, ""),
-        Row(f"{name}/sync", sync, "s", min(single_write, several) / sync, "the faster of these", DISK),
+        Row(f"{name}/plain files at once", parallel_writes, "s", None, ""),
+        Row(f"{name}/sync", sync, "s", min(single_write, parallel_writes) / sync, "the faster of these", DISK),
         Row(f"{name}/async, training waits", stall, "s", sync / stall, "sync", DISK),
         Row(f"{name}/load", figures["load_s"], "s", read / figures["load_s"], "a plain file read", DISK),
     ]

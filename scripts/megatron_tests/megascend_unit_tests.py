@@ -107,13 +107,13 @@ def _reason(report: Any) -> str:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """One line for a test's call, and for a set-up or teardown that did not pass."""
+    """Print one line for a test's call, and for a set-up or teardown that did not pass."""
     if report.when == "call" or not report.passed:
         reason = "" if report.passed else _reason(report)
         _note(test=report.nodeid, when=report.when, outcome=report.outcome, reason=reason)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """One line for a file that could not be imported."""
+    """Print one line for a file that could not be imported."""
     if report.failed:
         _note(test=report.nodeid, when="collect", outcome="failed", reason=_reason(report))

@@ -237,8 +237,8 @@ def gradient_case(call: Call) -> Case:
     queries = keys = 128
 
     def inputs(generator: torch.Generator) -> Tensors:
-        drawn = draw(generator, 2, queries, keys, DIM)
-        return drawn | {"dy": normal(generator, 2, HEADS, queries, DIM)}
+        tensors = draw(generator, 2, queries, keys, DIM)
+        return tensors | {"dy": normal(generator, 2, HEADS, queries, DIM)}
 
     def operator(npu: Any, tensors: Tensors) -> Tensors:
         out, maximum, total, *_ = call_forward(npu, call, tensors)

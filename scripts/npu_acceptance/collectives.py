@@ -212,13 +212,13 @@ class Checks:
         return self.count_wrong(output, self.contribution(before, dtype))
 
     def random_sum(self, dtype: Any) -> float:
-        drawn = [
+        inputs = [
             self.torch.randn(SIZE, generator=self.torch.Generator().manual_seed(rank)).to(dtype)
             for rank in range(self.size)
         ]
-        output = drawn[self.rank].to(self.device)
+        output = inputs[self.rank].to(self.device)
         self.dist.all_reduce(output)
-        expected = self.torch.stack([tensor.double() for tensor in drawn]).sum(0)
+        expected = self.torch.stack([tensor.double() for tensor in inputs]).sum(0)
         return float((output.cpu().double() - expected).abs().max() / expected.abs().max())
 
     def halves(self) -> float:

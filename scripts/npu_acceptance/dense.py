@@ -137,8 +137,8 @@ def adam() -> Case:
     """Build a case of Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101, algorithm 2."""
 
     def inputs(generator: torch.Generator) -> Tensors:
-        drawn = {name: normal(generator, 1000) for name in ("parameter", "gradient", "first")}
-        return drawn | {"second": normal(generator, 1000).square()}
+        tensors = {name: normal(generator, 1000) for name in ("parameter", "gradient", "first")}
+        return tensors | {"second": normal(generator, 1000).square()}
 
     def operator(npu: Any, tensors: Tensors) -> Tensors:
         state = tuple(tensors[name].clone() for name in ("parameter", "first", "second"))

@@ -161,13 +161,15 @@ def run_rank() -> None:
     by_name = {case.name: case for case in cases(job["simulated"], job["quick"])}
     for name, checkpoint in job["cases"].items():
         case = by_name[name]
-        seen = run_case(case, Path(checkpoint), token_lists())
-        if rank == 0 and seen.logits:
-            logits = {str(index): tensor.cpu().contiguous() for index, tensor in enumerate(seen.logits)}
+        observed = run_case(case, Path(checkpoint), token_lists())
+        if rank == 0 and observed.logits:
+            logits = {str(index): tensor.cpu().contiguous() for index, tensor in enumerate(observed.logits)}
             save_file(logits, logits_file(folder, case))
         file = trajectory_file(folder, case, rank)
         with replacing(file) as fresh:
-            fresh.write_text(json.dumps({"losses": seen.losses, "grad_norms": seen.grad_norms}), encoding="utf-8")
+            fresh.write_text(
+                json.dumps({"losses": observed.losses, "grad_norms": observed.grad_norms}), encoding="utf-8"
+            )
         if rank == 0:
             print(f"{name}: done", flush=True)
 

@@ -147,8 +147,10 @@ def verdict(report: Report) -> str:
         return f"FAILED: {', '.join(report.failed)}"
     passed = [section.name for section in report.sections if section.verdict == "ok"]
     omitted = [section.name for section in report.sections if section.verdict == "left out"]
-    where = " on the simulated device, which says nothing about cards" if report.about.get("simulated") else ""
-    return f"PASSED: {', '.join(passed) or 'nothing'}{where}" + (f"; left out: {', '.join(omitted)}" if omitted else "")
+    qualifier = " on the simulated device, which says nothing about cards" if report.about.get("simulated") else ""
+    return f"PASSED: {', '.join(passed) or 'nothing'}{qualifier}" + (
+        f"; left out: {', '.join(omitted)}" if omitted else ""
+    )
 
 
 def write_bundle(path: Path, report: Report, scrub: Scrubber) -> Path:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 OUT_OF_TIME = 124  # exit code of timeout
 RANKS = "8"
 
@@ -74,22 +74,22 @@ class Program:
 
 
 def result_line(log: str) -> Result:
-    """A line "RESULT ok FIGURES", which our launch files print."""
-    found = re.findall(r"^RESULT (ok|.*?:|not all) (.*)$", log, re.MULTILINE)
-    if not found:
+    """Parse the line "RESULT ok FIGURES", which our launch files print."""
+    results = re.findall(r"^RESULT (ok|.*?:|not all) (.*)$", log, re.MULTILINE)
+    if not results:
         return Result("FAILED (no result)")
-    verdict, figures = found[-1]
+    verdict, figures = results[-1]
     return Result("OK" if verdict == "ok" else f"FAILED ({verdict})", figures)
 
 
 def last_step(pattern: str, steps: int) -> Callable[[str], Result]:
-    """OK if as many lines match as there are steps; figures from the groups ``loss`` and ``norm`` of first and last."""
+    """Build a judge: OK if a line matches for every step; figures from the groups ``loss`` and ``norm`` of first and last."""
 
     def judge(log: str) -> Result:
-        found = list(re.finditer(pattern, log))
-        if len(found) < steps:
-            return Result(f"FAILED ({len(found)} of {steps} steps)")
-        first, last = found[0], found[-1]
+        matches = list(re.finditer(pattern, log))
+        if len(matches) < steps:
+            return Result(f"FAILED ({len(matches)} of {steps} steps)")
+        first, last = matches[0], matches[-1]
         figures = f"{steps} steps, loss {first['loss']} -> {last['loss']}, grad norm {first['norm']} -> {last['norm']}"
         return Result("OK" if "nan" not in figures.lower() else "FAILED (NaN)", figures)
 
@@ -100,7 +100,7 @@ def twinkle(recipe: str, model: str) -> Program:
     def command(python: str, run: Path) -> list[str]:
         path = Path(os.environ["MEGASCEND_TWINKLE"], "cookbook", "megatron", "ascend", f"{recipe}.py")
         ids = [f"MODEL_ID={run / 'models' / model}", f"DATASET_ID={run / 'data' / 'self_cognition.jsonl'}"]
-        return [*torchrun(python, RANKS), str(HERE / "run_with_ids.py"), str(path), *ids]
+        return [*torchrun(python, RANKS), str(FOLDER / "run_with_ids.py"), str(path), *ids]
 
     pattern = r"metric: \{'loss': '(?P<loss>[^']+)', 'grad_norm': '(?P<norm>[^']+)'"
     return Program(
@@ -143,11 +143,11 @@ def swift(precision: str) -> Program:
     )
 
 
-def hugging_face(way: str, model: str = "qwen3") -> Program:
+def hugging_face(method: str, model: str = "qwen3") -> Program:
     def command(python: str, run: Path) -> list[str]:
-        return [*torchrun(python, "2"), str(HERE / "train_hugging_face.py"), way, str(run / "models" / model)]
+        return [*torchrun(python, "2"), str(FOLDER / "train_hugging_face.py"), method, str(run / "models" / model)]
 
-    name = way if model == "qwen3" else f"{way}_{model}"
+    name = method if model == "qwen3" else f"{method}_{model}"
     return Program(name, "HUGGING_FACE", command, result_line, 300)
 
 
@@ -167,7 +167,7 @@ PROGRAMS = [
     Program(
         name="verl_imports",
         family="VERL",
-        command=lambda python, run: [python, str(HERE / "import_modules.py"), *VERL_MODULES],
+        command=lambda python, run: [python, str(FOLDER / "import_modules.py"), *VERL_MODULES],
         judge=result_line,
         deadline=300,
         checkouts=("MEGASCEND_VERL", "MEGASCEND_MINDSPEED"),
@@ -177,7 +177,7 @@ PROGRAMS = [
         name="mindspeed_tests",
         family="MINDSPEED",
         command=lambda python, run: [
-            *[python, str(HERE / "mindspeed_tests.py")],
+            *[python, str(FOLDER / "mindspeed_tests.py")],
             *[os.environ["MEGASCEND_MINDSPEED"], str(run / "mindspeed_tests")],
         ],
         judge=result_line,
@@ -190,7 +190,7 @@ PROGRAMS = [
 
 
 def prepare(run: Path) -> None:
-    """Two small models, two small data files, and the metadata that MindSpeed would have if pip had installed it."""
+    """Make two small models, two small data files, and the metadata that MindSpeed would have if pip had installed it."""
     for arch in ("qwen3", "qwen3_moe"):
         if not (out := run / "models" / arch).exists():
             shape = ["--arch", arch, "--hidden", "64", "--layers", "2", "--ffn", "64"]
@@ -227,7 +227,7 @@ def run_one(program: Program, run: Path) -> tuple[Result, float]:
     log, started = run / "logs" / f"{program.name}.log", time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        done = subprocess.run(
+        completed = subprocess.run(
             [*start, *program.command(python, run)],
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -236,15 +236,15 @@ def run_one(program: Program, run: Path) -> tuple[Result, float]:
             check=False,
         )
     seconds = time.monotonic() - started
-    if done.returncode == OUT_OF_TIME:
+    if completed.returncode == OUT_OF_TIME:
         return Result(f"FAILED (not done after {deadline} s)"), seconds
-    if done.returncode:
-        return Result(f"FAILED (exit code {done.returncode})"), seconds
+    if completed.returncode:
+        return Result(f"FAILED (exit code {completed.returncode})"), seconds
     return program.judge(log.read_text(errors="replace")), seconds
 
 
 def environment(program: Program, run: Path) -> dict[str, str]:
-    paths = [str(HERE), str(HERE.parent.parent / "src"), str(run / "metadata")]
+    paths = [str(FOLDER), str(FOLDER.parent.parent / "src"), str(run / "metadata")]
     for path in program.paths:
         variable, _, below = path.partition("/")
         paths.append(str(Path(os.environ[variable], below)))

@@ -36,7 +36,7 @@ def run(file: Path, results: Path, name: str) -> int:
 
 
 def outcomes(code: int, results: Path, name: str) -> tuple[Counter[str], list[str]]:
-    """How many tests of a file went which way, and the first line of each failure and reason to skip."""
+    """Count a file's tests by outcome, with the first line of each failure and reason to skip."""
     if code == OUT_OF_TIME:
         log = (results / f"{name}.log").read_text(errors="replace")
         counts = Counter(
@@ -80,14 +80,14 @@ def main() -> None:
         total += counts
         for reason in reasons:
             ways[reason].append(name)
-        print(f"{name}: {described(counts)} ({time.monotonic() - started:.0f} s)", flush=True)
+        print(f"{name}: {summary(counts)} ({time.monotonic() - started:.0f} s)", flush=True)
     with (results / "failures.txt").open("w") as text:
         for reason, files in sorted(ways.items(), key=lambda item: -len(item[1])):
             print(f"{len(files)} x {reason} [{', '.join(sorted(set(files)))}]", file=text)
-    print(f"RESULT {'ok' if total['passed'] else 'nothing passed:'} {described(total)}")
+    print(f"RESULT {'ok' if total['passed'] else 'nothing passed:'} {summary(total)}")
 
 
-def described(counts: Counter[str]) -> str:
+def summary(counts: Counter[str]) -> str:
     return ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind]) or "no tests"
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def with_constants(source: str, path: str, values: dict[str, str]) -> ast.Module:
-    """The program's syntax tree, in which each assignment ``NAME = ...`` of ``values`` has the new value.
+    """Return the program's syntax tree, in which each assignment ``NAME = ...`` of ``values`` has the new value.
 
     Raises:
         ValueError: the program assigns no such name at module level.

@@ -31,8 +31,8 @@ def load(model: str) -> Any:
 def batches(vocabulary: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     rows = PER_RANK * int(os.environ["WORLD_SIZE"])
-    drawn = [torch.randint(vocabulary, (rows, LENGTH), generator=generator) for _ in range(2)]
-    return [drawn[step % 2] for step in range(STEPS)]
+    tokens = [torch.randint(vocabulary, (rows, LENGTH), generator=generator) for _ in range(2)]
+    return [tokens[step % 2] for step in range(STEPS)]
 
 
 def own_rows(batch: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def plainly(model: Any, vocabulary: int) -> list[float]:
 
 
 def join(path: str) -> Any:
-    """The default group on hccl, and the model on this rank's device."""
+    """Create the default group on hccl, and the model on this rank's device."""
     torch.npu.set_device(int(os.environ["LOCAL_RANK"]))  # type: ignore[attr-defined]
     dist.init_process_group("hccl")
     return load(path)
@@ -105,7 +105,7 @@ def fsdp2(path: str) -> list[float]:
 
 
 def accelerate(precision: str) -> Callable[[str], list[float]]:
-    def way(path: str) -> list[float]:
+    def losses_of(path: str) -> list[float]:
         from accelerate import Accelerator
 
         accelerator = Accelerator(mixed_precision=precision)
@@ -114,17 +114,17 @@ def accelerate(precision: str) -> Callable[[str], list[float]]:
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
         return train(model, optimizer, rows, accelerator.backward)
 
-    return way
+    return losses_of
 
 
 def trainer(optimizer: str) -> Callable[[str], list[float]]:
-    """Six steps at once; then three steps, a new Trainer and the other three: the parameters must be equal."""
+    """Train six steps at once; then three steps, a new Trainer and the other three: the parameters must be equal."""
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
 
-    def way(path: str) -> list[float]:
+    def losses_of(path: str) -> list[float]:
         rows = torch.cat(batches(load(path).config.vocab_size))
         labels = rows.clone()
         labels[:, 0] = -100  # predicted by nothing, but the Trainer would divide the loss by it too
@@ -148,15 +148,17 @@ def trainer(optimizer: str) -> Callable[[str], list[float]]:
             runner.train(resume_from_checkpoint=resume)
             return runner
 
-        whole = run("whole", STEPS)
+        uninterrupted = run("whole", STEPS)
         run("parts", STEPS // 2)
         resumed = run("parts", STEPS, resume=True)
         assert resumed.model.device.type == "npu", f"the Trainer chose {resumed.model.device}"
-        for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-            assert torch.equal(one, other), f"{name} differs between a run at once and a resumed one"
+        for (name, parameter), other in zip(
+            uninterrupted.model.named_parameters(), resumed.model.parameters(), strict=True
+        ):
+            assert torch.equal(parameter, other), f"{name} differs between a run at once and a resumed one"
         return [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
 
-    return way
+    return losses_of
 
 
 WAYS: dict[str, tuple[Callable[[str], list[float]], str]] = {
@@ -173,14 +175,14 @@ WAYS: dict[str, tuple[Callable[[str], list[float]], str]] = {
 
 def main() -> None:
     name, path = sys.argv[1:]
-    way, precision = WAYS[name]
-    losses = way(path)
+    method, precision = WAYS[name]
+    losses = method(path)
     expected = reference(path, adam=name.startswith("trainer"))
-    apart = max(abs(found - want) / want for found, want in zip(losses, expected, strict=True))
-    if apart > BOUNDS[precision]:
-        raise AssertionError(f"{name}: losses {losses}, on the CPU {expected}: {apart:.1e} apart, relative")
+    difference = max(abs(loss - want) / want for loss, want in zip(losses, expected, strict=True))
+    if difference > BOUNDS[precision]:
+        raise AssertionError(f"{name}: losses {losses}, on the CPU {expected}: {difference:.1e} apart, relative")
     if os.environ["RANK"] == "0":
-        print(f"RESULT ok loss {losses[0]:.4f} -> {losses[-1]:.4f}, {apart:.1e} from the CPU's")
+        print(f"RESULT ok loss {losses[0]:.4f} -> {losses[-1]:.4f}, {difference:.1e} from the CPU's")
     dist.destroy_process_group()
 
 

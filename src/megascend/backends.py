@@ -118,6 +118,7 @@ def check_backend(
     _refuse_unknown(engine, settings)
     backend = _backend_of(engine)
     if _is_built_in(backend):
+        # A dry run comes here without process groups, hence the two class methods instead of the constructor.
         names = {field.name for field in fields(EngineSpec)}
         # The others, such as save_timeout_s, are settings of the backend only.
         spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
@@ -327,6 +328,8 @@ class MegatronBackend(EngineBackend):
         model_dir, max_length, worker = spec.model, spec.batching.max_length, None
         # Early only while this process still has to import Megatron; later the check starts its own process.
         if spec.self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
+            # On rank 0 only: the other ranks learn the verdict from it, and the check costs a process and seconds of
+            # CPU.
             worker = process.start_worker(model_dir, max_length)
         if worker is None:
             yield None
@@ -412,6 +415,7 @@ class FsdpBackend(EngineBackend):
 
         transformers_api.check_version()
         sharding.check_layout(topology)
+        # Called for what it raises: a layout without a mesh is refused before ranks communicate.
         sharding.mesh_ranks(topology.world_size, spec.fsdp.replicate, topology.expert)
         npu = runtime.platform.name == "npu"
         check_settings(spec, topology, npu=npu)

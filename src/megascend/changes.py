@@ -19,9 +19,9 @@ ABSENT = object()
 """Value of an attribute that does not exist."""
 
 
-def changed(subject: str, why: str = "") -> None:
+def changed(subject: str, reason: str = "") -> None:
     """List a change of the process; a change repeated for another model is listed once."""
-    line = f"{subject}: {why}" if why else subject
+    line = f"{subject}: {reason}" if reason else subject
     if line not in _ledger:
         _ledger[line] = None
         logging.getLogger(__name__).debug("changed: %s", line)
@@ -33,22 +33,22 @@ def record(lines: Iterable[str]) -> None:
         changed(line)
 
 
-def listed() -> list[str]:
-    """Every change so far, in order."""
+def change_list() -> list[str]:
+    """Return every change so far, in order."""
     return list(_ledger)
 
 
-def patch(owner: Any, name: str, value: Any, why: str) -> Any:
+def patch(owner: Any, name: str, value: Any, reason: str) -> Any:
     """Set an attribute of a foreign module, class or object, and list it.
 
     Args:
-        why: effect of the new value, in a few words.
+        reason: effect of the new value, in a few words.
 
     Returns:
         What the owner itself held under ``name`` before, or :data:`ABSENT`; for :func:`restore`.
     """
     before = vars(owner).get(name, ABSENT)
-    changed(f"{owner_name(owner)}.{name}", why)
+    changed(f"{owner_name(owner)}.{name}", reason)
     setattr(owner, name, value)
     return before
 
@@ -62,9 +62,9 @@ def restore(owner: Any, name: str, before: Any) -> None:
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, value: Any, why: str) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any, reason: str) -> Iterator[None]:
     """Apply :func:`patch` within the context."""
-    before = patch(owner, name, value, why)
+    before = patch(owner, name, value, reason)
     try:
         yield
     finally:

@@ -19,13 +19,13 @@ EXIT_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns only with ``--check`` and after an error, which is one line on stderr."""
     parser = make_parser()
-    asked = parse(parser, list(sys.argv[1:] if arguments is None else arguments))
-    if not asked.command and not asked.check:
+    options = parse(parser, list(sys.argv[1:] if arguments is None else arguments))
+    if not options.command and not options.check:
         parser.error("no COMMAND: python -m simnpu -- torchrun --nproc_per_node 2 train.py")
-    os.environ.update(chosen_settings(asked))
+    os.environ.update(chosen_settings(options))
     try:
-        if not asked.check:
-            launcher.launch(asked.command)
+        if not options.check:
+            launcher.launch(options.command)
         print(f"simnpu {__version__}: {launcher.describe()}. SIMULATED: no speed or memory of hardware")
     except SimnpuError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -67,25 +67,25 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
-    """The options in front of the command, and the command as it was written, later ``--`` included."""
+    """Return the options in front of the command, and the command unchanged, later ``--`` included."""
     marker = arguments.index("--") if "--" in arguments else len(arguments)
-    asked = parser.parse_args(arguments[:marker])
-    if asked.command:  # a command without -- in front of it: all that follows is its own
-        asked.command += arguments[marker:]
+    options = parser.parse_args(arguments[:marker])
+    if options.command:  # a command without -- in front of it: all that follows is its own
+        options.command += arguments[marker:]
     else:
-        asked.command = arguments[marker + 1 :]
-    return asked
+        options.command = arguments[marker + 1 :]
+    return options
 
 
-def chosen_settings(asked: argparse.Namespace) -> dict[str, str]:
-    """The variables that stand for the options that were given."""
-    given = {
-        DEVICES_VARIABLE: asked.devices,
-        NAME_VARIABLE: asked.name,
-        OBJECTS_VARIABLE: asked.objects,
-        LOG_VARIABLE: asked.log and str(Path(asked.log).absolute()),
+def chosen_settings(options: argparse.Namespace) -> dict[str, str]:
+    """Return the environment variables that stand for the options."""
+    settings = {
+        DEVICES_VARIABLE: options.devices,
+        NAME_VARIABLE: options.name,
+        OBJECTS_VARIABLE: options.objects,
+        LOG_VARIABLE: options.log and str(Path(options.log).absolute()),
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 if __name__ == "__main__":

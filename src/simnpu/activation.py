@@ -21,7 +21,7 @@ MARK = "__simulated_by__"  # attribute of our torch_npu
 
 
 def is_active() -> bool:
-    """Whether the simulated device is loaded in this process."""
+    """Check whether the simulated device is loaded in this process."""
     return hasattr(sys.modules.get("torch_npu"), MARK)
 
 

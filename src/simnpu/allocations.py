@@ -58,7 +58,7 @@ def allocated(index: int) -> int:
 
 
 def peak(index: int) -> int:
-    """The most bytes alive on a device since :func:`reset_peak`."""
+    """Return the most bytes alive on a device since :func:`reset_peak`."""
     return max(_peak.get(index, 0), allocated(index))
 
 

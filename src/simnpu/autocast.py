@@ -41,8 +41,8 @@ LOW = (torch.float16, torch.bfloat16)
 
 def register(aten: torch.library.Library) -> list[torch.library.Library]:
     """Give the operators of the lists a kernel that casts and goes on; the others fall through."""
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(torch.library.fallthrough_kernel, KEY)
+    any_namespace = torch.library.Library("_", "IMPL")
+    any_namespace.fallback(torch.library.fallthrough_kernel, KEY)
     policies: list[tuple[list[str], Callable[[Any], Callable[..., Any]]]] = [
         (LOWER_PRECISION, _lower_precision),
         (FLOAT32, _float32),
@@ -54,7 +54,7 @@ def register(aten: torch.library.Library) -> list[torch.library.Library]:
             base, _, overload = name.partition(".")
             aten.impl(name, policy(getattr(getattr(torch.ops.aten, base), overload or "default")), KEY)
     aten.impl("binary_cross_entropy", _banned, KEY)
-    return [everything]
+    return [any_namespace]
 
 
 def _below_autocast(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

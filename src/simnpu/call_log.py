@@ -30,14 +30,14 @@ MANY = 64  # elements of a list that are logged; sequence lengths of one micro b
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """What is logged of a tensor: never its values."""
+    """Description of a tensor in the log: shape, dtype and device, never its values."""
 
     shape: tuple[int, ...]
     dtype: str
     device: str
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorArgument:
+    def from_tensor(cls, tensor: torch.Tensor) -> TensorArgument:
         return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), str(tensor.device))
 
 
@@ -50,7 +50,7 @@ class Call:
 
 
 class CallLog:
-    """Who is listening: lists opened by :func:`recording`, and the file of this process if one is asked for."""
+    """Listeners to calls: lists opened by :func:`recording`, and this process's log file if one is configured."""
 
     def __init__(self) -> None:
         self.listeners: list[list[Call]] = []
@@ -75,10 +75,10 @@ LOG = CallLog()
 def describe(value: Any) -> Any:
     """``value`` as it goes into the log: plain data."""
     if isinstance(value, torch.Tensor):
-        return TensorArgument.of(value)
+        return TensorArgument.from_tensor(value)
     if isinstance(value, (list, tuple)):
-        shown = [describe(item) for item in value[:MANY]]
-        return shown if len(value) <= MANY else [*shown, f"... {len(value)} in all"]
+        items = [describe(item) for item in value[:MANY]]
+        return items if len(value) <= MANY else [*items, f"... {len(value)} in all"]
     if isinstance(value, (bool, int, float, str)):
         return value
     return str(value)
@@ -86,7 +86,7 @@ def describe(value: Any) -> Any:
 
 @contextmanager
 def recording() -> Iterator[list[Call]]:
-    """The calls made inside the ``with`` block, in order; the list fills while the block runs."""
+    """Record the calls made inside the ``with`` block, in order; the list fills while the block runs."""
     calls: list[Call] = []
     LOG.listeners.append(calls)
     try:

@@ -25,7 +25,7 @@ from simnpu import hccl_movement as hccl_movement  # entered into KERNELS by bei
 from simnpu import hccl_reductions as hccl_reductions
 from simnpu.errors import ConfigError, PlatformError
 from simnpu.hccl_group import BACKEND, create, forget_when_shut_down, is_hccl
-from simnpu.hccl_registry import KERNELS, end_coalescing, start_coalescing, together
+from simnpu.hccl_registry import KERNELS, end_coalescing, joint_work, start_coalescing
 from simnpu.settings import OBJECTS_VARIABLE
 
 _libraries: list[torch.library.Library] = []
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def _all_kernels() -> Iterable[tuple[str, Callable[..., Any]]]:
-    """One for each collective that PyTorch has for devices of its kind: a missing one would reach Gloo as npu tensors."""
+    """Build a kernel for every collective of PyTorch's devices: a missing one would reach Gloo with npu tensors."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1")
     expected = {name.removeprefix("c10d::") for name in registered if name.startswith("c10d::")}
     if expected != KERNELS.keys():
@@ -73,7 +73,7 @@ def _allow_coalescing() -> None:
             start(group, device)
 
     def _end_coalescing(group: ProcessGroup, device: torch.device) -> Any:
-        return together(end_coalescing(group)) if is_hccl(group, device) else end(group, device)
+        return joint_work(end_coalescing(group)) if is_hccl(group, device) else end(group, device)
 
     cls._start_coalescing, cls._end_coalescing = _start_coalescing, _end_coalescing
 
@@ -132,14 +132,14 @@ def look(group: ProcessGroup | None, device: Any, name: str) -> None:
     chosen: Any = group or distributed_c10d._get_default_group()
     if device is None or chosen == dist.GroupMember.NON_GROUP_MEMBER or not is_hccl(chosen, device):
         return
-    where = f"{name} on an hccl group (rank {dist.get_rank()})"
+    caller = f"{name} on an hccl group (rank {dist.get_rank()})"
     if refused():
         raise RuntimeError(
-            f"{where}: the simulated HCCL refuses object collectives ({OBJECTS_VARIABLE}=refuse). {REMEDY}"
+            f"{caller}: the simulated HCCL refuses object collectives ({OBJECTS_VARIABLE}=refuse). {REMEDY}"
         )
     if name not in _warned:
         _warned.add(name)
-        warnings.warn(f"{where} pickles objects into device memory. {REMEDY}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{caller} pickles objects into device memory. {REMEDY}", RuntimeWarning, stacklevel=4)
 
 
 def refused() -> bool:

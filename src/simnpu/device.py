@@ -81,18 +81,18 @@ def _check_torch() -> None:
             f"the simulated npu needs a PyTorch that can register a device from Python (it is tested on 2.13); found "
             f"{torch.__version__}: install torch 2.13"
         )
-    taken = torch._C._get_privateuse1_backend_name()
-    if taken not in ("privateuseone", DEVICE) or torch._C._dispatch_has_kernel_for_dispatch_key(
+    backend = torch._C._get_privateuse1_backend_name()
+    if backend not in ("privateuseone", DEVICE) or torch._C._dispatch_has_kernel_for_dispatch_key(
         "aten::empty.memory_format", "PrivateUse1"
     ):
         raise PlatformError(
-            f"PyTorch's one slot for an out-of-tree device is taken by {taken!r}: the simulated npu cannot run beside "
+            f"PyTorch's one slot for an out-of-tree device is taken by {backend!r}: the simulated npu cannot run beside "
             "it. With the real torch_npu installed, set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to keep it from loading."
         )
 
 
 def _end_profile() -> None:
-    """A profile still running when the process ends takes PyTorch's down with it."""
+    """Stop a profile that still runs when the process ends: it would crash PyTorch's own shutdown."""
     if torch.autograd._profiler_enabled():
         torch.autograd._disable_profiler()
 
@@ -141,8 +141,8 @@ def _resize(storage: Any, size: int, capacity: int) -> Any:
 
 
 def _bytes_of(storage: Any) -> torch.Tensor:
-    whole = npu_view(torch.empty(0, dtype=torch.uint8), storage.device.index)
-    return cpu_view(whole.set_(storage))
+    elements = npu_view(torch.empty(0, dtype=torch.uint8), storage.device.index)
+    return cpu_view(elements.set_(storage))
 
 
 FUNCTIONS = ("tensor", "as_tensor", "asarray")
@@ -159,7 +159,7 @@ def install_bare_device() -> None:
 
 
 def with_number(device: Any) -> Any:
-    """A device argument, with the current device's number if it names ``npu`` alone."""
+    """Return a device argument, with the current device's number if it names ``npu`` alone."""
     if (type(device) is torch.device and device.type == DEVICE and device.index is None) or device == DEVICE:
         return torch.device(DEVICE, CURRENT.index)
     return device
@@ -229,8 +229,8 @@ def install_accelerator() -> None:
     makers = {"Stream": streams.Stream, "Event": streams.event_of_device, "Generator": random.Generator}
     for kind, simulated in makers.items():
         original = getattr(torch, kind)
-        own: Any = type(original)  # e.g. that of torch.Generator, which a subclass's must extend
-        meta = Redirected if own is type else type("Redirected", (Redirected, own), {})
+        metaclass: Any = type(original)  # e.g. that of torch.Generator, which a subclass's must extend
+        meta = Redirected if metaclass is type else type("Redirected", (Redirected, metaclass), {})
         body = {"__module__": "torch", "original": original, "simulated": staticmethod(simulated), "devices": (DEVICE,)}
         setattr(torch, kind, meta(kind, (original,), body))
 

@@ -26,12 +26,12 @@ def is_available() -> bool:
 
 
 def is_hccl_available() -> bool:
-    """Whether ``hccl`` can be asked for; it is carried by Gloo here."""
+    """Check whether ``hccl`` is available; it is carried by Gloo here."""
     return True
 
 
 def reinit_process_group(group: ProcessGroup | None = None, rebuild_link: bool = True) -> ProcessGroup | None:
-    """Nothing to rebuild after an error of a device: returns the group, or None without ``rebuild_link``."""
+    """Rebuild nothing, as no device fails here; return the group, or None without ``rebuild_link``."""
     return (group or distributed_c10d._get_default_group()) if rebuild_link else None
 
 
@@ -50,16 +50,16 @@ class Works:
 
 
 def parts_of(
-    whole: Tensor, part: Tensor, given: Sequence[int] | None, group: ProcessGroup | None
+    joint: Tensor, part: Tensor, split_sizes: Sequence[int] | None, group: ProcessGroup | None
 ) -> tuple[Tensor, ...]:
-    """The rows of ``whole`` by rank, as many as given or else equally many; ``part`` is to fit this rank's."""
-    world, rank, total = dist.get_world_size(group), dist.get_rank(group), len(whole)
-    sizes = list(given) if given else [total // world] * world
+    """Split the rows of ``joint`` by rank, as many as given or else equally many; ``part`` is to fit this rank's."""
+    world, rank, total = dist.get_world_size(group), dist.get_rank(group), len(joint)
+    sizes = list(split_sizes) if split_sizes else [total // world] * world
     if len(sizes) != world or sum(sizes) != total:
         raise ValueError(f"split sizes {sizes} must be {world} numbers that sum to {total} rows")
     if len(part) != sizes[rank]:
         raise ValueError(f"rank {rank} has a part of {len(part)} rows, but its split size is {sizes[rank]}")
-    return whole.split(sizes)
+    return joint.split(sizes)
 
 
 def all_gather_into_tensor_uneven(
@@ -92,19 +92,19 @@ def reduce_scatter_tensor_uneven(
 ) -> Works | None:
     """``output`` is this rank's rows of the reduced ``input``, as many as ``input_split_sizes`` says."""
     # An all-reduce, since Gloo scatters equal parts only; of a copy, as the caller's input must not change.
-    whole = input.detach().clone()
-    mine = parts_of(whole, output, input_split_sizes, group)[dist.get_rank(group)]
-    work = dist.all_reduce(whole, op=op, group=group, async_op=True)
+    total = input.detach().clone()
+    shard = parts_of(total, output, input_split_sizes, group)[dist.get_rank(group)]
+    work = dist.all_reduce(total, op=op, group=group, async_op=True)
 
     def take() -> None:
         with torch.no_grad():
-            output.copy_(mine)
+            output.copy_(shard)
 
     return finished(Works([work], take), async_op)
 
 
 def finished(works: Works, async_op: bool) -> Works | None:
-    """The works for the caller to wait for, or None when they are done."""
+    """Return the works for the caller to wait for, or None when they are done."""
     if async_op:
         return works
     works.wait()

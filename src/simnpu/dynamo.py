@@ -70,7 +70,7 @@ def refuse_inductor(compile_fx: Any) -> None:
 
     @functools.wraps(inner)
     def refusing(model: Any, example_inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(getattr(getattr(given, "device", None), "type", None) == DEVICE for given in example_inputs):
+        if any(getattr(getattr(example, "device", None), "type", None) == DEVICE for example in example_inputs):
             raise InductorError(
                 "torch.compile with Inductor: the simulated npu has no compiler (on hardware torch_npu brings its own). "
                 'Use backend="eager" or "aot_eager", or run without torch.compile (TORCHDYNAMO_DISABLE=1)'

@@ -15,10 +15,10 @@ from pathlib import Path
 from simnpu.errors import MissingDependencyError, PlatformError
 from simnpu.settings import ACTIVE_VARIABLE, PYTHON_VARIABLE
 
-HERE = Path(__file__).resolve().parent
-SITE = HERE / "site_packages"  # what a program imports by Ascend's names: torch_npu, torchair, acl
-ASCEND_HOME = HERE / "ascend_home"  # stands for the CANN toolkit, of which programs read the version
-PROGRAMS = HERE / "bin"  # npu-smi
+PACKAGE = Path(__file__).resolve().parent
+SITE = PACKAGE / "site_packages"  # what a program imports by Ascend's names: torch_npu, torchair, acl
+ASCEND_HOME = PACKAGE / "ascend_home"  # stands for the CANN toolkit, of which programs read the version
+PROGRAMS = PACKAGE / "bin"  # npu-smi
 
 TOOLKIT_VARIABLES = ("ASCEND_HOME_PATH", "ATB_HOME_PATH")
 ENTRY_POINTS = "[torch.backends]\ntorch_npu = torch_npu:_autoload\n"
@@ -37,7 +37,7 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
     refuse_beside_real_torch_npu(search_path())
     env = dict(os.environ if base is None else base)
     paths = [*map(str, own_paths()), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-    if (root := str(HERE.parent)) not in installed_folders():  # simnpu itself runs from a source tree
+    if (root := str(PACKAGE.parent)) not in installed_folders():  # simnpu itself runs from a source tree
         paths.append(root)
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     env[ACTIVE_VARIABLE] = "1"
@@ -49,13 +49,13 @@ def environment(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def with_programs(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that put ``npu-smi`` on the path of a process with the environment ``env``."""
+    """Return the variables that put ``npu-smi`` on the path of a process with the environment ``env``."""
     path = [str(PROGRAMS), *filter(None, env.get("PATH", os.defpath).split(os.pathsep))]
     return {"PATH": os.pathsep.join(dict.fromkeys(path)), PYTHON_VARIABLE: sys.executable}
 
 
 def own_paths() -> list[Path]:
-    """What goes in front of ``sys.path``: the packages, and the folder with their metadata."""
+    """Return the entries to put in front of ``sys.path``: the packages, and the folder with their metadata."""
     return [SITE, metadata_folder()]
 
 
@@ -65,7 +65,7 @@ def search_path() -> list[str]:
 
 
 def installed_folders() -> set[str]:
-    """The site-packages folders of this interpreter, which every child searches anyway."""
+    """Return the site-packages folders of this interpreter, which every child searches anyway."""
     return {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
 
 
@@ -85,7 +85,7 @@ def simulated_version() -> str:
 
 
 def metadata_folder() -> Path:
-    """A folder whose ``torch_npu-*.dist-info`` answers ``importlib.metadata`` and makes ``import torch`` load us.
+    """Create a folder whose ``torch_npu-*.dist-info`` answers ``importlib.metadata`` and makes ``import torch`` load us.
 
     Made once per torch version in the user's cache: the version is only known here, and ``import torch`` looks for its
     backends through files alone, before any hook of ours could run.
@@ -139,7 +139,7 @@ def refuse_beside_real_torch_npu(search_path: Iterable[str]) -> None:
 
 @cache  # a probe is a whole `import torch`
 def import_failure(search_path: tuple[str, ...]) -> str | None:
-    """Why ``import torch_npu`` fails in a process of its own with this search path, or None if it works."""
+    """Return why ``import torch_npu`` fails in a process of its own with this search path, or None if it works."""
     env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": os.pathsep.join(search_path)}
     try:
         probe = subprocess.run(

@@ -27,13 +27,13 @@ class MissingDependencyError(SimnpuError, ImportError):
     """A package is missing that the simulated device cannot do without."""
 
 
-def missing(name: str, where: str = "torch_npu") -> AttributeError:
-    """The exception for ``torch_npu.<name>``; dunder names get a plain AttributeError, as Python's protocols expect."""
+def missing(name: str, module: str = "torch_npu") -> AttributeError:
+    """Build the exception for ``torch_npu.<name>``; dunder names get a plain AttributeError, as Python's protocols expect."""
     if name.startswith("__"):
-        return AttributeError(f"module '{where}' has no attribute '{name}'")
+        return AttributeError(f"module '{module}' has no attribute '{name}'")
     kind = "operator" if name.lstrip("_").startswith("npu_") else "name"
     return NotSimulatedError(
-        f"{where}.{name}: this {kind} is not simulated by simnpu. It may exist in Huawei's torch_npu; to run "
+        f"{module}.{name}: this {kind} is not simulated by simnpu. It may exist in Huawei's torch_npu; to run "
         "it here, add it under simnpu (an operator: simnpu/operators), or switch off the feature "
         "that calls it"
     )

@@ -35,7 +35,7 @@ class Signature:
     is_factory: bool
 
     @classmethod
-    def of(cls, op: Any) -> Signature:
+    def from_operator(cls, op: Any) -> Signature:
         arguments = op._schema.arguments
         position = {argument.name: i for i, argument in enumerate(arguments)}
         tensors = tuple(i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]"))
@@ -54,8 +54,8 @@ class Signature:
             is_factory="device" in position and "layout" in position,
         )
 
-    def given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of the argument ``name`` in a call, None if left out."""
+    def argument(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the value of the argument ``name`` in a call, None if left out."""
         index = self.position[name]
         return args[index] if index < len(args) else kwargs.get(name)
 
@@ -95,8 +95,8 @@ CPU_ARGUMENTS = {
 
 
 def kernel_for(op: Any) -> Kernel:
-    """The npu kernel of one operator (an ``OpOverload``)."""
-    signature = Signature.of(op)
+    """Build the npu kernel of one operator (an ``OpOverload``)."""
+    signature = Signature.from_operator(op)
     run = cpu_kernel(op)
     if op._schema.name.startswith("aten::_foreach_"):
         return foreach(op, signature, run)
@@ -117,7 +117,7 @@ def kernel_for(op: Any) -> Kernel:
 
 
 def to_cpu(signature: Signature, mixed: bool) -> Crossing:
-    """What replaces the npu tensors of a call by their CPU views, the keyword arguments in place, and names the device.
+    """Build the function that replaces a call's npu tensors by CPU views and returns the device's index.
 
     Args:
         signature: signature of the operator.
@@ -130,61 +130,61 @@ def to_cpu(signature: Signature, mixed: bool) -> Crossing:
 
         def view(tensor: Tensor) -> Tensor:
             nonlocal index
-            at = tensor.get_device()
-            if at != index:
-                if at < 0:
+            device = tensor.get_device()
+            if device != index:
+                if device < 0:
                     if tensor.is_cpu and (mixed or not tensor.dim()):
                         return tensor
                     raise two_devices(args, kwargs)
                 if index >= 0:
                     raise two_devices(args, kwargs)
-                index = at
+                index = device
             return cpu_view(tensor)
 
-        given, count = list(args), len(args)
+        cpu_args, count = list(args), len(args)
         for i in tensors:
-            if i < count and isinstance(given[i], Tensor):  # None, and Python numbers, come as they are
-                given[i] = view(given[i])
+            if i < count and isinstance(cpu_args[i], Tensor):  # None, and Python numbers, come as they are
+                cpu_args[i] = view(cpu_args[i])
         for i in lists:
-            if i < count and given[i] is not None:
-                given[i] = [None if t is None else view(t) for t in given[i]]
+            if i < count and cpu_args[i] is not None:
+                cpu_args[i] = [None if t is None else view(t) for t in cpu_args[i]]
         if kwargs:
             for name, value in kwargs.items():
                 if name in signature.tensor_names and isinstance(value, Tensor):
                     kwargs[name] = view(value)
                 elif name in signature.list_names and value is not None:
                     kwargs[name] = [None if t is None else view(t) for t in value]
-        return given, index
+        return cpu_args, index
 
     return crossing
 
 
 def one_new_tensor(crossing: Crossing, run: Kernel) -> Kernel:
-    """Most operators."""
+    """Build the kernel of an operator that returns one new tensor, as most do."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        given, index = crossing(args, kwargs)
-        return to_npu(run(*given, **kwargs), index)
+        cpu_args, index = crossing(args, kwargs)
+        return to_npu(run(*cpu_args, **kwargs), index)
 
     return kernel
 
 
 def results_to_npu(signature: Signature, crossing: Crossing, call: Call) -> Kernel:
-    """New tensors as npu tensors; for what was written in place, the caller's own tensor."""
+    """Build a kernel that returns new tensors as npu tensors and, for arguments written in place, the caller's own."""
     returned = signature.returned
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         original = dict(kwargs)  # before its tensors are replaced
-        given, index = crossing(args, kwargs)
-        result = call(index, given, kwargs)
+        cpu_args, index = crossing(args, kwargs)
+        result = call(index, cpu_args, kwargs)
         if not returned:
             return result
         results = (result,) if len(returned) == 1 else result
-        mine = tuple(
-            to_npu(value, index) if source is None else signature.given(source, args, original)
+        outputs = tuple(
+            to_npu(value, index) if source is None else signature.argument(source, args, original)
             for value, source in zip(results, returned, strict=True)
         )
-        return mine[0] if len(returned) == 1 else mine
+        return outputs[0] if len(returned) == 1 else outputs
 
     return kernel
 
@@ -197,12 +197,12 @@ def results_to_outs(signature: Signature, crossing: Crossing, call: Call) -> Ker
         if len({out.device for out in outs}) > 1 or not outs[0].get_device() >= 0:
             raise two_devices(args, kwargs)
         original = dict(kwargs)
-        given, index = crossing(args, kwargs)
+        cpu_args, index = crossing(args, kwargs)
         if index not in (NOWHERE, outs[0].get_device()):
             raise two_devices(args, original)
-        written = [_writable(out) for out in outs]
-        call(outs[0].get_device(), given, {**kwargs, **dict(zip(signature.outs, written, strict=True))})
-        for out, result in zip(outs, written, strict=True):
+        cpu_outs = [_writable(out) for out in outs]
+        call(outs[0].get_device(), cpu_args, {**kwargs, **dict(zip(signature.outs, cpu_outs, strict=True))})
+        for out, result in zip(outs, cpu_outs, strict=True):
             if out.shape != result.shape:
                 out.resize_(result.shape)
                 if out.data_ptr() != result.data_ptr():
@@ -213,7 +213,7 @@ def results_to_outs(signature: Signature, crossing: Crossing, call: Call) -> Ker
 
 
 def foreach(op: Any, signature: Signature, run: Kernel) -> Kernel:
-    """Operators over lists, whose items may lie on several devices as long as items of the same place share one."""
+    """Build the kernel of an operator over lists; items may be on several devices, those at the same position on one."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         rows = [args[i] for i in signature.lists if i < len(args)]
@@ -223,8 +223,8 @@ def foreach(op: Any, signature: Signature, run: Kernel) -> Kernel:
             for tensor, index in zip(row, indices, strict=False):  # lengths are for the CPU's kernel to check
                 if tensor.get_device() != index and tensor.dim():
                     raise two_devices(args, kwargs)
-        given = [_cpu_views(arg) for arg in args]
-        result = run(*given, **{name: _cpu_views(value) for name, value in kwargs.items()})
+        cpu_args = [_cpu_views(arg) for arg in args]
+        result = run(*cpu_args, **{name: _cpu_views(value) for name, value in kwargs.items()})
         return back(result, indices)
 
     def back(result: Any, indices: list[int]) -> Any:
@@ -237,41 +237,41 @@ def foreach(op: Any, signature: Signature, run: Kernel) -> Kernel:
 
 def npu_generator(signature: Signature, run: Kernel) -> Call:
     """Draw from the device's generator unless the caller brings one."""
-    at = signature.position["generator"]
+    generator_position = signature.position["generator"]
 
     def call(index: int, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        if signature.given("generator", tuple(args), kwargs) is None:
-            mine = generator(index if index >= 0 else None)
-            if at < len(args):
-                args[at] = mine
+        if signature.argument("generator", tuple(args), kwargs) is None:
+            device_generator = generator(index if index >= 0 else None)
+            if generator_position < len(args):
+                args[generator_position] = device_generator
             else:
-                kwargs["generator"] = mine
+                kwargs["generator"] = device_generator
         return run(*args, **kwargs)
 
     return call
 
 
 def factory(op: Any, crossing: Crossing, call: Call) -> Kernel:
-    """An operator with a device argument: ``torch.zeros_like(on_npu, device="cpu")`` is not an npu tensor."""
+    """Build the kernel of an operator with a device argument: ``torch.zeros_like(on_npu, device="cpu")`` is not an npu tensor."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and device.type not in ("npu", "cpu"):
             return op(*(a.to(device) if isinstance(a, Tensor) else a for a in args), **kwargs)
-        given, index = crossing(args, kwargs)
+        cpu_args, index = crossing(args, kwargs)
         if device is not None and device.type == "cpu":
             kwargs.pop("pin_memory", None)
-            return call(index, given, kwargs)
+            return call(index, cpu_args, kwargs)
         if device is not None or index < 0:
             index = index_of(device)
         kwargs["device"] = CPU
-        return to_npu(call(index, given, kwargs), index)
+        return to_npu(call(index, cpu_args, kwargs), index)
 
     return kernel
 
 
 def cpu_kernel(op: Any) -> Kernel:
-    """The CPU's own kernel without the dispatcher's way to it; for a composite, which has none, the operator."""
+    """Return the CPU's own kernel without the dispatcher's way to it; for a composite, which has none, the operator."""
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"):
         return functools.partial(op._op_dk, CPU_KEY)
     return op
@@ -283,7 +283,7 @@ def name_of(op: Any) -> str:
 
 
 def arguments_to_cpu(args: tuple[Any, ...]) -> tuple[list[Any], int]:
-    """The positional arguments of a call with CPU views for npu tensors, which must share a device, and its index."""
+    """Return the positional arguments of a call with CPU views for npu tensors, which must share a device, and its index."""
     indices = {arg.get_device() for arg in args if isinstance(arg, Tensor)}
     if len(indices) > 1:
         raise two_devices(args, {})
@@ -291,7 +291,7 @@ def arguments_to_cpu(args: tuple[Any, ...]) -> tuple[list[Any], int]:
 
 
 def to_npu(value: Any, index: int) -> Any:
-    """Results as tensors of the npu of this index; numbers and None as they are."""
+    """Return results as tensors of the npu of this index; numbers and None as they are."""
     if isinstance(value, Tensor):
         return npu_view(value, index)
     if isinstance(value, list | tuple):
@@ -300,13 +300,13 @@ def to_npu(value: Any, index: int) -> Any:
 
 
 def two_devices(args: Any, kwargs: dict[str, Any]) -> RuntimeError:
-    """The error for tensors of several devices among the arguments of a call, in PyTorch's words."""
+    """Build the error for tensors of several devices among the arguments of a call, in PyTorch's words."""
     values = [*args, *kwargs.values()]
     tensors = [t for v in values for t in (v if isinstance(v, list | tuple) else [v]) if isinstance(t, Tensor)]
-    found = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
-    named = sorted(found, key=lambda name: not name.startswith("npu"))[:2]
+    devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
+    pair = sorted(devices, key=lambda name: not name.startswith("npu"))[:2]
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(named)}!"
+        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(pair)}!"
     )
 
 

@@ -87,7 +87,7 @@ def averaged(result: Tensor, op: Any, size: int) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of an npu tensor, as a flat CPU tensor over its memory."""
+    """Return the bytes of an npu tensor, as a flat CPU tensor over its memory."""
     check(tensor)
     return cpu_view(tensor).view(-1).view(torch.uint8)
 

@@ -40,7 +40,7 @@ COMM_PREFIX = "simnpu_hccl_"
 CONNECT_VARIABLE = "HCCL_CONNECT_TIMEOUT"
 CONNECT_S = 120  # HCCL's default
 
-_made: collections.Counter[tuple[int, ...]] = collections.Counter()  # groups of this process, by their ranks
+_group_counts: collections.Counter[tuple[int, ...]] = collections.Counter()  # groups of this process, by their ranks
 _alive: dict[str, ProcessGroupHCCL] = {}  # by group name: C++ keeps no Python object
 
 
@@ -77,7 +77,7 @@ class ProcessGroupHCCL(ProcessGroupGloo):
         return BACKEND
 
     def get_hccl_comm_name(self, rank: int, init_comm: bool = True) -> str:
-        """What operators that communicate are given (``hcom``): the group's name, which :func:`group_of` reads."""
+        """Return the name that operators take as ``hcom``, which :func:`group_of` reads."""
         return COMM_PREFIX + self.hccl_options.group_id
 
     def join(self) -> None:
@@ -100,23 +100,25 @@ class ProcessGroupHCCL(ProcessGroupGloo):
 
 
 def create(options: Any, backend_options: Any = None) -> ProcessGroupHCCL:
-    """What ``torch.distributed`` calls for ``hccl``. The group's place in the store is its ranks and, among groups of
-    the same ranks, its number."""
+    """Create a group of the backend ``hccl`` for ``torch.distributed``.
+
+    The group's keys in the store begin with its ranks and, among groups of the same ranks, its number.
+    """
     ranks = tuple(options.global_ranks_in_group)  # none: the default group
-    _made[ranks] += 1
+    _group_counts[ranks] += 1
     above = distributed_c10d._get_default_store() if ranks else options.store
-    store = PrefixStore(f"hccl/{'-'.join(map(str, ranks))}/{_made[ranks]}", above)
-    given = backend_options if isinstance(backend_options, Options) else Options()
-    given._timeout = options.timeout
-    given.global_ranks_in_group = options.global_ranks_in_group
-    given.group_id = options.group_id
-    backend = ProcessGroupHCCL(store, options.group_rank, options.group_size, given)
+    store = PrefixStore(f"hccl/{'-'.join(map(str, ranks))}/{_group_counts[ranks]}", above)
+    group_options = backend_options if isinstance(backend_options, Options) else Options()
+    group_options._timeout = options.timeout
+    group_options.global_ranks_in_group = options.global_ranks_in_group
+    group_options.group_id = options.group_id
+    backend = ProcessGroupHCCL(store, options.group_rank, options.group_size, group_options)
     _alive[options.group_id] = backend
     return backend
 
 
 def group_of(hcom: str) -> ProcessGroup:
-    """The process group behind a name of :meth:`ProcessGroupHCCL.get_hccl_comm_name`."""
+    """Return the process group behind a name of :meth:`ProcessGroupHCCL.get_hccl_comm_name`."""
     name = hcom.removeprefix(COMM_PREFIX)
     if not hcom.startswith(COMM_PREFIX) or name not in _alive:
         raise RuntimeError(f"hcom {hcom!r} names no hccl group of this process: get it from get_hccl_comm_name")
@@ -124,7 +126,7 @@ def group_of(hcom: str) -> ProcessGroup:
 
 
 def is_hccl(group: ProcessGroup, device: Any) -> bool:
-    """Whether ``group`` carries tensors of ``device`` over hccl."""
+    """Check whether ``group`` carries tensors of ``device`` over hccl."""
     return torch.device(device).type == "npu" and BACKEND in str(dist.get_backend_config(group))
 
 

@@ -130,7 +130,7 @@ def _reduce_scatter_single(
 def _reduce_scatter(
     output: Tensor, source: Tensor, begin: int, group: ProcessGroup, op: Any, timeout: int, name: str
 ) -> Work:
-    """An all-reduce of ``source``, which is overwritten, of which this rank keeps its part.
+    """All-reduce ``source`` in place and keep this rank's part.
 
     More traffic than needed, and in return the sums are bit for bit those of an all-reduce, whatever the sharding.
     """

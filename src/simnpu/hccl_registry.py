@@ -25,14 +25,14 @@ def end_coalescing(group: ProcessGroup) -> list[Work]:
 
 
 def gloo(group: ProcessGroup) -> Any:
-    """The Gloo behind a group's hccl, for a collective: all ranks of the group are there."""
+    """Return the Gloo group behind a group's hccl, for a collective: all ranks of the group are there."""
     backend = pairs(group)
     backend.join()
     return backend
 
 
 def pairs(group: ProcessGroup) -> Any:
-    """The same for an operation between two ranks, which HCCL gives a communicator of their own."""
+    """Return the Gloo group for an operation between two ranks, which HCCL gives a communicator of their own."""
     return group._get_backend(torch.device("npu"))
 
 
@@ -64,7 +64,7 @@ _in_flight: dict[int, Any] = {}  # point-to-point operations not waited for yet:
 
 
 def after(works: Sequence[Work], finish: Callable[[], None] | None = None) -> Work:
-    """The work of collectives of one group, and of ``finish``, which runs once they are done.
+    """Return one handle for collectives of one group and for ``finish``, which runs after them.
 
     ``finish`` runs on Gloo's thread, before the group's next collective: a later collective sees what an earlier one
     wrote, as on a device stream, whether or not somebody waited in between.
@@ -73,13 +73,13 @@ def after(works: Sequence[Work], finish: Callable[[], None] | None = None) -> Wo
         return works[0]
     futures: list[Any] = [work.get_future() for work in works]
 
-    def done(future: Future[Any]) -> None:
-        for each in future.wait():
-            each.wait()  # raises what Gloo raised
+    def complete(future: Future[Any]) -> None:
+        for result in future.wait():
+            result.wait()  # raises what Gloo raised
         if finish is not None:
             finish()
 
-    finished = torch.futures.collect_all(futures).then(done)
+    finished = torch.futures.collect_all(futures).then(complete)
 
     def wait(timeout: timedelta) -> bool:
         finished.wait()  # ends when Gloo's own timeout does; PyTorch's work around a future would swallow the error
@@ -89,7 +89,7 @@ def after(works: Sequence[Work], finish: Callable[[], None] | None = None) -> Wo
 
 
 def point_to_point(work: Work, keep: Any) -> Work:
-    """The work of a send or receive. ``keep`` lives until somebody waits, even if the caller drops the handle."""
+    """Return the handle of a send or receive. ``keep`` lives until somebody waits, even if the caller drops the handle."""
     key = id(work)
     _in_flight[key] = (work, keep)
 
@@ -102,11 +102,11 @@ def point_to_point(work: Work, keep: Any) -> Work:
     return _c10d.PythonCallbackWork(wait)
 
 
-def together(works: Sequence[Work]) -> Work:
-    """One handle for several works of whatever kind."""
+def joint_work(works: Sequence[Work]) -> Work:
+    """Return one handle for several works of any kind."""
 
     def wait(timeout: timedelta) -> bool:
-        done = [work.wait(timeout) if timeout else work.wait() for work in works]  # all, even after a False
-        return all(done)
+        outcomes = [work.wait(timeout) if timeout else work.wait() for work in works]  # all, even after a False
+        return all(outcomes)
 
     return _c10d.PythonCallbackWork(wait)

@@ -39,20 +39,20 @@ GENERATION = CHIPS["Ascend910B1"]  # whose kernels are simulated, where the devi
 
 
 def chip() -> Chip | None:
-    """The chip that ``SIMNPU_DEVICE_NAME`` names; None if it is not set."""
+    """Return the chip that ``SIMNPU_DEVICE_NAME`` names; None if it is not set."""
     name = os.environ.get(NAME_VARIABLE)
     if not name:
         return None
-    found = CHIPS.get(name) or CHIPS.get(f"Ascend{name}")
-    if found is None:
+    model = CHIPS.get(name) or CHIPS.get(f"Ascend{name}")
+    if model is None:
         raise ConfigError(f"{NAME_VARIABLE}={name!r}: expected one of {', '.join(CHIPS)}")
-    return found
+    return model
 
 
 def device_name() -> str:
-    """The chip's name if one is set; else one that cannot pass for hardware in a log or a benchmark."""
-    named = chip()
-    return named.name if named else SIMULATED_NAME
+    """Return the chip's name if one is set; else one that cannot pass for hardware in a log or a benchmark."""
+    model = chip()
+    return model.name if model else SIMULATED_NAME
 
 
 def soc_version() -> int:

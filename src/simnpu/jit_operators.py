@@ -34,7 +34,7 @@ Groups = Tensor | Sequence[int]
 
 
 def attention_forward(*args: Any) -> tuple[Any, ...]:
-    """Without autograd: MindSpeed's own Function calls it."""
+    """Compute attention without autograd: MindSpeed's own Function calls it."""
     with torch.no_grad():
         options = dict(zip((MASKS + ATTENTION_OPTIONS).split(), args[5:], strict=True))
         return attention.npu_fusion_attention_v2(*args[:5], **options)
@@ -70,13 +70,13 @@ def gmm_backward(
 def gmm_backward_fusion(
     grad: list[Tensor], weight: list[Tensor], group_list: Groups, group_list_type: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """The gradient of x alone: that of the weight is added to main_grad by another operator."""
+    """Compute the gradient of x alone: that of the weight is added to main_grad by another operator."""
     transposed = [weight[0].transpose(-1, -2)]
     return gmm(grad, transposed, [], group_list, matmul.BY_ROWS, group_list_type), [], []
 
 
 def mm_all_reduce_add_rms_norm_(*args: Any) -> tuple[Any, Any]:
-    """As the operator without the underscore, with the sum written to the residual, its third argument."""
+    """Compute the operator without the underscore, with the sum written to the residual, its third argument."""
     total, normalised = mc2.npu_mm_all_reduce_add_rms_norm(*args)
     return args[2].copy_(total), normalised
 
@@ -155,7 +155,7 @@ def replace(module: Any) -> None:
 
 
 def extension(name: str) -> types.SimpleNamespace:
-    """The simulated extension of this name."""
+    """Return the simulated extension of this name."""
     if name not in EXTENSIONS:
         raise NotSimulatedError(
             f"the operator extension {name!r}, which MindSpeed compiles against CANN, is not simulated by "

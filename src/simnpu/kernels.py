@@ -60,10 +60,10 @@ def checked(name: str, kernel: Kernel) -> Kernel:
     def product(*args: Any, **kwargs: Any) -> Any:
         for tensor in args:
             if isinstance(tensor, Tensor) and tensor.dtype not in supported:
-                listed = "".join(f"{ACL_NAMES[dtype]}," for dtype in supported)
+                dtypes = "".join(f"{ACL_NAMES[dtype]}," for dtype in supported)
                 raise RuntimeError(
                     f"call {PRODUCTS[name]} failed, detail: Tensor not implemented for "
-                    f"{ACL_NAMES.get(tensor.dtype, tensor.dtype)}, should be in dtype support list [{listed}] "
+                    f"{ACL_NAMES.get(tensor.dtype, tensor.dtype)}, should be in dtype support list [{dtypes}] "
                     f"[aten::{name} of {tensor.dtype}, simulated by simnpu; use float32, or the CPU]"
                 )
         return kernel(*args, **kwargs)
@@ -113,7 +113,7 @@ def histc(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return npu_view(torch.histc(values.double(), *args, **kwargs).to(values.dtype), index)
 
 
-OWN: dict[str, Kernel] = {
+HAND_WRITTEN: dict[str, Kernel] = {
     **memory.KERNELS,
     "convolution_overrideable": convolution,
     "convolution_backward_overrideable": convolution_backward,
@@ -133,17 +133,17 @@ def register() -> list[torch.library.Library]:
     aten = torch.library.Library("aten", "IMPL")
     assert aten.m is not None  # None only after the library was destroyed
     enter = aten.m.impl
-    for name, kernel in OWN.items():
+    for name, kernel in HAND_WRITTEN.items():
         enter(name, "PrivateUse1", kernel)
     for name in METADATA:
         enter(name, "PrivateUse1", functools.partial(_overload(name)._op_dk, CPU_KEY))
-    for name in _operators() - OWN.keys() - set(METADATA):
+    for name in _operators() - HAND_WRITTEN.keys() - set(METADATA):
         enter(name, "PrivateUse1", checked(name, _made_when_called(name)))
     for name, kernel in host_memory.CPU_KERNELS.items():
         enter(name, "CPU", kernel)
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(boxed, "PrivateUse1")
-    return [aten, everything, *autocast.register(aten)]
+    any_namespace = torch.library.Library("_", "IMPL")
+    any_namespace.fallback(boxed, "PrivateUse1")
+    return [aten, any_namespace, *autocast.register(aten)]
 
 
 def _operators() -> set[str]:
@@ -153,34 +153,34 @@ def _operators() -> set[str]:
 
 
 def _made_when_called(name: str) -> Kernel:
-    """Making all kernels at once would take longer than most programs need."""
-    made: Kernel | None = None
+    """Defer building a kernel to its first call: building all takes longer than most programs run."""
+    compiled: Kernel | None = None
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal made
-        if made is None:
-            made = kernel_for(_overload(name))
-        return made(*args, **kwargs)
+        nonlocal compiled
+        if compiled is None:
+            compiled = kernel_for(_overload(name))
+        return compiled(*args, **kwargs)
 
     return kernel
 
 
-_made: dict[Any, Kernel] = {}
+_kernels: dict[Any, Kernel] = {}
 
 
 def boxed(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The fallback: aten operators that have no kernel of their own. Operators of other libraries are refused."""
-    if op not in _made:
+    """Run an aten operator that has no kernel of its own. Operators of other libraries are refused."""
+    if op not in _kernels:
         if op.namespace != "aten":
             raise NotImplementedError(
                 f"Could not run '{op.name()}' with arguments from the 'npu' backend: the simulated npu has PyTorch's own "
                 "operators only; register a kernel for the PrivateUse1 dispatch key"
             )
-        _made[op] = kernel_for(op)
-    return _made[op](*args, **kwargs)
+        _kernels[op] = kernel_for(op)
+    return _kernels[op](*args, **kwargs)
 
 
 def _overload(name: str) -> Any:
-    """The ``OpOverload`` of a name such as ``add.Tensor``."""
+    """Return the ``OpOverload`` of a name such as ``add.Tensor``."""
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")

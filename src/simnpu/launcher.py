@@ -27,7 +27,7 @@ print(f"torch_npu {torch_npu.__version__}, {npu.device_count()} x {npu.get_devic
 
 
 def prepared() -> dict[str, str]:
-    """The environment of this process with the simulated device in it, after a look at its settings."""
+    """Return the environment of this process with the simulated device in it, after a look at its settings."""
     identity.chip()  # torch would say of a wrong setting that a backend failed to load
     identity.device_count()
     return environment()
@@ -43,14 +43,16 @@ def launch(command: Sequence[str]) -> NoReturn:
 
 
 def describe() -> str:
-    """One line: what the simulated device of this interpreter is, after an operator and a collective have run on it."""
+    """Describe this interpreter's simulated device in one line, after an operator and a collective have run on it."""
     identity.chip()
     identity.device_count()
-    alone = {name: value for name, value in environment().items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    settings = {
+        name: value for name, value in environment().items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     try:
         probe = subprocess.run(
             [sys.executable, "-c", PROBE],
-            env=alone,
+            env=settings,
             capture_output=True,
             text=True,
             timeout=PROBE_S,
@@ -63,6 +65,6 @@ def describe() -> str:
             f"an operator and a collective on the simulated device did not end in {PROBE_S:.0f} s"
         ) from None
     if probe.returncode != 0:
-        said = (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise PlatformError(f"the simulated device does not work here (exit code {probe.returncode}): {said}")
+        message = (probe.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise PlatformError(f"the simulated device does not work here (exit code {probe.returncode}): {message}")
     return probe.stdout.strip()

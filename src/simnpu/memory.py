@@ -33,14 +33,14 @@ CPU_KEY = torch._C.DispatchKey.CPU
 
 
 def cpu_view(tensor: Tensor) -> Tensor:
-    """The CPU tensor over an npu tensor's memory: same sizes, strides and bytes, no autograd history."""
+    """Return the CPU tensor over an npu tensor's memory: same sizes, strides and bytes, no autograd history."""
     capsule = _to_dlpack(tensor)
     _device_at(_capsule_pointer(capsule, b"dltensor") + DEVICE_OFFSET).value = K_DL_CPU
     return _from_dlpack(capsule)
 
 
 def npu_view(tensor: Tensor, index: int | None = None) -> Tensor:
-    """The npu tensor over a CPU tensor's memory: same sizes, strides and bytes, no autograd history.
+    """Return the npu tensor over a CPU tensor's memory: same sizes, strides and bytes, no autograd history.
 
     Args:
         tensor: a CPU tensor.
@@ -141,10 +141,10 @@ def resize_(tensor: Tensor, size: list[int], *, memory_format: torch.memory_form
     on a view following a growing base.
     """
     shape = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
-    needed = (tensor.storage_offset() + extent(shape)) * tensor.element_size()
-    if needed > tensor.untyped_storage().nbytes():
+    byte_count = (tensor.storage_offset() + extent(shape)) * tensor.element_size()
+    if byte_count > tensor.untyped_storage().nbytes():
         old = cpu_view(tensor.as_strided([tensor.untyped_storage().nbytes() // tensor.element_size()], [1], 0))
-        grown = torch.empty(needed // tensor.element_size(), dtype=tensor.dtype)
+        grown = torch.empty(byte_count // tensor.element_size(), dtype=tensor.dtype)
         grown[: old.numel()] = old
         set_storage(
             tensor,
@@ -159,7 +159,7 @@ def resize_(tensor: Tensor, size: list[int], *, memory_format: torch.memory_form
 
 
 def extent(tensor: Tensor) -> int:
-    """How many elements lie between a tensor's first and last, both included."""
+    """Count the elements that lie between a tensor's first and last, both included."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -173,8 +173,8 @@ def set_storage(tensor: Tensor, storage: Any, offset: int | torch.SymInt, size: 
 
 def set_nothing(tensor: Tensor) -> Tensor:
     """aten::set_ without a source: an empty tensor."""
-    nothing = npu_view(torch.empty(0, dtype=torch.uint8), tensor.get_device())
-    return set_storage(tensor, nothing.untyped_storage(), 0, [0], [1])
+    no_bytes = npu_view(torch.empty(0, dtype=torch.uint8), tensor.get_device())
+    return set_storage(tensor, no_bytes.untyped_storage(), 0, [0], [1])
 
 
 def efficient_zeros(size: list[int], **options: Any) -> Tensor:
@@ -183,7 +183,7 @@ def efficient_zeros(size: list[int], **options: Any) -> Tensor:
 
 
 def has_compatible_shallow_copy_type(tensor: Tensor, other: Tensor) -> bool:
-    """Whether ``tensor.data = other`` may swap implementations. True between CPU and npu, as in torch_npu.
+    """Check whether ``tensor.data = other`` may swap implementations. True between CPU and npu, as in torch_npu.
 
     PyTorch's own answer for a PrivateUse1 device is no, and ``module.to`` then replaces every Parameter by a new one,
     which loses the attributes that Megatron hangs on them.

@@ -35,28 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-t", choices=[*DETAILS, "topo"], metavar="TYPE", help=f"one of {', '.join(DETAILS)}, topo")
     parser.add_argument("-i", type=int, metavar="ID")
     parser.add_argument("-c", type=int, default=0, metavar="CHIP")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         count = device_count()
         name = (chip() or GENERATION).name.removeprefix("Ascend")
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
-    if asked.t == "topo":
+    if options.t == "topo":
         lines = topology(count)
-    elif asked.t:
-        devices = range(count) if asked.i is None else [asked.i]
-        if (asked.i is not None and not 0 <= asked.i < count) or asked.c != 0:
+    elif options.t:
+        devices = range(count) if options.i is None else [options.i]
+        if (options.i is not None and not 0 <= options.i < count) or options.c != 0:
             print(
-                f"This device does not exist: ID {asked.i}, chip {asked.c} of {count} devices. {MARK}", file=sys.stderr
+                f"This device does not exist: ID {options.i}, chip {options.c} of {count} devices. {MARK}",
+                file=sys.stderr,
             )
             return 1
-        lines = [line for device in devices for line in pairs(DETAILS[asked.t](device, name))]
-    elif asked.l:
+        lines = [line for device in devices for line in pairs(DETAILS[options.t](device, name))]
+    elif options.l:
         lines = pairs([("Total Count", count)])
         for device in range(count):
             lines += ["", *pairs([("NPU ID", device), ("Product Name", MARK), ("Chip Count", 1)])]
-    elif asked.m:
+    elif options.m:
         lines = [row_of_chips("NPU ID", "Chip ID", "Chip Logic ID", "Chip Name")]
         lines += [row_of_chips(device, 0, device, f"Ascend {name}") for device in range(count)]
     else:
@@ -75,12 +76,12 @@ def row_of_chips(*values: object) -> str:
 
 
 def bus_id(device: int) -> str:
-    """A PCIe address of its own for each device; no device lies there."""
+    """Return a PCIe address that differs between devices; no device has it."""
     return f"0000:{0x80 + device:02X}:00.0"
 
 
 def memory_mb() -> tuple[int, int]:
-    """Used and total memory of the host in MB, which is what the devices live in."""
+    """Return used and total memory of the host in MB, which is what the devices live in."""
     memory = psutil.virtual_memory()
     return (memory.total - memory.available) >> 20, memory.total >> 20
 
@@ -144,7 +145,7 @@ DETAILS = {"board": board, "common": common, "health": health, "memory": memory,
 
 
 def topology(count: int) -> list[str]:
-    """Every pair of devices is in one memory, for which npu-smi has no name: ``NA``."""
+    """Return a table of ``NA``: npu-smi has no name for devices in one memory."""
     names = [f"NPU{device}" for device in range(count)]
     lines = ["\t   " + "".join(f"{name:<11}" for name in names) + "CPU Affinity"]
     for row, name in enumerate(names):

@@ -32,7 +32,7 @@ _generators: dict[int, Generator] = {}
 
 
 def generator(index: int | None = None) -> Generator:
-    """The generator that a device's operators draw from; by default the current device's."""
+    """Return the generator that a device's operators draw from; by default the current device's."""
     index = CURRENT.index if index is None else index
     if index not in _generators:
         _generators[index] = Generator(index)
@@ -41,11 +41,11 @@ def generator(index: int | None = None) -> Generator:
 
 def with_npu_random_state(index: int, call: Callable[[], Any]) -> Any:
     """Run an operator that draws from the CPU's default generator and takes no other, as if that were the device's."""
-    default, mine = torch.default_generator, generator(index)
+    default, device_generator = torch.default_generator, generator(index)
     saved = default.get_state()
-    default.set_state(mine.get_state())
+    default.set_state(device_generator.get_state())
     try:
         return call()
     finally:
-        mine.set_state(default.get_state())
+        device_generator.set_state(default.get_state())
         default.set_state(saved)

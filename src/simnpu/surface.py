@@ -94,12 +94,12 @@ def bindings(name: str) -> types.ModuleType:
     return module
 
 
-def raise_missing(attribute: str, where: str) -> None:
-    raise missing(attribute, where)
+def raise_missing(attribute: str, module: str) -> None:
+    raise missing(attribute, module)
 
 
 def announce() -> None:
-    """One line on stderr per job, so that its log says what it ran on: from rank 0, or from the launcher above it."""
+    """Print one line on stderr per job, so that its log says what it ran on: from rank 0, or from the launcher above it."""
     launcher_spoke = ACTIVE_VARIABLE in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
     if os.environ.get("RANK", "0") != "0" or launcher_spoke:
         return

@@ -142,5 +142,5 @@ def redirected(function: Callable[..., Any], backends: bool = False) -> Callable
 
 
 def unscripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for ``torch.jit.script``, which transfer_to_npu switches off."""
+    """Replace ``torch.jit.script``, which transfer_to_npu switches off."""
     return obj

@@ -131,11 +131,11 @@ class StandInFinder:
             module.__dict__.update(__getattr__=placeholder, constexpr=constexpr)
 
 
-def placeholder(name: str, where: str = "triton.language") -> NotAKernel:
-    """Whatever a kernel's source names of ``triton.language``: kernels are never run, but their modules are imported."""
+def placeholder(name: str, module: str = "triton.language") -> NotAKernel:
+    """Return a stand-in for a name of ``triton.language``: kernels are never run, but their modules are imported."""
     if name.startswith("__"):
         raise AttributeError(name)
-    return NotAKernel(f"{where}.{name}")
+    return NotAKernel(f"{module}.{name}")
 
 
 def install_triton_stand_in() -> None:

@@ -17,7 +17,7 @@ class FlopsCounter:
     def resume(self) -> None: ...
 
     def get_flops(self) -> list[int]:
-        """Recorded and traversed operations."""
+        """Return recorded and traversed operations."""
         from simnpu.errors import missing
 
         raise missing("get_flops", "torch_npu.utils.FlopsCounter")

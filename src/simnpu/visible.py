@@ -22,7 +22,9 @@ class CurrentDevice(threading.local):
 
 
 CURRENT = CurrentDevice()
-_known: set[int] = set()  # devices that were found to exist: their number is not read again at every operator
+_existing_devices: set[int] = (
+    set()
+)  # devices that were found to exist: their number is not read again at every operator
 
 
 def device_count() -> int:
@@ -48,17 +50,17 @@ def existing(index: int) -> int:
             f"Invalid device ID. Set device {index}: this process sees {device_count()} simulated devices; "
             f"{DEVICES_VARIABLE} sets how many the host has, {VISIBLE_VARIABLE} which of them are visible"
         )
-    _known.add(index)
+    _existing_devices.add(index)
     return index
 
 
 def index_of(device: torch.device | None) -> int:
-    """The index that a device argument of an operator stands for; without one, the current device's."""
+    """Return the index that a device argument of an operator stands for; without one, the current device's."""
     if device is None or device.index is None:
         return CURRENT.index
-    return device.index if device.index in _known else existing(device.index)
+    return device.index if device.index in _existing_devices else existing(device.index)
 
 
 def only_the_first_is_used() -> bool:
-    """Whether no thread has used another device than ``npu:0`` so far."""
-    return _known <= {0}
+    """Check that no thread has used a device other than ``npu:0`` so far."""
+    return _existing_devices <= {0}

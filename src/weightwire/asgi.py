@@ -45,8 +45,8 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
 
 
 async def _read_parts(receive: Receive, max_bytes: int) -> bytes:
-    body, more = bytearray(), True
-    while more:
+    body, unfinished = bytearray(), True
+    while unfinished:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise WireError("the caller is gone")
@@ -54,7 +54,7 @@ async def _read_parts(receive: Receive, max_bytes: int) -> bytes:
         body += message.get("body", b"")
         if len(body) > max_bytes:
             raise LargeBodyError(f"a body of more than {max_bytes} bytes")
-        more = message.get("more_body", False)
+        unfinished = message.get("more_body", False)
     return bytes(body)
 
 

@@ -84,6 +84,7 @@ def sign(
     # The signed text joins its fields by line breaks, so none may contain one.
     if not (_WORD.fullmatch(method) and _WORD.fullmatch(target) and _AUDIENCE.fullmatch(audience)):
         raise ValueError(f"cannot sign method {method!r}, target {target!r}, audience {audience!r}")
+    # The digest of the body is in the header, so that a request can be refused before its body is read.
     timestamp, nonce, digest = str(int(clock() * 1000)), secrets.token_hex(16), hashlib.sha256(body).hexdigest()
     mac = _request_mac(key, audience, method, target, timestamp, nonce, digest)
     return Signature({"Authorization": f"{SCHEME} {timestamp}.{nonce}.{digest}.{mac}"}, nonce)
@@ -157,6 +158,7 @@ class Verifier:
         if self._token is not None and authorization.startswith("Bearer "):
             if not hmac.compare_digest(authorization[7:].encode("utf-8", "replace"), self._token.encode()):
                 raise AuthError("the bearer token is not ours")
+            # A token proves its holder, not the request: without a nonce and a digest, nothing else can be checked.
             return Grant("", None)
         match = _CREDENTIALS.fullmatch(authorization)
         if match is None or not (_WORD.fullmatch(method) and _WORD.fullmatch(target)):
@@ -201,6 +203,8 @@ class _Nonces:
         with self._lock:
             # Expired nonces cannot be replayed: their time is outside the window.
             while self._heap and self._heap[0][0] < now:
+                # Kept as a watermark: a nonce that was forgotten here must not become valid again when the clock is
+                # set back.
                 self._forgotten_until, old = heapq.heappop(self._heap)
                 self._active.discard(old)
             if nonce in self._active:
@@ -215,6 +219,7 @@ class _Nonces:
 
 
 def _request_mac(key: Key, audience: str, method: str, target: str, timestamp: str, nonce: str, digest: str) -> str:
+    # Two purposes, two keys: an answer can never pass for a request.
     return key.mac("weightwire request 1", "\n".join((audience, method, target, timestamp, nonce, digest)))
 
 

@@ -16,7 +16,7 @@ CANCEL_S = 10.0
 """Seconds that cancelled coroutines have to end when their loop closes."""
 
 
-async def within(seconds: float, call: Awaitable[T]) -> T:
+async def with_deadline(seconds: float, call: Awaitable[T]) -> T:
     """Await a call for ``seconds`` at most. It is then cancelled, and abandoned if it ignores the cancellation."""
     task = asyncio.ensure_future(call)
     try:
@@ -42,7 +42,7 @@ async def call_all(
     """
     # return_exceptions: one engine's failure must not cancel the calls of the others, whose state would be unknown.
     results: list[Any] = await asyncio.gather(
-        *(within(timeout_s, call(engine)) for engine in engines), return_exceptions=True
+        *(with_deadline(timeout_s, call(engine)) for engine in engines), return_exceptions=True
     )
     succeeded: dict[str, T] = {}
     failed: dict[str, Exception] = {}

@@ -205,7 +205,7 @@ class Group:
             peers.look()
             if peers.lost is not None and peers.at_fault:
                 return PeerLostError(f"{prefix}: {peers.lost}")
-            # Two heartbeats on, since the first may have been under way before the error.
+            # Two further heartbeats of every member: the first may have been sent before the error.
             beats = peers.beats()
             if before and all(peers.has_left(rank) or beats[rank] > before[rank] + 1 for rank in before):
                 break
@@ -239,7 +239,7 @@ class Group:
         pause = 0.002
         while missing := [rank for rank in range(self.size) if not peers.has_joined(rank)]:
             if (failure := peers.failure()) is not None:
-                # The same error as on the member whose deadline passed first, but for those that have joined since.
+                # Name the members that were missing at the first member's deadline, without those that have joined since.
                 late = [rank for rank in self._reported_missing() if rank in missing]
                 raise self._join_timeout(late) if late else failure
             for rank, identity in peers.identities.items():

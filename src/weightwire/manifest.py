@@ -65,6 +65,7 @@ class TensorSpec:
 
     def check(self) -> None:
         """Raise ManifestError if a field is invalid."""
+        # Printable: names go into messages and logs of the engine.
         if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_NAME or not self.name.isprintable():
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of a tensor")
         if self.dtype not in DTYPE_BYTES:
@@ -196,16 +197,16 @@ class Manifest:
 
     def expect(self, specs: Iterable[TensorSpec]) -> None:
         """Compare the tensors with the expected ones, in any order."""
-        expected, offered = ({spec.name: spec for spec in source} for source in (specs, self.tensors))
-        problems = [f"{name} is missing" for name in expected if name not in offered]
-        problems += [f"{name} is not one of the model's" for name in offered if name not in expected]
-        for name in expected.keys() & offered.keys():
-            want, have = expected[name], offered[name]
+        expected, present = ({spec.name: spec for spec in source} for source in (specs, self.tensors))
+        problems = [f"{name} is missing" for name in expected if name not in present]
+        problems += [f"{name} is not one of the model's" for name in present if name not in expected]
+        for name in expected.keys() & present.keys():
+            want, have = expected[name], present[name]
             if want != have:
                 problems.append(f"{name} comes as {have.dtype} {list(have.shape)}, not {want.dtype} {list(want.shape)}")
         if problems:
-            more = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise ManifestError(f"version {self.version}: {'; '.join(sorted(problems)[:8])}{more}")
+            suffix = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise ManifestError(f"version {self.version}: {'; '.join(sorted(problems)[:8])}{suffix}")
 
 
 def exactly(data: Any, names: tuple[str, ...], label: str) -> dict[str, Any]:
@@ -224,9 +225,10 @@ def _spec(row: Any) -> TensorSpec:
         raise ManifestError(f"manifest: {row!r:.120} is not [name, dtype, shape]")
     if len(row[2]) > MAX_DIMENSIONS:
         raise ManifestError(f"manifest: {row[0]!r:.80} has {len(row[2])} dimensions")
+    # The name and the sizes are checked by the constructor of the manifest, with all others.
     return TensorSpec(row[0], row[1], tuple(row[2]))
 
 
-def _is_count(value: Any, most: int) -> bool:
+def _is_count(value: Any, limit: int) -> bool:
     # isinstance(True, int) holds, and JSON has booleans.
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit

@@ -162,10 +162,10 @@ def _check_text(value: Any, label: str) -> None:
         raise ManifestError(f"{label} is {value!r:.80}, not a printable text of 1 to 256 characters")
 
 
-def _check_integer(value: Any, least: int, most: int, label: str) -> None:
+def _check_integer(value: Any, minimum: int, maximum: int, label: str) -> None:
     # bool is a subclass of int.
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ManifestError(f"{label} is {value!r:.80}, not a number from {least} to {most}")
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise ManifestError(f"{label} is {value!r:.80}, not a number from {minimum} to {maximum}")
 
 
 def _check_seconds(value: Any, label: str) -> None:

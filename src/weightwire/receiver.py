@@ -452,13 +452,15 @@ def _receive(name: str, update: _Update) -> None:
         # The sender returns its seal when every receiver has acknowledged.
         group.acknowledge(RECEIVED)
     except TransportError as error:
-        explained = group.explain(error, f"receiving bucket {min(update.buckets + 1, len(buckets))} of {len(buckets)}")
+        explanation = group.explain(
+            error, f"receiving bucket {min(update.buckets + 1, len(buckets))} of {len(buckets)}"
+        )
         # The transport failed, probably since another member did: the others shall look for that one.
         group.fail(str(error), at_fault=False)
         if transport is not None:
             # Before close(): a transfer in flight would keep the staging memory in use.
             transport.abort()
-        raise explained from error
+        raise explanation from error
     except BaseException as error:
         group.fail(f"{type(error).__name__}: {error}")
         raise
@@ -500,10 +502,10 @@ def _compare(name: str, update: _Update, seal: Seal) -> None:
         buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
         # Tensors instead of bucket numbers: the trainer's author knows these names.
         names = [manifest.tensors[piece.tensor].name for piece in buckets[wrong[0]].pieces]
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        suffix = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise DigestError(
             f"{name}: {update} has not arrived as it was sent: {len(wrong)} of {len(digests)} buckets differ in "
-            f"{manifest.digest}, the first is bucket {wrong[0] + 1} ({', '.join(names[:4])}{more})"
+            f"{manifest.digest}, the first is bucket {wrong[0] + 1} ({', '.join(names[:4])}{suffix})"
         )
 
 

@@ -48,6 +48,7 @@ class RemoteEngine(InferenceEngine):
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
         arguments = {"prompt": list(prompt), "n": n, "adapter": adapter, **asdict(sampling)}
+        # The parser expects a list, and a transport that does not encode JSON would hand it the tuple.
         arguments["stop_token_ids"] = list(sampling.stop_token_ids)
         if not sampling.routed_experts:
             del arguments["routed_experts"]  # unknown to servers of an earlier version
@@ -148,12 +149,12 @@ class Arguments:
             raise WireError(f"{self._call}: {name} is {value!r:.80}; a text was expected")
         return value
 
-    def integer(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
+    def integer(self, name: str, minimum: int, maximum: int, default: Any = _REQUIRED) -> Any:
         """Return an integer within bounds."""
         value = self.take(name, default)
         # type() instead of isinstance: True is an int.
-        if value is not default and (type(value) is not int or not least <= value <= most):
-            raise WireError(f"{self._call}: {name} is {value!r:.40}, not an integer from {least} to {most}")
+        if value is not default and (type(value) is not int or not minimum <= value <= maximum):
+            raise WireError(f"{self._call}: {name} is {value!r:.40}, not an integer from {minimum} to {maximum}")
         return value
 
     def flag(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -163,22 +164,23 @@ class Arguments:
             raise WireError(f"{self._call}: {name} is {value!r:.40}; true or false was expected")
         return value
 
-    def number(self, name: str, most: float, default: Any = _REQUIRED) -> Any:
-        """Return a number from 0 to ``most``."""
+    def number(self, name: str, maximum: float, default: Any = _REQUIRED) -> Any:
+        """Return a number from 0 to ``maximum``."""
         value = self.take(name, default)
-        if value is not default and (type(value) not in (int, float) or not 0 <= value <= most):
-            raise WireError(f"{self._call}: {name} is {value!r:.40}, not a number from 0 to {most:g}")
+        # NaN, which Python's JSON accepts, fails the comparison.
+        if value is not default and (type(value) not in (int, float) or not 0 <= value <= maximum):
+            raise WireError(f"{self._call}: {name} is {value!r:.40}, not a number from 0 to {maximum:g}")
         return value if value is default else float(value)
 
-    def tokens(self, name: str, least: int, most: int, default: Any = _REQUIRED) -> Any:
+    def tokens(self, name: str, minimum: int, maximum: int, default: Any = _REQUIRED) -> Any:
         """Return a list of token ids."""
         value = self.take(name, default)
         if value is default:
             return value
         if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
             raise WireError(f"{self._call}: {name} is not a list of token ids")
-        if not least <= len(value) <= most:
-            raise WireError(f"{self._call}: {name} has {len(value)} token ids, not {least} to {most}")
+        if not minimum <= len(value) <= maximum:
+            raise WireError(f"{self._call}: {name} has {len(value)} token ids, not {minimum} to {maximum}")
         return value
 
     def check_empty(self) -> None:
@@ -208,6 +210,7 @@ def _generate(arguments: Arguments) -> Run:
 
 def _completion_json(completion: Completion) -> dict[str, Any]:
     fields, experts = {**vars(completion)}, completion.routed_experts
+    # Only sent if requested: a client of an earlier version could not construct its Completion with an unknown field.
     del fields["routed_experts"]
     return fields if experts is None else {**fields, "routed_experts": experts.to_json()}
 

@@ -110,10 +110,10 @@ class Sender:
         try:
             medium = make_transport(transport, Setup(group, manifest, bucket_device, timeout_s, options or {}))
         except BaseException as error:
-            explained = group.explain(error, "connecting") if isinstance(error, TransportError) else error
+            explanation = group.explain(error, "connecting") if isinstance(error, TransportError) else error
             group.fail(str(error))
             group.close()
-            raise explained from error
+            raise explanation from error
         return cls(manifest, group, medium, device=bucket_device, timeout_s=timeout_s, overlap=overlap)
 
     def __enter__(self) -> Self:
@@ -148,11 +148,11 @@ class Sender:
             self._group.await_receivers(RECEIVED, self._timeout_s)
         except TransportError as error:
             activity = f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
-            explained = self._group.explain(error, activity)
+            explanation = self._group.explain(error, activity)
             # The broken connection is a consequence. Receivers shall look for its cause instead of naming the sender.
             self._group.fail(str(error), at_fault=False)
             self._transport.abort()
-            raise explained from error
+            raise explanation from error
         except BaseException as error:
             # The export itself failed: here the sender is at fault.
             text = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"

@@ -107,6 +107,7 @@ class StreamSender:
     ) -> None:
         self._transport, self._group, self._device = transport, group, device
         self._version, self._timeout_s = version, timeout_s
+        # Two: one is in flight while the other is filled.
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._work: Work | None = None
         self._parts: list[Part] = []

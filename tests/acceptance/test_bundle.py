@@ -69,7 +69,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in PRIVATE.items():
         monkeypatch.setenv(name, value)
     source = Path(megascend.__file__).parent
-    everything = [
+    parts = [
         *PRIVATE.values(),
         *LOOKS_PRIVATE,
         *MUST_STAY,
@@ -77,7 +77,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         str(Path.cwd()),
         socket.gethostname(),
     ]
-    line = " | ".join(everything) + f' File "{source}/train/step.py", line 3, in step; tcp://10.0.0.1:29500 [fe80::1]'
+    line = " | ".join(parts) + f' File "{source}/train/step.py", line 3, in step; tcp://10.0.0.1:29500 [fe80::1]'
     log = "\n".join([line, f"[rank0]: error on {PRIVATE['HOSTNAME'].upper()} (cobalt-node17):29500, user evelyn", line])
     sections = (
         SectionResult(

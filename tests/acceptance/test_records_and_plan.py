@@ -114,10 +114,10 @@ def test_parity_cases_have_wider_bounds_on_cards() -> None:
     assert {case.name for case in simulated} == {*parity.FROM_MATRIX, *(case.name for case in parity.ON_EIGHT)}
     assert [case.world_size for case in simulated] == sorted(case.world_size for case in simulated)
     assert {case.world_size for case in simulated} == {1, 2, 4, 8}
-    for here, there in zip(simulated, cards, strict=True):
-        assert here.name == there.name
-        assert here.loss_bound < there.loss_bound
-        assert here.parallel == there.parallel
+    for simulated_case, card_case in zip(simulated, cards, strict=True):
+        assert simulated_case.name == card_case.name
+        assert simulated_case.loss_bound < card_case.loss_bound
+        assert simulated_case.parallel == card_case.parallel
     assert [plan.largest_power_of_two(cards) for cards in range(1, 9)] == [1, 2, 2, 4, 4, 4, 4, 8]
 
 

@@ -66,9 +66,9 @@ def test_run_sections_gives_verdicts_despite_failures(tmp_path: Path) -> None:
 
 
 def test_run_sections_doubles_deadlines_when_simulated(tmp_path: Path) -> None:
-    (here,) = run_sections([Section("good", "", 6)], Settings(tmp_path, 2, simulated=True), command=command)
+    (result,) = run_sections([Section("good", "", 6)], Settings(tmp_path, 2, simulated=True), command=command)
     (overridden,) = run_sections([Section("good", "", 6)], Settings(tmp_path, 2), deadline_s=50, command=command)
-    assert (here.deadline_s, overridden.deadline_s) == (12, 50)
+    assert (result.deadline_s, overridden.deadline_s) == (12, 50)
 
 
 @pytest.mark.parametrize("own_session", [False, True])

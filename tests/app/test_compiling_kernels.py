@@ -57,9 +57,9 @@ def test_job_has_the_sizes_of_the_model(tmp_path, triton):
         attention=Attention(groups, raw["num_attention_heads"] // groups, raw["head_dim"], raw["head_dim"], True, True),
         gated=raw["intermediate_size"],
         vocabulary=raw["vocab_size"],
-        done=job.done,
+        done_file=job.done_file,
     )
-    assert Path(job.done).parent == triton
+    assert Path(job.done_file).parent == triton
     assert Job.parse(job.to_text()) == job
 
 
@@ -74,7 +74,7 @@ def test_job_depends_on_settings(tmp_path):
     divided = job_of(plan(tmp_path, settings={"parallel": {"tensor": 2}}))
     assert divided.attention == replace(full.attention, groups=full.attention.groups // 2)
     assert (divided.gated, divided.vocabulary) == (full.gated // 2, -(-full.vocabulary // 2))
-    assert len({full.done, lora.done, divided.done}) == 3
+    assert len({full.done_file, lora.done_file, divided.done_file}) == 3
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_process_does_not_import_user_modules(tmp_path, started, monkeypatch):
         lambda command, **options: popen_options.update(options) or popen(command, **options),
     )
     run = plan(tmp_path)
-    assert Path(job_of(run).done).parent == tmp_path / "triton"
+    assert Path(job_of(run).done_file).parent == tmp_path / "triton"
     with compiling_kernels(run, Launch()):
         assert ended(started[0]) == 0
     assert popen_options["env"]["TRITON_CACHE_DIR"] == str(tmp_path / "triton")
@@ -202,7 +202,7 @@ def test_no_process_is_started_if_it_is_useless(tmp_path, started, triton, monke
     begin(platform="cpu")
     begin(engine="fsdp")
     begin(Launch(rank=1, local_rank=1, world_size=2, local_size=2))
-    Path(job_of(plan(tmp_path)).done).touch()
+    Path(job_of(plan(tmp_path)).done_file).touch()
     begin()
     monkeypatch.setattr(compile_ahead, "DRIVER", "libnosuchdriver.so.1")
     begin(precision="fp32")

@@ -41,10 +41,10 @@ def test_stop_tokens_of_an_answer(tmp_path: Path) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop  # closes a turn in ChatML
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    named = Answering.prepare(
+    generation = Answering.prepare(
         Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path
     )
-    assert {5, 6, tokenizer.eos_token_id} == set(named.sampling[0].stop)
+    assert {5, 6, tokenizer.eos_token_id} == set(generation.sampling[0].stop)
 
 
 def test_invalid_prompts_are_refused_before_training(tmp_path: Path) -> None:

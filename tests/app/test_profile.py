@@ -84,8 +84,8 @@ def test_trace_contains_only_the_recorded_steps(
     folder = tmp_path / "profile"
     assert sorted(path.name for path in folder.iterdir()) == ["top-rank-0.txt", "trace-rank-0.json.gz"]
     events = json.loads(gzip.decompress((folder / "trace-rank-0.json.gz").read_bytes()))["traceEvents"]
-    named = [entry["name"] for entry in events if entry.get("cat") == "user_annotation"]
-    assert [name for name in named if name.startswith("megascend")] == [f"megascend: step {n}" for n in (3, 4, 5)]
+    annotations = [entry["name"] for entry in events if entry.get("cat") == "user_annotation"]
+    assert [name for name in annotations if name.startswith("megascend")] == [f"megascend: step {n}" for n in (3, 4, 5)]
     assert sum(entry["name"] == "aten::mm" for entry in events) == 6
     table = (folder / "top-rank-0.txt").read_text()
     assert table.startswith("steps 3 to 5: 3 steps, ")
@@ -111,8 +111,8 @@ def test_trace_above_the_limit_is_shortened(
     monkeypatch.setattr(profile, "MIB", int(1.8 * size))  # of the limit: room for one step of three
     assert train(Profile(after=1, steps=16, max_mib=1), steps=40) == list(range(1, 41))
     assert "recording" in caplog.text
-    again = (tmp_path / "profile" / "top-rank-0.txt").read_text()
-    assert re.match(r"steps 19 to \d+: \d steps?,", again)
+    repeated = (tmp_path / "profile" / "top-rank-0.txt").read_text()
+    assert re.match(r"steps 19 to \d+: \d steps?,", repeated)
     monkeypatch.setattr(profile, "MIB", 10)
     trace.unlink()
     train(Profile(steps=1, max_mib=1))

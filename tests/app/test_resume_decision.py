@@ -32,7 +32,7 @@ from megascend.config import Lora, RunConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError
 
-AGAIN = Launch(attempt=1)
+RESTART = Launch(attempt=1)
 LATE_RANK = Launch(rank=1, world_size=2, attempt=1)
 
 
@@ -163,27 +163,27 @@ def test_checkpoints_at_run_folder_and_checkpoint(tmp_path: Path) -> None:
 def test_restart_resumes_without_the_option(tmp_path: Path) -> None:
     output = add_run(tmp_path / "with", 4, by=agent())
     for overwrite, resume in ((False, None), (True, None), (False, "auto")):
-        check_start(output, overwrite, resume, AGAIN)
-        start = decide(output, overwrite, resume, AGAIN)
+        check_start(output, overwrite, resume, RESTART)
+        start = decide(output, overwrite, resume, RESTART)
         assert names(start) == ["step-00000004"]
         assert start.clear == ()
-    assert belongs(output, None, AGAIN)
+    assert belongs(output, None, RESTART)
 
 
 def test_restart_before_the_first_checkpoint_keeps_the_journal(tmp_path: Path) -> None:
     output = add_run(tmp_path / "without", by=agent())
-    start = decide(output, False, None, AGAIN)
+    start = decide(output, False, None, RESTART)
     assert start.candidates == ()
     assert set(RUN_FILES) - set(start.clear) == set(JOURNAL)
     other = add_run(tmp_path / "other", 8)
-    assert names(decide(output, False, other, AGAIN)) == ["step-00000008"]  # where the first attempt began
+    assert names(decide(output, False, other, RESTART)) == ["step-00000008"]  # where the first attempt began
 
 
 def test_restart_does_not_touch_another_run(tmp_path: Path) -> None:
     output = add_run(tmp_path, 4, by="elsewhere:1")
     for refuse in (decide, check_start):
         with pytest.raises(ConfigError, match="holds an earlier run"):
-            refuse(output, False, None, AGAIN)
+            refuse(output, False, None, RESTART)
     check_start(
         output, False, None, LATE_RANK
     )  # on another machine the launcher is another process, so only rank 0 refuses
@@ -235,7 +235,7 @@ def test_template_date_is_that_of_the_checkpoint(tmp_path: Path) -> None:
         ("auto", Launch(), saved),
         (output, Launch(), saved),
         (output / "checkpoints" / "step-00000004", Launch(), saved),
-        (None, AGAIN, saved),
+        (None, RESTART, saved),
         (None, LATE_RANK, saved),
         (None, Launch(), today),
     ):

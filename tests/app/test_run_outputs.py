@@ -63,7 +63,7 @@ def test_resumed_log_has_earlier_rows(tmp_path: Path) -> None:
     with RunLog(tmp_path, steps=2) as log:
         log.write(record(1))
         log.write(record(2))
-    with RunLog(tmp_path, steps=2, done=2) as resumed:
+    with RunLog(tmp_path, steps=2, steps_done=2) as resumed:
         pass
     assert [row["step"] for row in resumed.rows] == [1, 2]
 
@@ -78,7 +78,7 @@ def test_other_ranks_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_long_steps_report_progress_by_time() -> None:
     """Use a fake clock: 8 micro batches of 10 s a step, and two steps done by an earlier process."""
     seconds = 0.0
-    progress = StepClock(steps=5, done=2, now=lambda: seconds)
+    progress = StepClock(steps=5, steps_done=2, now=lambda: seconds)
     lines = []
     for step in (3, 4):
         for micro_batches_done in range(8):
@@ -111,7 +111,7 @@ def test_plain_progress_prints_every_few_steps(capsys: pytest.CaptureFixture[str
 
 def test_pace_after_resume_is_that_of_this_process() -> None:
     seconds = 10.0
-    pace = StepClock(100, done=50, now=lambda: seconds)
+    pace = StepClock(100, steps_done=50, now=lambda: seconds)
     assert pace.remaining_s is None
     seconds += 30.0
     pace.step_done(60)
@@ -248,7 +248,7 @@ def test_resume_truncates_later_rows_in_place(tmp_path: Path) -> None:
     with metrics.open("a") as file:
         file.write('{"step": 4, "lo')
     before = metrics.stat().st_ino
-    with RunLog(tmp_path, steps=4, done=2) as log:
+    with RunLog(tmp_path, steps=4, steps_done=2) as log:
         log.write(record(3, loss=7.0))
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert rows == log.rows

@@ -40,14 +40,14 @@ def test_first_signal_is_recorded_and_handlers_are_restored(number: signal.Signa
 
 @pytest.mark.parametrize("number", BY_DEFAULT)
 def test_ignored_and_handled_signals_are_unchanged(number: signal.Signals) -> None:
-    seen: list[int] = []
-    for handler in (signal.SIG_IGN, lambda number, frame: seen.append(number)):
+    observed: list[int] = []
+    for handler in (signal.SIG_IGN, lambda number, frame: observed.append(number)):
         signal.signal(number, handler)
         with StopSignals() as signals:
             send(number)
             assert signals.received is None
             assert signal.getsignal(number) is handler
-    assert seen == [number]
+    assert observed == [number]
 
 
 def test_handler_set_in_c_is_kept() -> None:
@@ -98,13 +98,13 @@ def test_duplicate_ctrl_c_under_a_launcher_counts_once(monkeypatch: pytest.Monke
 
 def test_handlers_are_unchanged_outside_the_main_thread() -> None:
     before = [signal.getsignal(stop_signal) for stop_signal in STOPPING]
-    seen = []
+    observed = []
 
     def work() -> None:
         with StopSignals():
-            seen.append([signal.getsignal(stop_signal) for stop_signal in STOPPING])
+            observed.append([signal.getsignal(stop_signal) for stop_signal in STOPPING])
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join(10)
-    assert seen == [before]
+    assert observed == [before]

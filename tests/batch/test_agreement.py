@@ -170,9 +170,11 @@ def test_every_field_is_compared_and_the_one_that_differs_is_named(change):
 
 
 def test_a_field_that_one_rank_lacks_is_a_difference():
-    with_it, without = (report([Sample([1], [2], [1.0], advantages=values)], 1, [""], None) for values in ([0.0], None))
+    with_it, baseline = (
+        report([Sample([1], [2], [1.0], advantages=values)], 1, [""], None) for values in ([0.0], None)
+    )
     with pytest.raises(DataError, match="their advantages differ"):
-        reconcile([with_it, without], layout(2, context=2))
+        reconcile([with_it, baseline], layout(2, context=2))
 
 
 def test_pairs_may_be_called_by_objects_of_this_process():

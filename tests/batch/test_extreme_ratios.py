@@ -67,7 +67,7 @@ FORMULAS = {
 
 
 def inputs_of(count: int, **fields: object) -> LossInputs:
-    named = {
+    by_name = {
         "targets": torch.zeros(count, dtype=torch.int64),
         "weights": torch.ones(count),
         "sample": torch.arange(count),
@@ -76,7 +76,7 @@ def inputs_of(count: int, **fields: object) -> LossInputs:
         "reduce_context": lambda values: values,
         "last": torch.arange(count),
     }
-    return LossInputs(**(named | fields))  # type: ignore[arg-type]
+    return LossInputs(**(by_name | fields))  # type: ignore[arg-type]
 
 
 def evaluate(loss: Loss, scores: Tensor, inputs: LossInputs, entropy: Tensor | None = None):
@@ -241,12 +241,12 @@ def test_token_of_weight_0_contributes_nothing(name: str, junk: float) -> None:
             return torch.where(weights != 0, torch.randn(8, generator=generator.manual_seed(len(seeds))), value)
 
         seeds: list[str] = []
-        named = {}
+        by_name = {}
         for field in [*fields, "shift", "scores", "entropy"]:
             seeds.append(field)
-            named[field] = column()
-        scores, entropy, shift = named.pop("scores"), named.pop("entropy"), named.pop("shift")
-        inputs = inputs_of(8, weights=weights, extra={"shift": shift}, **named, **PAIRS)
+            by_name[field] = column()
+        scores, entropy, shift = by_name.pop("scores"), by_name.pop("entropy"), by_name.pop("shift")
+        inputs = inputs_of(8, weights=weights, extra={"shift": shift}, **by_name, **PAIRS)
         inputs.last = torch.tensor([1, 3, 5, 7])
         inputs.entropy = entropy if loss.entropy else None
         return evaluate(loss, scores, inputs, entropy if loss.entropy else None)

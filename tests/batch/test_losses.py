@@ -176,17 +176,17 @@ def test_dpo_of_the_reference_is_log_two():
 
 
 def test_sums_per_sample_go_through_the_context_reduction():
-    seen = []
+    observed = []
 
     def reduce(values):
-        seen.append(values.tolist())
+        observed.append(values.tolist())
         return values * 10
 
     arguments = inputs(
         3, weights=tensor([1.0, 2.0, 0.0]), sample=tensor([1, 0, 1]), sample_count=3, reduce_context=reduce
     )
     assert arguments.sum_per_sample(tensor([1.0, 3.0, 100.0])).tolist() == [60.0, 10.0, 0.0]
-    assert seen == [[6.0, 1.0, 0.0]]
+    assert observed == [[6.0, 1.0, 0.0]]
 
 
 def test_a_loss_is_found_by_name_or_made_of_a_callable():

@@ -103,7 +103,10 @@ def test_columns_belong_to_the_same_token(packing, context, tensor, lengths):
         assert torch.equal(batch.fields["advantages"][real], ids[real] + 0.5)
         assert torch.equal(batch.fields["extra"][real], ids[real] + 0.75)
         assert batch.weights[~real].tolist() == [0.0] * int((~real).sum())
-        expected = [int(samples[number].input_ids[0]) + at for number, at in zip(batch.sample, positions, strict=True)]
+        expected = [
+            int(samples[number].input_ids[0]) + position
+            for number, position in zip(batch.sample, positions, strict=True)
+        ]
         assert ids[real].tolist() == torch.tensor(expected)[real].tolist()
         starts = torch.tensor([0, *batch.padded_lengths]).cumsum(0)[batch.sample]
         assert torch.equal(batch.token_index, starts + positions)

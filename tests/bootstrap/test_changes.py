@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from megascend import changes
-from megascend.changes import ABSENT, changed, listed, patch, patched, restore
+from megascend.changes import ABSENT, change_list, changed, patch, patched, restore
 from support.forked_programs import run_forked
 
 
@@ -29,7 +29,7 @@ def test_a_patch_is_listed_once_and_undone(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(module, "g")
     changed("A=1")
     qualified_name = f"objects of {__name__}.Patched.run"
-    assert listed() == [
+    assert change_list() == [
         "theirs.f: takes the largest",
         f"{qualified_name}: takes the smallest",
         "theirs.g: is new",
@@ -43,7 +43,7 @@ def test_temporary_patch_is_undone_after_an_error(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ZeroDivisionError), patched(target, "run", lambda: 1 / 0, "for a while"):
         target.run()
     assert target.run() == "its own"
-    assert len(listed()) == 1
+    assert len(change_list()) == 1
 
 
 class Patched:

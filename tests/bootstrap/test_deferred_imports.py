@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.deferred_imports import Called, LeftOut, PassedOn, deferring
+from megascend.bootstrap.deferred_imports import LateCalls, LeftOut, PassedOn, deferring
 
 LEFT_OUT = (
     "datasets",
@@ -61,7 +61,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_called_function_imports_its_module_at_first_call() -> None:
-    with deferring((Called(*CALLED),)):
+    with deferring((LateCalls(*CALLED),)):
         calls = importlib.import_module("user.calls")
     assert not {"heavy", "heavy.leaf"} & set(sys.modules)
     assert calls.four() == 4
@@ -71,30 +71,30 @@ def test_called_function_imports_its_module_at_first_call() -> None:
 
 
 def test_other_names_of_the_module_are_real() -> None:
-    with deferring((Called("user.takes_more", "heavy.leaf", ("double",)),)):
+    with deferring((LateCalls("user.takes_more", "heavy.leaf", ("double",)),)):
         user = importlib.import_module("user.takes_more")
     leaf = sys.modules["heavy.leaf"]
     assert issubclass(user.Mine, leaf.Kind)
     assert user.value == 7
     assert user.double(1) == 2
-    with deferring((Called("user.takes_all", "heavy.leaf", ("double",)),)):
+    with deferring((LateCalls("user.takes_all", "heavy.leaf", ("double",)),)):
         assert importlib.import_module("user.takes_all").leaf is leaf
 
 
 def test_imported_module_is_not_replaced() -> None:
     leaf = importlib.import_module("heavy.leaf")
-    with deferring((Called(*CALLED),)):
+    with deferring((LateCalls(*CALLED),)):
         assert importlib.import_module("user.calls").double is leaf.double
 
 
 def test_imports_are_normal_after_the_context() -> None:
-    with deferring((Called(*CALLED),)):
+    with deferring((LateCalls(*CALLED),)):
         pass
     assert importlib.import_module("user.calls").double is sys.modules["heavy.leaf"].double
 
 
 def test_failed_import_removes_the_stand_in() -> None:
-    with deferring((Called("user.fails", "heavy.leaf", ("double",)),)), pytest.raises(RuntimeError, match="broken"):
+    with deferring((LateCalls("user.fails", "heavy.leaf", ("double",)),)), pytest.raises(RuntimeError, match="broken"):
         importlib.import_module("user.fails")
     assert "heavy.leaf" not in sys.modules
 
@@ -118,7 +118,7 @@ def test_concurrent_import_gets_the_real_module() -> None:
 
     module.run = run  # type: ignore[attr-defined]
     importlib.invalidate_caches()
-    with deferring((Called(*CALLED),)):
+    with deferring((LateCalls(*CALLED),)):
         assert importlib.import_module("user.calls").double(2) == 4
     assert values == [(7, 2)]
 

@@ -126,11 +126,11 @@ def test_hook_is_first_on_pythonpath_once() -> None:
 
 
 def test_backend_nccl_becomes_gloo() -> None:
-    seen = []
+    observed = []
     for name in ("init_process_group", "new_group"):
 
         def original(*args, **kwargs):
-            seen.append((args, kwargs))
+            observed.append((args, kwargs))
 
         original.__name__ = name
         function = gloo.on_gloo(original)
@@ -139,4 +139,4 @@ def test_backend_nccl_becomes_gloo() -> None:
         function(backend="gloo", pg_options=1)
         function()
     unchanged = [((), {"backend": "gloo"}), ((), {"backend": "gloo", "pg_options": 1}), ((), {})]
-    assert seen == [(("gloo",), {}), *unchanged, (([0, 1], None, "gloo"), {}), *unchanged]
+    assert observed == [(("gloo",), {}), *unchanged, (([0, 1], None, "gloo"), {}), *unchanged]

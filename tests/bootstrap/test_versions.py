@@ -48,7 +48,7 @@ def change(stack: str, **changes: str | None) -> dict[str, str | None]:
 def test_both_stacks_are_supported(stack):
     assert require_supported(GOOD[stack]).name == stack
     assert [finding.level for finding in findings(GOOD[stack])] == ["ok"] * len(PACKAGES)
-    assert [finding.found for finding in findings(GOOD[stack])] == [GOOD[stack][package] for package in PACKAGES]
+    assert [finding.installed for finding in findings(GOOD[stack])] == [GOOD[stack][package] for package in PACKAGES]
 
 
 def test_this_environment_is_a_row_of_the_table():

@@ -100,17 +100,17 @@ def test_saves_loads_and_steps_in_every_order(checkpoint, tmp_path):
 
         # Two saves in a row, the second after steps during the first
         states["one"] = exact_state(backend)
-        one = backend.save(tmp_path / "one", progress={"at": (1, "one")})
+        first = backend.save(tmp_path / "one", progress={"at": (1, "one")})
         train(backend, 3)
-        assert not one.done
+        assert not first.done
         states["two"] = exact_state(backend)
         two = backend.save(tmp_path / "two", progress={"at": 2})
-        assert one.done
+        assert first.done
         assert not two.done
         states["three"] = exact_state(backend)
         three = backend.save(tmp_path / "three")
         assert two.done
-        assert (one.step, two.step, three.step) == (1, 4, 4)
+        assert (first.step, two.step, three.step) == (1, 4, 4)
         assert two.stall_s > disk.PAUSE_S  # the second has waited for the first
 
         # A load, of the very checkpoint that is being written
@@ -165,13 +165,13 @@ def test_files_and_directories_are_synced_before_the_rename(checkpoint, tmp_path
         os.replace = replace
         train(backend)
         backend.save(tmp_path / "new", hf=True, wait=True)
-        everything = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+        paths = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
         # Another rank's files are complete before rank 0 renames: the renaming waits for their digests.
         synced_inodes = set().union(
             *gather_objects(before if backend.rank == 0 else list(synchronised), "world", backend.groups)
         )
         return [
-            str(path) for path in everything if path.stat().st_ino not in synced_inodes
+            str(path) for path in paths if path.stat().st_ino not in synced_inodes
         ], tmp_path.stat().st_ino in synchronised
 
     (left, parent), _ = on_two_ranks(body, checkpoint)

@@ -84,8 +84,8 @@ def cut(shape: tuple[int, ...], generator: random.Random) -> list[tuple[tuple[in
     for _ in range(4):
         offsets, sizes = boxes.pop(generator.randrange(len(boxes)))
         dim = generator.randrange(len(shape))
-        at = generator.randint(0, sizes[dim])
-        for start, size in ((0, at), (at, sizes[dim] - at)):
+        position = generator.randint(0, sizes[dim])
+        for start, size in ((0, position), (position, sizes[dim] - position)):
             if size:
                 box_offsets = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
                 boxes.append((box_offsets, (*sizes[:dim], size, *sizes[dim + 1 :])))

@@ -150,16 +150,16 @@ def test_every_kill_point_of_an_overwrite_leaves_a_checkpoint(checkpoint, tmp_pa
             copying[0] = 0
             old_only = 0
             for folder, before, name in points:
-                there = folder / "last"
-                if not there.exists():
+                readable = folder / "last"
+                if not readable.exists():
                     assert not exchange
                     assert name == "replace"
                     assert manifest.read(folder / ".last.old").step == before
                     with pytest.raises(CheckpointError, match=r"left the one before as .*\.last\.old: rename it"):
-                        backend.load(there)
-                    there, old_only = folder / ".last.old", old_only + 1
-                assert is_complete(there), (folder, name)
-                backend.load(there)
+                        backend.load(readable)
+                    readable, old_only = folder / ".last.old", old_only + 1
+                assert is_complete(readable), (folder, name)
+                backend.load(readable)
                 assert backend.step_count in (before, before + 1)
                 assert exact_state(backend) == states[backend.step_count]
                 backend.save(folder / "last", wait=True)
@@ -355,18 +355,18 @@ TWO = [
 def test_one_of_two_ranks_killed_repeatedly_resumes_to_the_same_state(checkpoint, tmp_path):
     """Kill one rank at different points; the other one raises an error instead of waiting forever."""
     output, steps = tmp_path / "run", []
-    for how, rank, *number in TWO:
-        if how == "calls":
+    for kill_point, rank, *number in TWO:
+        if kill_point == "calls":
             results = run_distributed(
                 run_on, 2, checkpoint, output, 10**6, (rank, *number), init=False, timeout_s=60, expect_lost={rank}
             )
         else:
-            step = None if how == "write" else steps[-1] + 3  # during the second save, or the wait for the first
-            with faults.inject(faults.Fault("die", rank=rank, phase=how, step=step)):
+            step = None if kill_point == "write" else steps[-1] + 3  # during the second save, or the wait for the first
+            with faults.inject(faults.Fault("die", rank=rank, phase=kill_point, step=step)):
                 results = run_distributed(run_on, 2, checkpoint, output, init=False, timeout_s=180, expect_lost={rank})
         assert results[rank] == Lost(-signal.SIGKILL)
         _, message = results[1 - rank]
-        assert isinstance(message, str), (how, rank, number)
+        assert isinstance(message, str), (kill_point, rank, number)
         steps.append(reached(output))
     assert steps == sorted(steps)
     finished_equally(checkpoint, tmp_path, 2)

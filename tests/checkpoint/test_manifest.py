@@ -94,17 +94,17 @@ def test_every_truncation_is_refused(tmp_path):
 def test_bytes_that_are_replaced_inserted_removed_or_exchanged_are_refused(tmp_path):
     data, draw = MANIFEST.to_text().encode(), random.Random(0)
     for _ in range(3000):
-        damaged, at = bytearray(data), draw.randrange(len(data) - 1)
+        damaged, position = bytearray(data), draw.randrange(len(data) - 1)
         match draw.randrange(4):
             case 0:
-                damaged[at] = draw.randrange(256)
+                damaged[position] = draw.randrange(256)
             case 1:
-                damaged.insert(at, draw.choice(b' \n\t0"{},'))
+                damaged.insert(position, draw.choice(b' \n\t0"{},'))
             case 2:
-                del damaged[at]
+                del damaged[position]
             case _:
-                damaged[at], damaged[at + 1] = damaged[at + 1], damaged[at]
-        assert damaged == data or refused(bytes(damaged), tmp_path), bytes(damaged[at - 9 : at + 9])
+                damaged[position], damaged[position + 1] = damaged[position + 1], damaged[position]
+        assert damaged == data or refused(bytes(damaged), tmp_path), bytes(damaged[position - 9 : position + 9])
 
 
 @pytest.mark.parametrize(

@@ -310,20 +310,20 @@ def test_unwritable_latest_file_raises_and_removes_nothing(tmp_path):
 
 def test_latest_file_is_replaced_atomically(tmp_path, monkeypatch):
     """Write a temporary file, sync it, and rename it: a crash leaves the old or the new content."""
-    retention, seen = Retention(tmp_path), []
+    retention, observed = Retention(tmp_path), []
     add(retention, 1, 2)
     retention.committed(retention.path(1))
     replace, fsync = os.replace, os.fsync
 
     def synchronise(descriptor):
-        seen.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        observed.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
         fsync(descriptor)
 
     def rename(source, target):
-        seen.append((Path(source).read_text(), Path(target).read_text()))
+        observed.append((Path(source).read_text(), Path(target).read_text()))
         replace(source, target)
 
     monkeypatch.setattr(os, "fsync", synchronise)
     monkeypatch.setattr(os, "replace", rename)
     retention.committed(retention.path(2))
-    assert seen[:2] == [".latest.writing", ("step-00000002\n", "step-00000001\n")]
+    assert observed[:2] == [".latest.writing", ("step-00000002\n", "step-00000001\n")]

@@ -127,11 +127,11 @@ def test_prepared_memory_is_used_by_the_copy(monkeypatch):
 
 
 def test_prepare_calls_do_not_overlap(monkeypatch):
-    active, most, allocate = [0], [0], Staging._allocate
+    active, peak, allocate = [0], [0], Staging._allocate
 
     def slowly(self, size):
         active[0] += 1
-        most[0] = max(most[0], active[0])
+        peak[0] = max(peak[0], active[0])
         threading.Event().wait(0.05)
         active[0] -= 1
         return allocate(self, size)
@@ -141,7 +141,7 @@ def test_prepare_calls_do_not_overlap(monkeypatch):
     for _ in range(3):
         staged.prepare(state)
     copied = staged.copy(state)
-    assert most == [1]
+    assert peak == [1]
     assert same(values(copied)["a"][1], state["a"].slices[1][1])
 
 

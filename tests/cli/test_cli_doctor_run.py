@@ -190,9 +190,9 @@ def test_repeated_starts_are_several_attempts(tmp_path: Path) -> None:
     folder = tmp_path / "errors"
     folder.mkdir()
     messages = {150: "first", 160: "its last words", 250: "second"}
-    lines = [error(0, at, "DataError", message) for at, message in messages.items()]
+    lines = [error(0, seconds, "DataError", message) for seconds, message in messages.items()]
     since = [{"pid": 7, "since": 100}, {"pid": 7, "since": 100}, {"pid": 8, "since": 200}]
-    records = [json.dumps(line | {"started": False} | more) for line, more in zip(lines, since, strict=True)]
+    records = [json.dumps(line | {"started": False} | extra) for line, extra in zip(lines, since, strict=True)]
     (folder / "attempt-0-rank-0.json").write_text("\n".join(records) + "\n")
     attempts = read_run(tmp_path).attempts
     assert [[record.message for record in attempt.errors] for attempt in attempts] == [["its last words"], ["second"]]
@@ -239,7 +239,7 @@ def test_failed_saves_and_their_stall(tmp_path: Path) -> None:
     events = [start(100), event("save", 110, step=2, stall_s=0.5), event("saved", 111), event("save", 120, stall_s=1.5)]
     events += [event("save_failed", 121, problem=full)] * 5
     saves = saves_of(events)
-    assert (saves.begun, saves.completed, saves.stall_s) == (2, 1, (0.5, 1.5))
+    assert (saves.started, saves.completed, saves.stall_s) == (2, 1, (0.5, 1.5))
     text = render_run(read_run(write_run(tmp_path / "run", events)))
     assert "1 complete, 5 failed; training stood still for 2.00 s in all, 1.000 s each" in text
     assert text.count(full) == 3

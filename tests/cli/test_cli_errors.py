@@ -56,9 +56,9 @@ def test_show_config_prints_what_train_reads(megascend, run_file: Path) -> None:
     assert printed["parallel"]["tensor"] == 2
     assert printed["optimizer"]["max_grad_norm"] == 1.0
     assert "# 2 ranks" in completed.stdout
-    again = run_file.parent / "again.yaml"
-    again.write_text(completed.stdout)
-    assert yaml.safe_load(megascend("show-config", again).stdout) == printed
+    repeated = run_file.parent / "again.yaml"
+    repeated.write_text(completed.stdout)
+    assert yaml.safe_load(megascend("show-config", repeated).stdout) == printed
 
 
 def test_show_config_prints_what_rl_reads(megascend, run_file: Path) -> None:
@@ -67,9 +67,9 @@ def test_show_config_prints_what_rl_reads(megascend, run_file: Path) -> None:
     assert completed.returncode == 0, completed.stderr
     printed = yaml.safe_load(completed.stdout)
     assert (printed["rollout"]["max_lag"], printed["objective"]["loss"], printed["engines"]) == (2, "ppo", ["local"])
-    again = run_file.parent / "again.yaml"
-    again.write_text(completed.stdout)
-    assert yaml.safe_load(megascend("show-config", again).stdout) == printed
+    repeated = run_file.parent / "again.yaml"
+    repeated.write_text(completed.stdout)
+    assert yaml.safe_load(megascend("show-config", repeated).stdout) == printed
     completed = megascend("show-config", example, "--set", "rollout.max_lags=2", cwd=run_file.parent)
     assert completed.returncode == 2
     assert "rollout.max_lags" in completed.stderr

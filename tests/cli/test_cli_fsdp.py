@@ -54,8 +54,8 @@ def test_quick_start_run_file_on_one_process(megascend, model: Path, tmp_path: P
     assert yaml.safe_load(printed.stdout)["engine"] == "fsdp"
     completed = megascend("train", RUN_FILE, *values, cwd=ROOT)
     assert completed.returncode == 0, completed.stderr
-    more = (*settings(model, output, 6, "checkpoint.every=2"), *FSDP, "--resume", "auto")
-    completed = megascend("train", RUN_FILE, *more, cwd=ROOT)
+    extra = (*settings(model, output, 6, "checkpoint.every=2"), *FSDP, "--resume", "auto")
+    completed = megascend("train", RUN_FILE, *extra, cwd=ROOT)
     assert completed.returncode == 0, completed.stderr
     assert "resumed from" in completed.stdout
     rows_of_run = rows(output)
@@ -91,9 +91,9 @@ def test_killed_rank_under_torchrun_does_not_change_the_result(megascend, model:
     assert weights(killed) == weights(uninterrupted)
     report = read_run(killed, verify=True)
     assert report.ok
-    lost, restarted = report.attempts
-    assert (lost.outcome, lost.step, lost.silent) == ("lost", 5, (1,))
-    assert lost.errors[0].error == "PeerLostError"
+    first_attempt, restarted = report.attempts
+    assert (first_attempt.outcome, first_attempt.step, first_attempt.silent) == ("lost", 5, (1,))
+    assert first_attempt.errors[0].error == "PeerLostError"
     assert (restarted.outcome, restarted.resumed_after) == ("finished", 3)
 
 
@@ -102,13 +102,13 @@ def test_megatron_run_is_resumed_with_fsdp(megascend, model: Path, tmp_path: Pat
     """Resume with the same command and another engine; metrics equal the uninterrupted run to rounding."""
     reference, moved = tmp_path / "reference", tmp_path / "moved"
     two = ("--nproc", "2")
-    for output, steps, more in (
+    for output, steps, extra in (
         (reference, 8, ()),
         (moved, 4, ()),
         (moved, 8, (*FSDP, "--resume", "auto")),
     ):
         values = settings(model, output, steps, "checkpoint.every=4", "schedule.total_steps=8")
-        completed = megascend("train", RUN_FILE, *values, *more, *two, cwd=ROOT, timeout=DEADLINE_S)
+        completed = megascend("train", RUN_FILE, *values, *extra, *two, cwd=ROOT, timeout=DEADLINE_S)
         assert completed.returncode == 0, completed.stderr
     assert "engine: megatron -> fsdp" in completed.stdout + completed.stderr
     resumed, expected = rows(moved), rows(reference)

@@ -99,15 +99,15 @@ def test_every_byte_has_a_token() -> None:
     assert characters[ord(" ")] == "Ġ"  # as in every byte-level vocabulary since GPT-2
     assert characters[ord("\n")] == "Ċ"
     tokenizer = byte_tokenizer(128)
-    everything = "".join(map(chr, range(0x20, 0x800)))
-    assert tokenizer(everything)["input_ids"] == list(everything.encode())
+    text = "".join(map(chr, range(0x20, 0x800)))
+    assert tokenizer(text)["input_ids"] == list(text.encode())
 
 
 def test_seed_determines_the_weights(tmp_path: Path) -> None:
     size = {"hidden": 16, "layers": 1, "heads": 2}
     write((tmp_path / "a", 1, size), (tmp_path / "b", 1, size), (tmp_path / "c", 2, size))
-    first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
-    assert first == again
+    first, repeated, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert first == repeated
     assert first != other
 
 

@@ -142,8 +142,8 @@ def test_sigterm_to_the_launcher_of_two_ranks(megascend, folder, uninterrupted) 
     assert f"--nproc 2 --set output={output} --resume auto" in completed.stdout
 
     steps = max(STEPS, last + 3)
-    more = ("--nproc", "2", "--set", f"output={output}", "--set", f"steps={steps}", "--resume", "auto")
-    completed = megascend("train", "run.yaml", *more, cwd=folder, timeout=DEADLINE_S)
+    extra = ("--nproc", "2", "--set", f"output={output}", "--set", f"steps={steps}", "--resume", "auto")
+    completed = megascend("train", "run.yaml", *extra, cwd=folder, timeout=DEADLINE_S)
     assert completed.returncode == 0, completed.stderr
     assert f"resumed from {output}/checkpoints/step-{last:08d} after step {last}" in completed.stdout
     reference = uninterrupted(steps)
@@ -165,9 +165,9 @@ def test_ctrl_c_under_torchrun_and_killed_rank_after_resume(folder, uninterrupte
     steps = max(STEPS, saved + 4)
     fault = faults.Fault("die", rank=1, phase="forward", step=saved + 2)
     settings = (f"output={output}", f"steps={steps}", "checkpoint.every=4", "checkpoint.asynchronous=false")
-    more = [part for setting in settings for part in ("--set", setting)] + ["--resume", "auto"]
+    extra = [part for setting in settings for part in ("--set", setting)] + ["--resume", "auto"]
     completed = subprocess.run(
-        train_command(*more, torchrun=["--max-restarts=1"]),
+        train_command(*extra, torchrun=["--max-restarts=1"]),
         cwd=folder,
         capture_output=True,
         text=True,

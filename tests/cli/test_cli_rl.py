@@ -22,9 +22,9 @@ def test_example_learns_and_resumes(megascend, small_model: Path, tmp_path: Path
     assert completed.returncode == 0, completed.stderr
     assert "reward" in completed.stdout
     assert "2 steps in" in completed.stdout
-    more = megascend("rl", EXAMPLE, *overrides(**settings, steps="3"), "--resume", "auto", cwd=ROOT)
-    assert more.returncode == 0, more.stderr
-    assert "after step 2" in more.stdout
+    extra = megascend("rl", EXAMPLE, *overrides(**settings, steps="3"), "--resume", "auto", cwd=ROOT)
+    assert extra.returncode == 0, extra.stderr
+    assert "after step 2" in extra.stdout
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [row["version"] for row in rows] == [1, 2, 3]
     assert all(row["max_lag"] <= 1 for row in rows)

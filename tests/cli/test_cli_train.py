@@ -146,13 +146,13 @@ def test_startup_times_are_recorded_by_phase(single: Path) -> None:
 
 def test_generation_equals_transformers(single: Path) -> None:
     events = [json.loads(line) for line in (single / "events.jsonl").read_text().splitlines()]
-    answered = {event["step"]: event["answers"] for event in events if event["event"] == "answered"}
-    assert list(answered) == [5, 10, STEPS]
+    answers = {event["step"]: event["answers"] for event in events if event["event"] == "answered"}
+    assert list(answers) == [5, 10, STEPS]
     completed = run_reference(ANSWER, single / "hf", "one?", "left?")
     assert completed.returncode == 0, completed.stderr[-4000:]
     expected = json.loads(completed.stdout.splitlines()[-1])
-    assert [[answer["text"], answer["tokens"]] for answer in answered[STEPS]] == expected
-    assert [answer["prompt"] for answer in answered[STEPS]] == ["one?", "left?"]
+    assert [[answer["text"], answer["tokens"]] for answer in answers[STEPS]] == expected
+    assert [answer["prompt"] for answer in answers[STEPS]] == ["one?", "left?"]
 
 
 @pytest.mark.parametrize("axis", ["tensor", pytest.param("data", marks=pytest.mark.nightly)])

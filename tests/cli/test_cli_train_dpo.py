@@ -131,8 +131,8 @@ def test_two_processes_learn_the_same_and_resume_keeps_the_reference(megascend, 
     for key in ("loss", "grad_norm", "reward_rejected"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in metrics(single)], rel=1e-3, abs=1e-4)
     assert rows[-1]["validation_loss"] == pytest.approx(metrics(single)[-1]["validation_loss"], rel=1e-3)
-    again = ("--set", "output=again", "--set", "export=false", "--resume", "two/checkpoints/step-00000004")
-    completed = megascend("train", "run.yaml", "--nproc", "2", *again, cwd=folder)
+    repeated = ("--set", "output=again", "--set", "export=false", "--resume", "two/checkpoints/step-00000004")
+    completed = megascend("train", "run.yaml", "--nproc", "2", *repeated, cwd=folder)
     assert completed.returncode == 0, completed.stderr
     resumed = [(row["step"], row["loss"], row["validation_loss"]) for row in metrics(folder / "again")]
     assert resumed == [(row["step"], row["loss"], row["validation_loss"]) for row in rows[4:]]

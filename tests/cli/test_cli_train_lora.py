@@ -173,7 +173,7 @@ def test_resolved_settings_accept_adapter_overrides(megascend, single: Path, fol
     resolved = yaml.safe_load(megascend("show-config", "single/config.yaml", "--set", "lora.rank=2", cwd=folder).stdout)
     assert resolved["lora"]["rank"] == 2
     assert resolved["lora"]["targets"] == ["q_proj", "o_proj", "down_proj"]
-    without = folder / "without.yaml"
-    without.write_text(yaml.safe_dump(resolved | {"lora": None}))
-    again = yaml.safe_load(megascend("show-config", without, "--set", "lora.rank=2").stdout)
-    assert (again["lora"]["rank"], again["lora"]["targets"]) == (2, "all-linear")
+    baseline = folder / "without.yaml"
+    baseline.write_text(yaml.safe_dump(resolved | {"lora": None}))
+    repeated = yaml.safe_load(megascend("show-config", baseline, "--set", "lora.rank=2").stdout)
+    assert (repeated["lora"]["rank"], repeated["lora"]["targets"]) == (2, "all-linear")

@@ -218,8 +218,8 @@ def test_empty_turn_takes_no_block_of_another_turn() -> None:
         "{% endif %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
     )
-    nothing = {"role": "assistant", "content": "", "loss": False}
-    messages = [CHAT[0], nothing, CHAT[2], CHAT[3] | {"reasoning_content": "hm"}]
+    empty_turn = {"role": "assistant", "content": "", "loss": False}
+    messages = [CHAT[0], empty_turn, CHAT[2], CHAT[3] | {"reasoning_content": "hm"}]
     sample, _ = encode(parse_record({"messages": messages}, "f:1"), tokenizer)
     assert learned(sample, tokenizer) == ["hm", "drei"]
 

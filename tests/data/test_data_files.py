@@ -105,8 +105,8 @@ def test_every_format_gives_equal_documents(form: str, tmp_path: Path) -> None:
     documents, findings = read(tmp_path / name)
     findings.raise_problems()
     calls = [{"type": "function", "function": {"name": "look", "arguments": {"where": "sky"}}}]
-    answered = ({"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "blue"})
-    assert documents[0].messages == (CHAT[0], *answered, CHAT[1])
+    answers = ({"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "blue"})
+    assert documents[0].messages == (CHAT[0], *answers, CHAT[1])
     assert documents[1].messages == tuple(CHAT)
     assert documents[1].tools is None
     [tool] = documents[0].tools or ()

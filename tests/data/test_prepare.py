@@ -85,9 +85,9 @@ def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     first = samples_of(folder)
     with monkeypatch.context() as patched:
         patched.setattr(prepare, "write_store", None)
-        again = samples_of(folder)
-        assert again.fingerprint == first.fingerprint
-        assert again.remarks == first.remarks
+        repeated = samples_of(folder)
+        assert repeated.fingerprint == first.fingerprint
+        assert repeated.remarks == first.remarks
     [store_name] = stores(folder)
 
     def differs(**settings: Any) -> None:

@@ -13,8 +13,8 @@ from megascend.errors import DataError
 
 def test_every_epoch_holds_every_sample_once() -> None:
     stream = batches(range(10), 4, seed=1, shuffle=True)
-    drawn = [sample for _ in range(5) for sample in next(stream)]
-    first, second = drawn[:10], drawn[10:]
+    draws = [sample for _ in range(5) for sample in next(stream)]
+    first, second = draws[:10], draws[10:]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert stream.epochs == 2.0
@@ -103,11 +103,11 @@ def test_stream_continues_with_changed_samples() -> None:
     same.load_state_dict(state)
     assert "by: chat template" in same.changes
     assert [next(same) for _ in range(3)] == [next(stream) for _ in range(3)]
-    more = changed_stream(12)
-    more.load_state_dict(state)
-    assert more.changes.endswith("; a new epoch begins")
-    assert more.epochs == 2.0
-    assert sorted(next(more) + next(more) + next(more)) == list(range(12))
+    extra = changed_stream(12)
+    extra.load_state_dict(state)
+    assert extra.changes.endswith("; a new epoch begins")
+    assert extra.epochs == 2.0
+    assert sorted(next(extra) + next(extra) + next(extra)) == list(range(12))
     with pytest.raises(DataError, match="shuffle was True"):
         batches(range(10), 4, 3, False, "one", on_changed="continue").load_state_dict(state)
 

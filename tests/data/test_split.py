@@ -36,9 +36,9 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     assert [len(set(part)) for part in numbers] == [7, 3]
     assert sorted(numbers[0] + numbers[1]) == sorted([*range(10)] * 2)
     assert [int(sample.input_ids[0]) for sample in learned[2:4]] == numbers[0][2:4]
-    again, _ = hold_out(samples, 0.3, seed=1)
+    repeated, _ = hold_out(samples, 0.3, seed=1)
     other, _ = hold_out(samples, 0.3, seed=2)
-    assert [int(sample.input_ids[0]) for sample in again] == numbers[0]
+    assert [int(sample.input_ids[0]) for sample in repeated] == numbers[0]
     assert [int(sample.input_ids[0]) for sample in other] != numbers[0]
     assert len({learned.fingerprint, held_out.fingerprint, other.fingerprint, all_samples(samples).fingerprint}) == 4
     assert [len(part) for part in hold_out(samples, 0.001, seed=1)] == [18, 2]  # at least one

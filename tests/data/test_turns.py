@@ -276,19 +276,19 @@ def test_answers_and_their_ends_carry_loss(name: str) -> None:
         return
     earlier, last = family.learned
 
-    for answers, more in (
+    for answers, extra in (
         (("first",), {}),
         (("first", "second"), {}),
         (("first", "", "third"), {}),
         (("first", "second"), {"last_question": True}),
         (("first", "second", "third"), {"system": True}),
     ):
-        if more.get("system") and family.system is None:
+        if extra.get("system") and family.system is None:
             continue
-        sample, _ = encode({"messages": conversation(*answers, **more)}, tokenizer)
-        endings = [earlier] * len(answers) if more.get("last_question") else [*[earlier] * (len(answers) - 1), last]
+        sample, _ = encode({"messages": conversation(*answers, **extra)}, tokenizer)
+        endings = [earlier] * len(answers) if extra.get("last_question") else [*[earlier] * (len(answers) - 1), last]
         expected = [pattern.replace("@", answer) for pattern, answer in zip(endings, answers, strict=True) if answer]
-        assert learned(sample, tokenizer) == expected, (answers, more)
+        assert learned(sample, tokenizer) == expected, (answers, extra)
 
 
 def call(**arguments: Any) -> dict[str, Any]:
@@ -355,10 +355,10 @@ def test_omitted_thoughts_are_reported(scope: str, inline: bool) -> None:
         else:
             message["reasoning_content"] = "what"
     sample, remarks = encode({"messages": messages}, tokenizer)
-    thought = "<think>\nwhat\n</think>\n\n"
+    reasoning = "<think>\nwhat\n</think>\n\n"
     assert learned(sample, tokenizer) == [
-        (thought if scope == "all" else "") + "first<|im_end|>",
-        ("" if scope == "none" else thought) + "second<|im_end|>",
+        (reasoning if scope == "all" else "") + "first<|im_end|>",
+        ("" if scope == "none" else reasoning) + "second<|im_end|>",
     ]
     dropped = ["f:1: the chat template leaves out the reasoning of some of the assistant's turns"]
     assert remarks == ([] if scope == "all" else dropped)

@@ -22,7 +22,7 @@ from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
 from megascend.diagnostics.collective_sequence import CollectiveCounts
 from megascend.diagnostics.diagnosis import (
-    LISTED,
+    MAX_LISTED,
     PeerStatus,
     PeerVerdict,
     PhaseFailure,
@@ -184,8 +184,8 @@ def test_positions_are_a_short_list_that_includes_the_culprits() -> None:
     assert diagnosis.positions.startswith(
         "Ranks: 0 in grad reduce of step 3 for 8 s; 1 in grad reduce of step 3 for 8 s; "
     )
-    assert diagnosis.positions.endswith(f"; 700 gone, last in grad reduce of step 3; and {1000 - LISTED} more")
-    assert diagnosis.positions.count(";") == LISTED
+    assert diagnosis.positions.endswith(f"; 700 gone, last in grad reduce of step 3; and {1000 - MAX_LISTED} more")
+    assert diagnosis.positions.count(";") == MAX_LISTED
 
 
 def test_record_survives_encoding() -> None:
@@ -304,12 +304,12 @@ def test_exception_is_published_until_the_rank_continues(tmp_path) -> None:
         )
         with monitor.phase("update"):
             wait_until(lambda: read(0).failure is None)
-        with pytest.raises(PeerLostError, match="Rank 0 failed in update of step 1 with KeyError: 'x'") as lost:  # noqa: PT012, SIM117
+        with pytest.raises(PeerLostError, match="Rank 0 failed in update of step 1 with KeyError: 'x'") as peer_error:  # noqa: PT012, SIM117
             with other.phase("update"):
                 with pytest.raises(KeyError), monitor.phase("update"):
                     raise KeyError("x")
                 raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
-        assert isinstance(lost.value.__cause__, RuntimeError)
+        assert isinstance(peer_error.value.__cause__, RuntimeError)
     finally:
         monitor.close()
         other.close()

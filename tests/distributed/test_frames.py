@@ -7,22 +7,22 @@ import pytest
 from megascend.distributed.frames import SIZE, Position, contents, decode, describe, encode
 from megascend.errors import CheckpointError, MegascendError, OutOfStepError
 
-HERE = Position("gather_objects", "world", 12, 3, "save('a')", "save")
+FOLDER = Position("gather_objects", "world", 12, 3, "save('a')", "save")
 
 
 def test_frame_decodes_to_its_position_and_content() -> None:
     for content in (b"", b"abc", b"\0" * 300):
-        frame = encode(HERE, content)
+        frame = encode(FOLDER, content)
         assert len(frame) == SIZE
         decoded = decode(frame)
         assert decoded is not None
         assert (decoded.position, decoded.length, decoded.content, decoded.complete) == (
-            HERE,
+            FOLDER,
             len(content),
             content,
             True,
         )
-    decoded = decode(encode(HERE, b"x" * SIZE))
+    decoded = decode(encode(FOLDER, b"x" * SIZE))
     assert decoded is not None
     assert (decoded.length, decoded.content, decoded.complete) == (SIZE, b"", False)
 
@@ -47,36 +47,36 @@ def test_long_texts_are_cut_but_compared_completely() -> None:
 )
 def test_positions_must_be_equal_except_for_the_phase(position: Position) -> None:
     with pytest.raises(OutOfStepError) as caught:
-        contents([encode(HERE, b""), encode(position, b"")], [4, 7], 7)
+        contents([encode(FOLDER, b""), encode(position, b"")], [4, 7], 7)
     assert str(caught.value).startswith(
         "rank 7: the ranks are out of step: rank 4 is in save('a') (gather_objects, collective 12 of world, step 3); rank 7 is"
     )
     elsewhere = Position("gather_objects", "world", 12, 3, "save('a')", "load")
-    assert len(contents([encode(HERE, b""), encode(elsewhere, b"")], [4, 7], 7)) == 2
+    assert len(contents([encode(FOLDER, b""), encode(elsewhere, b"")], [4, 7], 7)) == 2
 
 
 def test_foreign_bytes_raise_out_of_step_error() -> None:
     with pytest.raises(OutOfStepError, match="rank 1: what came from rank 0 is not of an object collective"):
-        contents([b"\1" * SIZE, encode(HERE, b"")], [0, 1], 1)
+        contents([b"\1" * SIZE, encode(FOLDER, b"")], [0, 1], 1)
 
 
 def test_refusal_is_raised_on_all_ranks_with_its_class() -> None:
     refused = Position("agree", "world", 12, 3, "save('a')", "save", ("CheckpointError", "no room"))
     with pytest.raises(CheckpointError, match=r"^rank 0: no room$"):
-        contents([encode(refused, b""), encode(HERE, b"")], [0, 1], 1)  # the collectives need not match for a refusal
+        contents([encode(refused, b""), encode(FOLDER, b"")], [0, 1], 1)  # the collectives need not match for a refusal
     strange = Position("agree", "world", 12, 3, "save('a')", "save", ("annotations", "rank 9: no class"))
     with pytest.raises(MegascendError, match=r"^rank 9: no class$"):
-        contents([encode(strange, b""), encode(HERE, b"")], [0, 1], 1)
+        contents([encode(strange, b""), encode(FOLDER, b"")], [0, 1], 1)
     other = Position("agree", "world", 12, 3, "load('a')", "", ("CheckpointError", "none there"))
     with pytest.raises(
         OutOfStepError, match=r"load\('a'\) .*, where it raised CheckpointError: none there; rank 1 is in save"
     ):
-        contents([encode(other, b""), encode(HERE, b"")], [0, 1], 1)
+        contents([encode(other, b""), encode(FOLDER, b"")], [0, 1], 1)
 
 
 def test_ranks_at_the_same_position_are_listed_together() -> None:
     barrier = Position("barrier", "world", 2, 1, "", "export")
-    assert describe({0: HERE, 1: barrier, 2: HERE}) == (
+    assert describe({0: FOLDER, 1: barrier, 2: FOLDER}) == (
         "ranks 0, 2 are in save('a') (gather_objects, collective 12 of world, step 3); "
         "rank 1 is in export (barrier, collective 2 of world, step 1)"
     )

@@ -92,8 +92,8 @@ def test_rank_of_another_host_is_named_with_the_host() -> None:
 
 
 def test_hosts_with_another_directory_are_named_with_their_ranks() -> None:
-    seen = [("node-a", True), ("node-a", True), ("node-b", False), ("node-b", False)]
-    problem = not_shared(Path("/data/run"), seen)
+    observed = [("node-a", True), ("node-a", True), ("node-b", False), ("node-b", False)]
+    problem = not_shared(Path("/data/run"), observed)
     assert problem is not None
     assert problem.startswith("output: /data/run on node-a (rank 0) is another directory than on node-b (ranks 2, 3)")
-    assert not_shared(Path("/data/run"), [(host, True) for host, _ in seen]) is None
+    assert not_shared(Path("/data/run"), [(host, True) for host, _ in observed]) is None

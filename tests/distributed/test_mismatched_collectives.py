@@ -125,9 +125,9 @@ def test_deadlock_over_several_groups_raises_on_all_ranks(runtime: Runtime) -> N
     for number, names in enumerate(PLANS):
         for rank, rank_messages in enumerate(messages):
             # A rank learns of collectives that it did not enter from other ranks.
-            named = [other for other in range(4) if f"is in from {other} (gather_objects, " in rank_messages[number]]
-            assert rank in named, rank_messages[number]
-            assert len(named) > 1, rank_messages[number]
+            peers = [other for other in range(4) if f"is in from {other} (gather_objects, " in rank_messages[number]]
+            assert rank in peers, rank_messages[number]
+            assert len(peers) > 1, rank_messages[number]
             assert any(f"of {name}, step 1)" in rank_messages[number] for name in {*names} - {names[rank]}), (
                 rank_messages[number]
             )
@@ -214,8 +214,8 @@ def test_every_collective_of_the_package_names_its_purpose() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in positions:
                 count += 1
-                named = any(keyword.arg == "purpose" for keyword in node.keywords)
-                assert named or len(node.args) > positions[node.func.id], f"{path}:{node.lineno}"
+                has_purpose = any(keyword.arg == "purpose" for keyword in node.keywords)
+                assert has_purpose or len(node.args) > positions[node.func.id], f"{path}:{node.lineno}"
     assert count > 10
 
 

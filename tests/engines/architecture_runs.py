@@ -116,9 +116,9 @@ def outcomes(engine: str, name: str) -> dict[str, str]:
     """Return, by layout, ``right``, ``refused: ...``, ``wrong: ...`` or ``traceback: ...``; or why the model cannot be built."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, more = VARIANTS.get(name, (name, {}))
+    model_type, extra = VARIANTS.get(name, (name, {}))
     try:
-        config = AutoConfig.for_model(model_type, **tiny_settings(model_type) | more)
+        config = AutoConfig.for_model(model_type, **tiny_settings(model_type) | extra)
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
         if size > LARGEST_MODEL:

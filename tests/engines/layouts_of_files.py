@@ -47,12 +47,12 @@ def tensors(seed: int = 0) -> Tensors:
 
     weights = {EMBEDDING: random(64, 32), "model.norm.weight": 1 + random(32), HEAD: random(64, 32)}
     for layer in range(2):
-        at = f"model.layers.{layer}"
+        prefix = f"model.layers.{layer}"
         rows = {"q_proj": 32, "k_proj": 16, "v_proj": 16, "o_proj": 32}
-        weights |= {f"{at}.self_attn.{name}.weight": random(count, 32) for name, count in rows.items()}
-        weights |= {f"{at}.mlp.{name}_proj.weight": random(48, 32) for name in ("gate", "up")}
-        weights |= {f"{at}.mlp.down_proj.weight": random(32, 48)}
-        weights |= {f"{at}.{name}_layernorm.weight": 1 + random(32) for name in ("input", "post_attention")}
+        weights |= {f"{prefix}.self_attn.{name}.weight": random(count, 32) for name, count in rows.items()}
+        weights |= {f"{prefix}.mlp.{name}_proj.weight": random(48, 32) for name in ("gate", "up")}
+        weights |= {f"{prefix}.mlp.down_proj.weight": random(32, 48)}
+        weights |= {f"{prefix}.{name}_layernorm.weight": 1 + random(32) for name in ("input", "post_attention")}
     return weights
 
 
@@ -70,9 +70,9 @@ def shards(folder: Path, first: Tensors, second: Tensors, **index: Any) -> None:
 
 
 def halves(seed: int = 0) -> tuple[Tensors, Tensors]:
-    every = tensors(seed)
-    names = sorted(every)
-    return {name: every[name] for name in names[:9]}, {name: every[name] for name in names[9:]}
+    all_tensors = tensors(seed)
+    names = sorted(all_tensors)
+    return {name: all_tensors[name] for name in names[:9]}, {name: all_tensors[name] for name in names[9:]}
 
 
 def config(folder: Path, **changes: Any) -> None:
@@ -81,9 +81,9 @@ def config(folder: Path, **changes: Any) -> None:
 
 def tied(folder: Path, head: torch.Tensor | None, **changes: Any) -> None:
     """Write a model whose configuration says that it is tied, with ``head`` in its file."""
-    every = tensors()
-    del every[HEAD]
-    save(folder / MODEL_FILE, every | ({} if head is None else {HEAD: head}))
+    all_tensors = tensors()
+    del all_tensors[HEAD]
+    save(folder / MODEL_FILE, all_tensors | ({} if head is None else {HEAD: head}))
     config(folder, **({"tie_word_embeddings": True} | changes))
 
 
@@ -132,15 +132,19 @@ def unindexed(folder: Path) -> None:
 def fused_experts(folder: Path) -> None:
     """Write a mixture whose experts are stored as transformers 5 has them in memory."""
     generator = torch.Generator().manual_seed(2)
-    every = tensors()
+    all_tensors = tensors()
     for layer in range(2):
-        at = f"model.layers.{layer}"
+        position = f"model.layers.{layer}"
         for name in ("gate", "up", "down"):
-            del every[f"{at}.mlp.{name}_proj.weight"]
+            del all_tensors[f"{position}.mlp.{name}_proj.weight"]
         shapes = {"gate.weight": (4, 32), "experts.gate_up_proj": (4, 2 * 16, 32), "experts.down_proj": (4, 32, 16)}
-        every |= {f"{at}.mlp.{name}": 0.2 * torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
-        every |= {f"{at}.self_attn.{name}_norm.weight": 1 + torch.randn(8, generator=generator) for name in "qk"}
-    save(folder / MODEL_FILE, every)
+        all_tensors |= {
+            f"{position}.mlp.{name}": 0.2 * torch.randn(*shape, generator=generator) for name, shape in shapes.items()
+        }
+        all_tensors |= {
+            f"{position}.self_attn.{name}_norm.weight": 1 + torch.randn(8, generator=generator) for name in "qk"
+        }
+    save(folder / MODEL_FILE, all_tensors)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 8}
     config(folder, **kind, **experts)

@@ -88,9 +88,9 @@ def trained(
 ) -> tuple[list[float], list[float], list[torch.Tensor], dict[str, torch.Tensor]]:
     """Return losses, norms, initial values of every sample, and final weights; check the values returned with the gradients."""
     backend = make_backend(checkpoint, layout)
-    everything = [Sample.scored(**fields) for fields in samples_of(kind)]
-    samples = backend.shard(everything)
-    values, losses, norms = backend.values(everything), [], []
+    global_batch = [Sample.scored(**fields) for fields in samples_of(kind)]
+    samples = backend.shard(global_batch)
+    values, losses, norms = backend.values(global_batch), [], []
     for step in range(STEPS):
         if resumed_from is not None and step == 1:
             backend.save(resumed_from, wait=True)
@@ -99,7 +99,7 @@ def trained(
             backend.load(resumed_from)
         result = backend.forward_backward(samples, MODELS[kind][2], values=step == 0)
         if step == 0:
-            indices = [next(i for i, other in enumerate(everything) if other is sample) for sample in samples]
+            indices = [next(i for i, other in enumerate(global_batch) if other is sample) for sample in samples]
             for index, sample_values in zip(indices, result.values, strict=True):
                 torch.testing.assert_close(sample_values, values[index], rtol=1e-5, atol=1e-5)
         norms.append(backend.optimizer_step().grad_norm)
@@ -115,13 +115,13 @@ def with_a_new_head(
     """Return a new head's initial weight, the norm of a step, and the values after it; export the model."""
     backend = make_backend(checkpoint, layout, head, seed=5)
     samples = [Sample.scored(ids, returns=[1.0] * len(ids)) for ids in TOKENS]
-    drawn = dict(backend.named_weights())["score.weight"].clone()
+    weights = dict(backend.named_weights())["score.weight"].clone()
     backend.forward_backward(backend.shard(samples), "value")
     norm = backend.optimizer_step().grad_norm
     values = [sample_values.tolist() for sample_values in backend.values(samples)]
     backend.export_hf(out)
     backend.close()
-    return drawn, norm, values
+    return weights, norm, values
 
 
 def lora_refused(checkpoint: Any, layout: Layout) -> str:

@@ -116,7 +116,7 @@ NEW = [
 
 @pytest.mark.parametrize(
     ("layout", "head", "name"),
-    [pytest.param(*of, marks=[] if of[0] == "PP2" else pytest.mark.nightly) for of in NEW],
+    [pytest.param(*case, marks=[] if case[0] == "PP2" else pytest.mark.nightly) for case in NEW],
 )
 def test_a_new_head_is_the_same_everywhere_and_is_exported_for_transformers(
     parity_folder, tmp_path, layout, head, name
@@ -125,8 +125,8 @@ def test_a_new_head_is_the_same_everywhere_and_is_exported_for_transformers(
     chosen = LAYOUTS[layout]
     ranks = on_ranks(tmp_path, "with_a_new_head", chosen, checkpoint, chosen, head, tmp_path / "out")
     torch.testing.assert_close(ranks[0][0], 0.02 * torch.randn(1, 64, generator=torch.Generator().manual_seed(5)))
-    for drawn, norm, _ in ranks:
-        torch.testing.assert_close(drawn, ranks[0][0], rtol=0, atol=0)
+    for weights, norm, _ in ranks:
+        torch.testing.assert_close(weights, ranks[0][0], rtol=0, atol=0)
         assert norm == ranks[0][1] > 0
     class_name, references = loaded_by_transformers(tmp_path / "out")
     assert class_name == name
@@ -136,7 +136,7 @@ def test_a_new_head_is_the_same_everywhere_and_is_exported_for_transformers(
 
 def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
     lm, critic = case_checkpoint(parity_folder, "qwen3"), checkpoint_of(parity_folder, "critic")
-    several = case_checkpoint(parity_folder / "several", "qwen3", **(TOKEN | {"num_labels": 3}))
+    three_labels = case_checkpoint(parity_folder / "several", "qwen3", **(TOKEN | {"num_labels": 3}))
     plain = LAYOUTS["single"]
 
     def refused(problem, match, *args, **options):
@@ -147,7 +147,7 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
         refused(CheckpointError, "score.weight is the head of a sequence or token classifier", critic, plain, "lm")
         refused(CheckpointError, "has no score.weight; for a new head", lm, plain)
         refused(CheckpointError, "has a head already", critic, plain, "new_token_classifier")
-        refused(CheckpointError, "has one row", several, plain)
+        refused(CheckpointError, "has one row", three_labels, plain)
         refused(ConfigError, "head must be one of lm, scalar", lm, plain, "value")
         with make_backend(critic, plain) as backend:
             samples = [Sample.scored(ids, returns=[0.0] * len(ids)) for ids in TOKENS[:2]]
@@ -190,11 +190,11 @@ def test_token_classifier_dropout_acts_only_in_training(parity_folder):
         with make_backend(dropping, LAYOUTS["single"]) as backend:
             sample = Sample.scored(TOKENS[1], returns=[0.0] * len(TOKENS[1]))
             still = backend.values([sample])[0]
-            drawn = [backend.forward_backward([sample], "value", values=True).values[0] for _ in range(300)]
+            passes = [backend.forward_backward([sample], "value", values=True).values[0] for _ in range(300)]
             assert torch.equal(backend.values([sample])[0], still)
-        return still, torch.stack(drawn)
+        return still, torch.stack(passes)
 
-    ((still, drawn),) = run_distributed(on_rank, 1, init=False)
-    spread = drawn.std(0)
+    ((still, dropped),) = run_distributed(on_rank, 1, init=False)
+    spread = dropped.std(0)
     assert spread.min() > 0.1 * still.abs().mean()
-    assert ((drawn.mean(0) - still).abs() < 5 * spread / 300**0.5).all()
+    assert ((dropped.mean(0) - still).abs() < 5 * spread / 300**0.5).all()

@@ -48,7 +48,7 @@ def test_run_compiles_nothing_after_compile_ahead(tmp_path, monkeypatch, setting
     }
     job = job_of(check_run(RunConfig.model_validate(config), 1, overwrite=False))
     run("megascend.kernels.compile_ahead", job.to_text())
-    assert Path(job.done).is_file()
+    assert Path(job.done_file).is_file()
     precompiled = compiled(tmp_path / "triton")
     assert (
         len(precompiled) >= 10

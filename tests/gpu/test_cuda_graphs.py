@@ -148,14 +148,14 @@ def test_repeated_replays_equal_the_first_run(checkpoint):
 
     first = figures()
     for _ in range(3):
-        again = figures()
+        second = figures()
         # Overwrite freed memory of the eager path with NaN between replays: a capture that reads any of it would return NaN.
         junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
         del junk
         torch.cuda.empty_cache()
         for length in range(2, 40):  # more rotary tables than upstream keeps
             backend.engine.bare_chunks[0].rotary_pos_emb(length)
-        for reference, repeated in zip(first, again, strict=True):
+        for reference, repeated in zip(first, second, strict=True):
             deviation = (reference.double() - repeated.double()).norm() / reference.double().norm()
             assert deviation <= 1e-3, float(deviation)  # attention's backward pass adds in no fixed order
     report = backend.cuda_graphs
@@ -230,9 +230,9 @@ def test_repeated_gradients_of_a_model_equal_the_first_run(checkpoint):
         twice = [grad.clone() for grad in gradients_of(backend)]
         backend.discard_gradients()
         first = first or once
-        for single, again, double in zip(first, once, twice, strict=True):
+        for single, repeated, double in zip(first, once, twice, strict=True):
             scale = single.double().norm()
-            assert float((again.double() - single.double()).norm() / scale) <= 1e-3
+            assert float((repeated.double() - single.double()).norm() / scale) <= 1e-3
             assert float((double.double() - 2 * single.double()).norm() / scale) <= 2e-3
         junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
         del junk

@@ -81,8 +81,8 @@ def test_products_and_their_gradients(inside, out):
     segments = Segments(torch.tensor(counts, device="cuda").cumsum(0).int())
     x, grad = normal(TOKENS * K, inside, seed=6), normal(TOKENS * K, out, seed=7)
     weights = normal(EXPERTS, out, inside, seed=8)
-    into = normal(EXPERTS, out, inside, seed=9, dtype=torch.float32)
-    before = into.double()
+    target = normal(EXPERTS, out, inside, seed=9, dtype=torch.float32)
+    before = target.double()
     not_numbers = torch.full((EXPERTS * out * inside,), float("nan"), dtype=torch.bfloat16, device="cuda")
     del not_numbers  # so the memory that the kernels get next is not zero
     torch.cuda.synchronize()
@@ -90,12 +90,12 @@ def test_products_and_their_gradients(inside, out):
     try:
         products = product(x, weights.mT, segments)
         below = product(grad, weights, segments)
-        accumulate(into, grad, x, segments)
+        accumulate(target, grad, x, segments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     parts = list(zip(x.double().split(counts), grad.double().split(counts), weights.double(), strict=True))
     assert error(products, torch.cat([part @ weight.T for part, _, weight in parts])) < 5e-3
     assert error(below, torch.cat([part @ weight for _, part, weight in parts])) < 5e-3
     exact = torch.stack([part.T @ rows for rows, part, _ in parts])
-    assert error(into - before.float(), exact) < 5e-3
-    assert torch.equal(into[3], before[3].float()), "an expert without rows has no gradient"
+    assert error(target - before.float(), exact) < 5e-3
+    assert torch.equal(target[3], before[3].float()), "an expert without rows has no gradient"

@@ -36,11 +36,11 @@ def test_one_kernel_is_as_accurate_as_a_call_per_sample(heads, window):
     assert many.starts.tolist() == [0, 1, 701, 764, 1020, 1024]
     one_by_one = attention.SampleLengths(lengths, starts=many.starts, longest=many.longest)
 
-    def run(tensors, described):
+    def run(tensors, lengths):
         inputs = [tensor.clone().requires_grad_() for tensor in tensors]
         query, key, value = inputs
         out, _ = attention.attention(
-            torch.nn.Module(), query, key, value, None, sliding_window=window, sample_lengths=described
+            torch.nn.Module(), query, key, value, None, sliding_window=window, sample_lengths=lengths
         )
         out.backward(upstream.to(out.device, out.dtype))
         return [out.detach(), *[tensor.grad for tensor in inputs]]

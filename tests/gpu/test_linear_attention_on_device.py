@@ -85,8 +85,8 @@ def test_packed_samples_do_not_see_each_other() -> None:
     start, end = int(ENDS[0]), int(ENDS[1])
     second["v"][:, start:end] = 100.0
     second["k"][:, start:end] = second["k"][:, start:end].flip(1)
-    (one, _), (other, _) = (
+    (first_gradient, _), (second_gradient, _) = (
         gradients(fla.chunk_gated_delta_rule, tensors, cu_seqlens=ENDS.cuda()) for tensors in (first, second)
     )
-    assert not torch.equal(one[:, start:end], other[:, start:end])
-    assert torch.equal(one[:, end:], other[:, end:])
+    assert not torch.equal(first_gradient[:, start:end], second_gradient[:, start:end])
+    assert torch.equal(first_gradient[:, end:], second_gradient[:, end:])

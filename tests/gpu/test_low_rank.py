@@ -42,10 +42,10 @@ def test_products_and_gradients(k, m, count, dtype):
     segments, owner = segments_of(count)
     rows, base, grads = (normal(len(owner), size, seed=seed, dtype=dtype) for seed, size in enumerate((k, m, m)))
     weights = normal(count, m, k, seed=4, dtype=dtype).mT
-    into = normal(count, k, m, seed=5, dtype=torch.float32)
+    target = normal(count, k, m, seed=5, dtype=torch.float32)
     if kernel_for(rows, weights) != "triton":
         pytest.skip("the kernels are used on GPUs of compute capability 9.0")
-    exact, summed, start = torch.empty(len(owner), m, dtype=torch.float64, device="cuda"), into.double(), 0
+    exact, summed, start = torch.empty(len(owner), m, dtype=torch.float64, device="cuda"), target.double(), 0
     for number, end in enumerate(segments.ends.tolist()):
         exact[start:end] = rows[start:end].double() @ weights[number].double()
         summed[number] += rows[start:end].double().T @ grads[start:end].double()
@@ -53,12 +53,12 @@ def test_products_and_gradients(k, m, count, dtype):
     torch.cuda.set_sync_debug_mode("error")
     try:
         products, added = product(rows, weights, segments), product(rows, weights, segments, base)
-        accumulate(into, rows, grads, segments)
+        accumulate(target, rows, grads, segments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert error(products, exact) < ROUNDED[dtype]
     assert error(added, exact + base.double()) < ROUNDED[dtype]
-    assert error(into, summed) < 1e-5, "added up in fp32"
+    assert error(target, summed) < 1e-5, "added up in fp32"
 
 
 def test_strided_weights_of_expert_adapters():
@@ -66,15 +66,15 @@ def test_strided_weights_of_expert_adapters():
     segments, owner = segments_of(128 * 8)
     rows, grads = normal(len(owner), 2048, seed=1), normal(len(owner), 16, seed=2)
     weights = normal(8, 128, 16, 2048, seed=3).mT.transpose(0, 1)
-    into = torch.zeros(8, 128, 16, 2048, device="cuda").mT.transpose(0, 1)
+    target = torch.zeros(8, 128, 16, 2048, device="cuda").mT.transpose(0, 1)
     if kernel_for(rows, weights) != "triton":
         pytest.skip("the kernels are used on GPUs of compute capability 9.0")
     flat = weights.flatten(0, 1).contiguous()
     assert torch.equal(product(rows, weights, segments), product(rows, flat, segments))
-    accumulate(into, rows, grads, segments)
+    accumulate(target, rows, grads, segments)
     expected = torch.zeros(1024, 2048, 16, device="cuda")
     accumulate(expected, rows, grads, segments)
-    assert error(into.flatten(0, 1), expected.double()) < 1e-6
+    assert error(target.flatten(0, 1), expected.double()) < 1e-6
 
 
 @pytest.mark.parametrize(("k", "m"), [(2048, 16), (16, 2048)])

@@ -146,8 +146,8 @@ def trained(checkpoint, *, fused: bool) -> tuple[list[float], list[float], list[
     for lengths in ((300, 150, 90, 500, 64), (257, 257, 257, 257)):
         chosen = [megascend.Sample.causal(torch.randint(0, 300, (length,), generator=generator)) for length in lengths]
         losses.append(backend.forward_backward(chosen).loss)
-        named = [entry for chunk in backend.engine.bare_chunks for entry in chunk.named_parameters()]
-        gradients = [parameter.main_grad.clone() for _, parameter in named]
+        parameters = [entry for chunk in backend.engine.bare_chunks for entry in chunk.named_parameters()]
+        gradients = [parameter.main_grad.clone() for _, parameter in parameters]
         norms.append(backend.optimizer_step().grad_norm)
     backend.close()
     return losses, norms, gradients

@@ -69,20 +69,20 @@ def test_two_buckets_in_flight_arrive_in_order(name: str) -> None:
     def on_member(group: Any) -> list[int]:
         medium, device = transport(name, group)
         buffers = [torch.full((2**20,), 7, dtype=torch.uint8, device=device) for _ in range(2)]
-        works, seen = [], []
+        works, observed = [], []
         for number in range(8):
             if len(works) == 2:
                 works.pop(0).wait(30)
-                seen.append(int(buffers[number % 2].max()))
+                observed.append(int(buffers[number % 2].max()))
             if group.rank == 0:
                 buffers[number % 2].fill_(number)
                 torch.cuda.synchronize()
             works.append((medium.send if group.rank == 0 else medium.receive)(buffers[number % 2]))
         for number, work in zip((6, 7), works, strict=True):
             work.wait(30)
-            seen.append(int(buffers[number % 2].max()))
+            observed.append(int(buffers[number % 2].max()))
         medium.close()
-        return seen
+        return observed
 
     assert run_members(on_member, 2) == [list(range(8))] * 2
 
@@ -115,9 +115,9 @@ def test_lost_peer_raises_and_the_device_still_works(name: str, failure: str) ->
         report.append(str(int(torch.arange(10, device=device).sum())))
         return report
 
-    lost = {"expect_lost": {0}} if failure == "dies" else {}
+    options = {"expect_lost": {0}} if failure == "dies" else {}
     # torch's watchdog would sleep for a minute after a lost peer, unless the transport shortens it.
-    sender, receiver = run_members(on_member, 2, timeout_s=50, **lost)
+    sender, receiver = run_members(on_member, 2, timeout_s=50, **options)
     assert receiver == [(PeerLostError if failure == "dies" else DeadlineError).__name__, "45"]
     assert sender == (Lost(-9) if failure == "dies" else [])
 

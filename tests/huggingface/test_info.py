@@ -41,8 +41,8 @@ def test_parameter_counts_match_transformers(parity_folder):
     paths = [case_checkpoint(parity_folder, arch, **overrides) for arch, overrides in MODELS.values()]
     completed = run_reference(COUNT, *paths)
     assert completed.returncode == 0, completed.stderr
-    counted = json.loads(completed.stdout.splitlines()[-1])
-    assert [inspect_checkpoint(path).parameter_count for path in paths] == counted
+    counts = json.loads(completed.stdout.splitlines()[-1])
+    assert [inspect_checkpoint(path).parameter_count for path in paths] == counts
 
 
 def expected_flops(length: int, layer: int, products: int = 3) -> float:

@@ -156,6 +156,6 @@ def test_scales_that_do_not_fit_are_refused(fp8: tuple[Path, Path]) -> None:
     name = next(name for name in headers if name.endswith("_scale_inv"))
     with pytest.raises(CheckpointError, match=r"has shape \[1, 1\]; .* needs \["):
         dequantised_headers(headers | {name: TensorHeader("F32", (1, 1))}, config, fp8[0])
-    without = {key: header for key, header in headers.items() if key != name}
+    baseline = {key: header for key, header in headers.items() if key != name}
     with pytest.raises(CheckpointError, match="is stored in F8_E4M3 without scales"):
-        dequantised_headers(without, config, fp8[0])
+        dequantised_headers(baseline, config, fp8[0])

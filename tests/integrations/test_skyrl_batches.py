@@ -132,5 +132,5 @@ def test_answers_have_the_prompt_logprobs_that_the_version_can_hold() -> None:
         "prompt_logprobs": [None, -2.0],
         "topk_prompt_logprobs": [None, [(4, -0.1), (9, -2.0)]],
     }
-    without = sample_output(SampleResult(samples=result.samples), Output)
-    assert (without.prompt_logprobs, without.topk_prompt_logprobs) == (None, None)
+    baseline = sample_output(SampleResult(samples=result.samples), Output)
+    assert (baseline.prompt_logprobs, baseline.topk_prompt_logprobs) == (None, None)

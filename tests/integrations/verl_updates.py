@@ -57,9 +57,9 @@ class Work:
 def worker(pipe: Any, is_actor: bool, rank: int) -> None:
     """Answer the driver's calls until it hangs up."""
     torch.set_num_threads(1)
-    more = {"is_master": rank == 0} if is_actor else {}
+    extra = {"is_master": rank == 0} if is_actor else {}
     engine = CheckpointEngineRegistry.new(
-        "megascend", bucket_size=BUCKET, transport="gloo", host="127.0.0.1", timeout_s=5.0, **more
+        "megascend", bucket_size=BUCKET, transport="gloo", host="127.0.0.1", timeout_s=5.0, **extra
     )
     while (call := pipe.recv()) is not None:
         method, arguments = call
@@ -96,12 +96,12 @@ async def receive(engine: Any, version: int, flip: bool = False, stage: bool = F
     """Return the received names; ``*`` marks a tensor that differs from the sender's."""
     engine._stage = stage
     if flip:
-        receive_bucket, seen = engine._transport.receive, []
+        receive_bucket, observed = engine._transport.receive, []
 
         def flipped(buffer: torch.Tensor) -> Any:
             work = receive_bucket(buffer)
-            seen.append(buffer.numel())
-            return Work(buffer, work) if seen.count(BUCKET) == FLIPPED + 1 and buffer.numel() == BUCKET else work
+            observed.append(buffer.numel())
+            return Work(buffer, work) if observed.count(BUCKET) == FLIPPED + 1 and buffer.numel() == BUCKET else work
 
         engine._transport.receive = flipped
     names, expected = [], dict(weights(version))

@@ -69,7 +69,7 @@ def test_lost_output_does_not_change_the_exit_code(
     code, number, losses = run(tmp_path, shell, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     assert code == 75
     assert number > 2  # so output of libraries goes to no file of the run
-    assert losses == [[name, why] for name, why in (("stdout", stdout), ("stderr", stderr)) if why is not None]
+    assert losses == [[name, reason] for name, reason in (("stdout", stdout), ("stderr", stderr)) if reason is not None]
 
 
 def test_closed_terminal(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def test_chunks_are_sorted_as_megatron_sorts_them():
     order, inverse = chunk_order(counts, total)
     assert torch.equal(Moved.apply(values, order, inverse), expected)
     assert torch.equal(expected[inverse], values)
-    nothing, _ = chunk_order(torch.zeros_like(counts), 0)
-    assert nothing.numel() == 0
+    no_order, _ = chunk_order(torch.zeros_like(counts), 0)
+    assert no_order.numel() == 0
 
 
 def test_gradients_are_those_of_indexing():

@@ -154,25 +154,25 @@ def memory_runs_out(backend):
     layer = next(
         module for name, module in backend.engine.chunks[0].named_modules() if name.endswith("decoder.layers.1")
     )
-    seen = []
+    observed = []
 
     def full(*_):
         raise torch.OutOfMemoryError("out of memory")
 
     def forward(_, args, output):
-        seen.append(output[0])
-        if len(seen) == 2:
+        observed.append(output[0])
+        if len(observed) == 2:
             full()
 
     def backward(_, args, output):
-        seen.append(output[0])
-        if len(seen) == 2:
+        observed.append(output[0])
+        if len(observed) == 2:
             output[0].register_hook(full)
 
     backend.forward_backward(samples_of(backend), loss)
     before = {name: exact(adapter) for name, adapter in backend.adapters.items()}
     for fails in (forward, backward):
-        seen.clear()
+        observed.clear()
         hook = layer.register_forward_hook(fails)
         with pytest.raises(torch.OutOfMemoryError):
             backend.forward_backward(samples_of(backend), loss, logprobs=True)

@@ -224,12 +224,12 @@ def test_dropout_drops_the_right_share_and_differs_by_step_seed_and_layer(dense)
         backend = make_backend(dense)
         for name, seed, rate in (("a", 1, 0.25), ("b", 1, 0.25), ("c", 2, 0.25), ("d", 1, 0.75)):
             backend.add_adapter(name, Lora(rank=2, dropout=rate, seed=seed))
-        seen = []
+        observed = []
         original = layers.drop
 
         def recording(x, stacked, segments, target, *, local):
             out = original(x, stacked, segments, target, local=local)
-            seen.append((target.slices[0].name, (out != 0) | (x == 0), (out / x)[out != 0]))
+            observed.append((target.slices[0].name, (out != 0) | (x == 0), (out / x)[out != 0]))
             return out
 
         layers.drop = recording
@@ -238,12 +238,12 @@ def test_dropout_drops_the_right_share_and_differs_by_step_seed_and_layer(dense)
         for label, name, steps in (("a", "a", 0), ("b", "b", 0), ("c", "c", 0), ("d", "d", 0), ("later", "a", 1)):
             if steps:
                 backend.optimizer_step()
-            seen.clear()
+            observed.clear()
             backend.forward_backward(sample, adapter=name)
-            records[label] = list(seen)
-        seen.clear()
+            records[label] = list(observed)
+        observed.clear()
         backend.forward(sample, adapter="d")
-        return records, [bool(mask.all()) for _, mask, _ in seen]
+        return records, [bool(mask.all()) for _, mask, _ in observed]
 
     records, evaluated = run_distributed(on_rank, 1, init=False)[0]
     assert evaluated
@@ -396,9 +396,14 @@ def test_tenants_on_one_data_parallel_rank_only(parity_folder, arch):
     """Also use ranks without any sample, and many more micro batches on one rank than on the other."""
     checkpoint = case_checkpoint(parity_folder, arch, num_hidden_layers=2)
     parallel = Parallel(expert=2) if arch == "qwen3_moe" else Parallel()
-    everything = samples_of(["a", "b"])
-    samples_a, samples_b = ([s for s in everything if s.adapter == name] for name in "ab")
-    splits = [[everything, []], [[], everything], [samples_a, samples_b], [samples_b[:1], samples_a + samples_b[1:]]]
+    global_batch = samples_of(["a", "b"])
+    samples_a, samples_b = ([s for s in global_batch if s.adapter == name] for name in "ab")
+    splits = [
+        [global_batch, []],
+        [[], global_batch],
+        [samples_a, samples_b],
+        [samples_b[:1], samples_a + samples_b[1:]],
+    ]
 
     def on_rank(split, parallel):
         backend = make_backend(checkpoint, parallel, batching=Batching(micro_batch_tokens=16))
@@ -411,7 +416,7 @@ def test_tenants_on_one_data_parallel_rank_only(parity_folder, arch):
             rows.append({name: (result.adapters[name].loss, outcome[name].grad_norm) for name in "ab"})
         return rows, [adapter.values.detach().clone() for adapter in backend.adapters.values()]
 
-    expected = run_distributed(on_rank, 1, [everything], Parallel(), init=False)[0][0]
+    expected = run_distributed(on_rank, 1, [global_batch], Parallel(), init=False)[0][0]
     for split in splits:
         ranks = run_distributed(on_rank, 2, split, parallel, init=False)
         for rows, values in ranks:

@@ -28,14 +28,14 @@ def test_products_of_runs(counts, counts_on_host):
 def test_accumulation_adds_to_existing_gradients(transposed):
     counts = [2, 0, 4]
     left, right = torch.randn(6, 3), torch.randn(6, 5)
-    into = torch.randn(3, 5, 3).transpose(1, 2) if transposed else torch.randn(3, 3, 5)
-    expected, start = into.clone(), 0
+    target = torch.randn(3, 5, 3).transpose(1, 2) if transposed else torch.randn(3, 3, 5)
+    expected, start = target.clone(), 0
     for g, count in enumerate(counts):
         for row in range(start, start + count):
             expected[g] += torch.outer(left[row], right[row])
         start += count
-    accumulate(into, left, right, Segments.of(counts, CPU))
-    torch.testing.assert_close(into, expected)
+    accumulate(target, left, right, Segments.of(counts, CPU))
+    torch.testing.assert_close(target, expected)
     single = torch.zeros(1, 3, 5)
     accumulate(single, left, right, None)
     torch.testing.assert_close(single[0], left.T @ right)
@@ -69,8 +69,8 @@ def test_matrices_by_two_numbers(kernel, monkeypatch):
     counts, base = [3, 0, 5, 1, 2, 0], torch.randn(11, 8).bfloat16()
     segments = Segments.of(counts, CPU)
     rows, grad = torch.randn(11, 16).bfloat16(), torch.randn(11, 8).bfloat16()
-    weights, into = torch.randn(2, 3, 16, 8).bfloat16().transpose(0, 1), torch.randn(2, 3, 16, 8).transpose(0, 1)
-    flat, total, start = weights.flatten(0, 1), into.clone(), 0
+    weights, target = torch.randn(2, 3, 16, 8).bfloat16().transpose(0, 1), torch.randn(2, 3, 16, 8).transpose(0, 1)
+    flat, total, start = weights.flatten(0, 1), target.clone(), 0
     expected = torch.empty(11, 8)
     for g, count in enumerate(counts):
         part = slice(start, start + count)
@@ -79,8 +79,8 @@ def test_matrices_by_two_numbers(kernel, monkeypatch):
         start += count
     assert not weights.is_contiguous()
     torch.testing.assert_close(product(rows, weights, segments, base).float(), expected, rtol=2e-2, atol=2e-2)
-    accumulate(into, rows, grad, segments)
-    torch.testing.assert_close(into, total, rtol=2e-2, atol=2e-2)
+    accumulate(target, rows, grad, segments)
+    torch.testing.assert_close(target, total, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -148,8 +148,8 @@ def test_more_segments_than_one_call_takes(counts, monkeypatch):
     monkeypatch.setattr(grouped, "TORCH_GROUPS", 3)
     segments = Segments(Segments.of(counts, CPU).ends)
     rows, grad = (torch.randn(sum(counts), size).bfloat16() for size in (16, 8))
-    weights, into = torch.randn(len(counts), 16, 8).bfloat16(), torch.randn(len(counts), 16, 8)
-    expected = product(rows, weights, segments), into.clone()
+    weights, target = torch.randn(len(counts), 16, 8).bfloat16(), torch.randn(len(counts), 16, 8)
+    expected = product(rows, weights, segments), target.clone()
     accumulate(expected[1], rows, grad, segments)
 
     calls = []
@@ -162,7 +162,7 @@ def test_more_segments_than_one_call_takes(counts, monkeypatch):
     monkeypatch.setattr(grouped, "kernel_of", lambda device: "torch")
     monkeypatch.setattr(torch, "_grouped_mm", grouped_product)
     torch.testing.assert_close(product(rows, weights, segments), expected[0])
-    accumulate(into, rows, grad, segments)
-    torch.testing.assert_close(into, expected[1], rtol=1e-2, atol=1e-2)
+    accumulate(target, rows, grad, segments)
+    torch.testing.assert_close(target, expected[1], rtol=1e-2, atol=1e-2)
     assert max(calls) <= 3
     assert sum(calls) >= 2 * len(counts)

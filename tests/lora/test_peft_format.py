@@ -220,8 +220,8 @@ def random_factors(shapes: dict[str, tuple[int, ...]], rank: int) -> dict[str, F
     """Build factors whose product changes the logits by about a tenth."""
     generator = torch.Generator().manual_seed(11)
     factors = {}
-    for name, (*experts, out, into) in shapes.items():
-        a = torch.randn(*experts, rank, into, generator=generator) / into**0.5
+    for name, (*experts, out, inputs) in shapes.items():
+        a = torch.randn(*experts, rank, inputs, generator=generator) / inputs**0.5
         factors[name] = Factors(a, 0.1 * torch.randn(*experts, out, rank, generator=generator))
     return factors
 

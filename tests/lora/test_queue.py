@@ -246,16 +246,16 @@ def test_forward_returns_results_by_tenant_in_order(queue):
 
 
 def test_queue_copies_samples_and_renumbers_pairs_by_tenant(queue, backend):
-    seen = []
-    backend.check_samples = seen.extend
+    observed = []
+    backend.check_samples = observed.extend
     original = sample(1, pair=0, chosen=True)
     batch = [original]
     queue.forward_backward("a", batch)
     queue.forward_backward("b", batch)
     batch.clear()
     assert (original.adapter, original.pair) == (None, 0)
-    assert [(s.adapter, s.chosen) for s in seen] == [("a", True), ("b", True)]
-    assert seen[0].pair != seen[1].pair
+    assert [(s.adapter, s.chosen) for s in observed] == [("a", True), ("b", True)]
+    assert observed[0].pair != observed[1].pair
     queue.drain()
     assert backend.calls[0][:3] == ("forward_backward", ("a", "b"), 2)
 
@@ -316,8 +316,8 @@ def test_batch_out_of_memory_is_retried_one_request_at_a_time(queue, backend):
         ("forward_backward", ("b",)), ("recover_memory",),
     ]  # fmt: skip
     backend.room = 5
-    again, step = queue.forward_backward("b", batches["b"]), queue.optimizer_step("b")
-    assert (again.result().tokens, step.result().grad_norm) == (5, 1.0)
+    repeated, step = queue.forward_backward("b", batches["b"]), queue.optimizer_step("b")
+    assert (repeated.result().tokens, step.result().grad_norm) == (5, 1.0)
 
 
 def test_without_room_all_ends_where_other_ranks_may_wait_and_where_a_step_may_be_half_done(queue, backend):

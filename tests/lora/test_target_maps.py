@@ -115,8 +115,8 @@ def test_adapters_of_a_real_model_follow_the_registered_map(parity_folder, outsi
 
     expected = run_distributed(lambda: train(attention), 1, init=False)[0]
     # Other projections have their place among the gradients there, so that the norm's terms are added up in another order.
-    for (loss, norm), (its_loss, its_norm) in zip(
+    for (loss, norm), (expected_loss, expected_norm) in zip(
         run_distributed(with_the_registered_map, 1, init=False)[0], expected, strict=True
     ):
-        assert loss == pytest.approx(its_loss, rel=1e-6)
-        assert norm == pytest.approx(its_norm, rel=1e-6)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        assert norm == pytest.approx(expected_norm, rel=1e-6)

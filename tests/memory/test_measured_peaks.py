@@ -106,8 +106,8 @@ def test_estimate_counts_a_prediction_head(
         ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
         peaks[mtp] = max(rank.peak for rank in ranks)
     assert script.LOWEST <= expected["train"] / peaks["train"] - 1 <= script.HIGHEST, (expected, peaks)
-    more = (expected["train"] - expected["keep"]) / (peaks["train"] - peaks["keep"])
-    assert script.LOWEST <= more - 1 <= script.HIGHEST, (expected, peaks)
+    extra = (expected["train"] - expected["keep"]) / (peaks["train"] - peaks["keep"])
+    assert script.LOWEST <= extra - 1 <= script.HIGHEST, (expected, peaks)
 
 
 @pytest.mark.nightly

@@ -127,9 +127,9 @@ def test_layers_of_interleaved_stages():
 
 
 def test_the_first_stage_keeps_more_micro_batches():
-    single, several = (estimated(QWEN3_4B, 8192, 4, micro_batches=count, parallel={"pipeline": 4}) for count in (1, 8))
-    assert several.items["activations"] == pytest.approx(4 * single.items["activations"], rel=0.1)
-    assert several.stage == 0
+    single, eight = (estimated(QWEN3_4B, 8192, 4, micro_batches=count, parallel={"pipeline": 4}) for count in (1, 8))
+    assert eight.items["activations"] == pytest.approx(4 * single.items["activations"], rel=0.1)
+    assert eight.stage == 0
 
 
 def test_recomputation_keeps_the_inputs_of_layers():

@@ -122,8 +122,8 @@ def figures_and_export(case: Case, checkpoint: Path, folder: Path) -> tuple[list
 def test_resumed_run_equals_an_uninterrupted_one(layout: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint, case = checkpoint_with_head(parity_folder, "deepseek_v3"), LAYOUTS[layout]
     figures, exported = figures_and_export(case, checkpoint, tmp_path / "whole")
-    again, from_saved = figures_and_export(replace(case, resumes=True), checkpoint, tmp_path / "resumed")
-    assert again == figures
+    repeated, from_saved = figures_and_export(replace(case, resumes=True), checkpoint, tmp_path / "resumed")
+    assert repeated == figures
     assert [name for name, tensor in exported.items() if not torch.equal(from_saved[name], tensor)] == []
 
 
@@ -224,8 +224,8 @@ def test_router_of_the_head_is_balanced_over_tokens_with_a_next_one(
     ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=120)
     run = first_of_equals(layout, ranks)
     expected = plain_run(parity_folder, checkpoint, aux_loss=0.5, bias_update_rate=rate)
-    without = plain_run(parity_folder, checkpoint, weights=True)
-    assert abs(float(expected["grad_norms"][0] - without["grad_norms"][0])) > 1e-2
+    baseline = plain_run(parity_folder, checkpoint, weights=True)
+    assert abs(float(expected["grad_norms"][0] - baseline["grad_norms"][0])) > 1e-2
     assert run.losses == pytest.approx(expected["losses"].tolist(), rel=0, abs=5e-5)
     assert run.mtp_losses == pytest.approx(expected["mtp_losses"].tolist(), rel=0, abs=5e-5)
     assert run.grad_norms == pytest.approx(expected["grad_norms"].tolist(), rel=0, abs=3e-4)
@@ -270,11 +270,11 @@ def test_weights_for_inference_engines_are_those_of_the_export(parity_folder: Pa
             backend.export_hf(tmp_path / "hf")
             return {name: tensor.clone() for name, tensor in backend.named_weights(receivers="main")}
 
-    named, elsewhere = run_distributed(on_rank, 2, init=False, timeout_s=120)
+    streamed, elsewhere = run_distributed(on_rank, 2, init=False, timeout_s=120)
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert elsewhere == {}
-    assert named.keys() == exported.keys()
-    assert [name for name, tensor in exported.items() if not torch.equal(named[name], tensor)] == []
+    assert streamed.keys() == exported.keys()
+    assert [name for name, tensor in exported.items() if not torch.equal(streamed[name], tensor)] == []
 
 
 def test_copies_that_differ_from_the_model_are_reported_and_replaced(
@@ -377,17 +377,17 @@ def test_call_that_the_head_does_not_fit_is_refused(parity_folder: Path) -> None
 
 def test_flops_count_the_layer_of_the_head(parity_folder: Path) -> None:
     checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
-    without, trained = (inspect_checkpoint(checkpoint, mtp=mtp) for mtp in ("keep", "train"))
+    baseline, trained = (inspect_checkpoint(checkpoint, mtp=mtp) for mtp in ("keep", "train"))
     tensors = load_file(checkpoint / "model.safetensors")
     matrices = {name: t.numel() for name, t in tensors.items() if name.startswith(HEAD) and t.dim() == 2}
     output = matrices.pop(f"{HEAD}shared_head.head.weight")
     matrices.pop(f"{HEAD}embed_tokens.weight")
     # Of eight experts a token is sent to two.
     active = sum(size / 4 if ".experts." in name else size for name, size in matrices.items())
-    more = trained.flops_per_token(100) - without.flops_per_token(100)
-    assert more == 6 * (active + output) + 6 * without.attention_width * 100
+    extra = trained.flops_per_token(100) - baseline.flops_per_token(100)
+    assert extra == 6 * (active + output) + 6 * baseline.attention_width * 100
     samples = [t.numel() for name, t in tensors.items() if name.startswith(HEAD) and name not in trained.copies]
-    assert trained.parameter_count - without.parameter_count == sum(samples)
+    assert trained.parameter_count - baseline.parameter_count == sum(samples)
 
 
 @pytest.mark.nightly

@@ -82,14 +82,14 @@ def test_sample_changes_nothing_of_its_neighbours(arch: str, layout: str, packin
     ranks = run_distributed(outputs, case.world_size, case, checkpoint, [first, second], init=False, timeout_s=120)
     for (logits, gradients), (other_logits, other_gradients) in ranks:
         pairs = [*zip(gradients, other_gradients, strict=True)]
-        for number, (one, other) in enumerate(zip(logits, other_logits, strict=True)):
+        for number, (value, other_value) in enumerate(zip(logits, other_logits, strict=True)):
             if number == PERTURBED:
-                assert not torch.equal(one, other)
+                assert not torch.equal(value, other_value)
             else:
-                pairs.append((one, other))
+                pairs.append((value, other_value))
         # Products of experts have as many rows as tokens were sent there, on which their order of additions depends.
         bound = 0.0 if arch == DENSE else 2e-6
-        assert max(float((one - other).abs().max()) for one, other in pairs) <= bound
+        assert max(float((value - other_value).abs().max()) for value, other_value in pairs) <= bound
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,10 @@ def _recorded(config: Any, mask: torch.Tensor | None, packed: list[int] | None =
     query, key, value = (torch.zeros(shape, device="npu") for _ in range(3))
     lengths = torch.tensor(packed, dtype=torch.int32, device="npu") if packed else None
     parameters = packed and PackedSeqParams(qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
-    seen: list[dict[str, Any]] = []
+    observed: list[dict[str, Any]] = []
 
     def recording(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        seen.append({"shape": list(args[0].shape), "heads": args[3], "layout": args[4], **kwargs})
+        observed.append({"shape": list(args[0].shape), "heads": args[3], "layout": args[4], **kwargs})
         return [args[0]]
 
     torch_npu: Any = import_module("torch_npu")
@@ -76,7 +76,7 @@ def _recorded(config: Any, mask: torch.Tensor | None, packed: list[int] | None =
         attention.eval()(query, key, value, mask, AttnMaskType.causal, packed_seq_params=parameters or None)
     finally:
         torch_npu.npu_fusion_attention = kernel
-    (call,) = seen
+    (call,) = observed
     mask_argument = call.pop("atten_mask")
     upper = torch.ones(mask_argument.shape, dtype=torch.bool).triu(diagonal=1)
     return call | {

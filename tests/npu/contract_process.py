@@ -48,10 +48,10 @@ def _twice(number: int) -> int:
 def _all_reduce() -> dict[str, Any]:
     """Return the result of an all_reduce that adds one, called through the registered wrappers, by dtype."""
     info = import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info["torch.distributed.all_reduce"]
-    seen = []
+    observed = []
 
     def adding_one(tensor: torch.Tensor, **kwargs: Any) -> None:
-        seen.append(str(tensor.dtype))
+        observed.append(str(tensor.dtype))
         tensor += 1
 
     all_reduce: Callable[..., Any] = adding_one
@@ -62,7 +62,7 @@ def _all_reduce() -> dict[str, Any]:
         tensor = torch.zeros(1, dtype=dtype)
         all_reduce(tensor)
         results[str(dtype)] = tensor.item()
-    return {"wrappers": [wrapper.__name__ for wrapper in info.wrappers], "results": results, "reduced_as": seen}
+    return {"wrappers": [wrapper.__name__ for wrapper in info.wrappers], "results": results, "reduced_as": observed}
 
 
 def configuration() -> dict[str, Any]:

@@ -20,8 +20,8 @@ from packaging.version import Version
 import simnpu
 from megascend.bootstrap.versions import installed_versions
 
-HERE = Path(__file__).resolve().parent
-FOLDERS = {"double": HERE.parent / "doubles"}
+FOLDER = Path(__file__).resolve().parent
+FOLDERS = {"double": FOLDER.parent / "doubles"}
 if checkout := os.environ.get("MEGASCEND_MINDSPEED"):
     FOLDERS["real"] = Path(checkout)
 SCENARIOS = ("patched", "ring", "late")
@@ -50,7 +50,7 @@ def all_reports() -> dict[str, dict[str, Any]]:
 
 
 def make_reports(folder: Path) -> dict[str, Any]:
-    command = [sys.executable, str(HERE / "contract_report.py")]
+    command = [sys.executable, str(FOLDER / "contract_report.py")]
     processes = {
         scenario: subprocess.Popen(
             [*command, scenario],

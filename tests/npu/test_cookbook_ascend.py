@@ -276,5 +276,5 @@ def test_run_that_does_not_learn_fails_with_a_reason(tmp_path: Path, npu: Runtim
     ids=["learns", "learns after a skipped step", "norm", "loss", "level", "other rank", "other rank's NaN"],
 )
 def test_what_is_wrong_by_losses_and_norms(recipe: str, losses, norms, skipped: int, problem: str | None) -> None:
-    verdict = script(recipe).what_is_wrong(losses, norms, skipped)
+    verdict = script(recipe).problem_in(losses, norms, skipped)
     assert verdict == problem if problem is None else problem in verdict

@@ -24,7 +24,7 @@ import simnpu
 from megascend.bootstrap.versions import installed_versions
 from megascend.testing import parity, write_tiny_checkpoint
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 TOKENS = [(7 * index * index + 3 * index) % 311 + 5 for index in range(33)]
 DEADLINE_S = 300
 IS_0_16 = Version(installed_versions()["megatron-core"] or "0") >= Version("0.16.0a0")
@@ -50,7 +50,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
 
 def run(checkpoint: Path, tmp_path: Path, ranks: int, algorithm: str) -> dict[str, Any]:
     """Run ``ranks`` processes that share the sequence; return the report of rank 0."""
-    path = [str(HERE.parent / "doubles"), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
+    path = [str(FOLDER.parent / "doubles"), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
     job = tmp_path / "job.json"
     job.write_text(json.dumps({"checkpoint": str(checkpoint), "tokens": TOKENS, "algorithm": algorithm}))
     with socket.socket() as free:
@@ -61,7 +61,7 @@ def run(checkpoint: Path, tmp_path: Path, ranks: int, algorithm: str) -> dict[st
     environment = simnpu.environment(base)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "double_model.py"), str(job)],
+            [sys.executable, str(FOLDER / "double_model.py"), str(job)],
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

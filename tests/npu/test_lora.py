@@ -56,10 +56,10 @@ def test_bf16_products_use_the_grouped_kernel():
     weights = torch.randn(4, 32, 16, generator=generator).bfloat16()
     grads = torch.randn(24, 16, generator=generator).bfloat16()
     segments = Segments.of(counts, torch.device("npu"))
-    into = torch.zeros(4, 32, 16).npu()
+    target = torch.zeros(4, 32, 16).npu()
     with call_log.recording() as calls:
         out = product(rows.npu(), weights.npu(), segments).cpu()
-        accumulate(into, rows.npu(), grads.npu(), segments)
+        accumulate(target, rows.npu(), grads.npu(), segments)
     assert [call.name for call in calls] == ["npu_grouped_matmul", "npu_grouped_matmul"]
     start = 0
     for group, count in enumerate(counts):
@@ -67,7 +67,7 @@ def test_bf16_products_use_the_grouped_kernel():
         expected = rows[run].double() @ weights[group].double()
         assert torch.allclose(out[run].double(), expected, rtol=1e-2, atol=1e-2)
         gradient = rows[run].double().T @ grads[run].double()
-        assert torch.allclose(into[group].cpu().double(), gradient, rtol=1e-2, atol=5e-2)
+        assert torch.allclose(target[group].cpu().double(), gradient, rtol=1e-2, atol=5e-2)
         start += count
 
 

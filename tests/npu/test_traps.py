@@ -103,8 +103,8 @@ def test_attention_class_follows_the_algorithm(states) -> None:
 def test_context_parallelism_is_patched_at_level_2_with_arguments_set(states) -> None:
     assert [layout_state["level"] for layout_state in states[0].values()] == [2, 0, 2, 0]
     assert len(states[1]) == len(LAYOUTS)
-    for seen in states[1]:
-        (stored, passed), (level_stored, level) = seen["context_parallel_size"], seen["optimization_level"]
+    for observed in states[1]:
+        (stored, passed), (level_stored, level) = observed["context_parallel_size"], observed["optimization_level"]
         assert stored == passed
         assert level_stored == level == (2 if passed > 1 else 0)
 

@@ -13,7 +13,7 @@ import pytest
 
 from megascend.bootstrap.versions import installed_versions, require_supported
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 IS_0_16 = require_supported(installed_versions()).name == "0.16"
 BRANCH = "core_r0.16.0" if IS_0_16 else "core_r0.15.3"
 
@@ -22,7 +22,7 @@ BRANCH = "core_r0.16.0" if IS_0_16 else "core_r0.15.3"
 def refused(run_python, tmp_path_factory) -> dict[str, dict[str, Any]]:
     """Return the report of ``trap_report.py``: one process for all scenarios."""
     code = "import runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_path(sys.argv[0], run_name='__main__')"
-    completed = run_python(code, str(HERE / "trap_report.py"), str(tmp_path_factory.mktemp("traps")))
+    completed = run_python(code, str(FOLDER / "trap_report.py"), str(tmp_path_factory.mktemp("traps")))
     return json.loads(completed.stdout.splitlines()[-1])
 
 

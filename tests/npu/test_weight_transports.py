@@ -145,13 +145,13 @@ def test_lost_sender_raises_in_time(failure: str, error: type[Exception], tmp_pa
         try:
             work.wait(2.0)
         except TransportError as caught:
-            explained = group.explain(caught, "receiving bucket 1")
+            explanation = group.explain(caught, "receiving bucket 1")
         (tmp_path / "named").touch()
         medium.abort()
         medium.close()
         return [
-            type(explained).__name__,
-            "the sender (trainer" in str(explained),
+            type(explanation).__name__,
+            "the sender (trainer" in str(explanation),
             int(torch.ones(3, device=device).sum()),
         ]
 

@@ -33,8 +33,8 @@ def tree(folder: Path, *lists: str) -> Path:
 
 
 def dealt(nodes: dict[int, frozenset[int]], size: int) -> list[int]:
-    everything = frozenset().union(*nodes.values())
-    placements = [choose_node(nodes, everything, rank, size, None) for rank in range(size)]
+    all_cpus = frozenset().union(*nodes.values())
+    placements = [choose_node(nodes, all_cpus, rank, size, None) for rank in range(size)]
     assert all(isinstance(placement, NodeCpus) and placement.cpus == nodes[placement.node] for placement in placements)
     return [placement.node for placement in placements if isinstance(placement, NodeCpus)]
 
@@ -55,10 +55,8 @@ def test_memory_only_nodes_are_not_counted(tmp_path):
     nodes = nodes_with_cpus(tree(tmp_path, "0-71", "72-143", *[""] * 32))
     assert list(nodes) == [0, 1]
     assert dealt(nodes, 4) == [0, 0, 1, 1]
-    everything = nodes[0] | nodes[1]
-    assert choose_node(nodes, everything, 3, 4, device_node=10) == NodeCpus(
-        1, nodes[1]
-    )  # its memory, which has no CPUs
+    cpus = nodes[0] | nodes[1]
+    assert choose_node(nodes, cpus, 3, 4, device_node=10) == NodeCpus(1, nodes[1])  # its memory, which has no CPUs
 
 
 def test_numbers_of_nodes_may_have_gaps(tmp_path):

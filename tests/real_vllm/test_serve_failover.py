@@ -199,8 +199,8 @@ def test_killed_server_loses_no_request_and_rejoins(tmp_path: Path, monkeypatch)
         os.killpg(servers[0].pid, signal.SIGKILL)
         answers = ended(requests)
         assert sum(map(len, answers.values())) == 2 * REQUESTS
-        lost = figure(url, "failures_total", 0, "lost")
-        assert lost >= 1
+        failures = figure(url, "failures_total", 0, "lost")
+        assert failures >= 1
         assert figure(url, "left_out", 0) == 1
         assert figure(url, "failures_total", 1, "lost") == 0
         differences = [check(answers)]
@@ -208,13 +208,13 @@ def test_killed_server_loses_no_request_and_rejoins(tmp_path: Path, monkeypatch)
         # Restarted at its address, it is used again and gets the adapters again.
         servers[0].close()
         before = figure(url, "answered_total", 0)
-        again = stack.enter_context(vllm("vllm-again.log", servers[0].port))
-        again.wait_until_listening(START_S)
-        assert adapters(again.address) == set()
+        repeated = stack.enter_context(vllm("vllm-again.log", servers[0].port))
+        repeated.wait_until_listening(START_S)
+        assert adapters(repeated.address) == set()
 
         def taken_back() -> bool:
             ended(sample(4, 1000))
-            return figure(url, "answered_total", 0) > before and adapters(again.address) >= names - {
+            return figure(url, "answered_total", 0) > before and adapters(repeated.address) >= names - {
                 name for name in names if name.endswith("-base")
             }
 
@@ -230,6 +230,6 @@ def test_killed_server_loses_no_request_and_rejoins(tmp_path: Path, monkeypatch)
         differences.append(check(ended(sample(4, 3000))))
         assert figure(url, "answered_total", 0) == before + 8, "only the first server is running"
         print(
-            f"lost on the way {lost:.0f}; log-probabilities differ from the trainer's by {max(differences):.1e} at most"
+            f"lost on the way {failures:.0f}; log-probabilities differ from the trainer's by {max(differences):.1e} at most"
         )
         assert max(differences) < BOUND

@@ -567,13 +567,13 @@ def test_hundred_updates_lose_no_request_and_no_memory(server, weights, referenc
     sizes: list[int] = []
 
     async def act(engine):
-        running, answered, count = True, [], 0
+        running, answers, count = True, [], 0
 
         async def ask(number: int) -> None:
             nonlocal count
             while running:
                 prompt = TOKENS[: 4 + number % 8]
-                answered.append((await engine.generate(prompt, Sampling(max_tokens=24, seed=count)))[0])
+                answers.append((await engine.generate(prompt, Sampling(max_tokens=24, seed=count)))[0])
                 count += 1
 
         requests = [asyncio.create_task(ask(number)) for number in range(32)]
@@ -584,10 +584,10 @@ def test_hundred_updates_lose_no_request_and_no_memory(server, weights, referenc
         running = False
         await asyncio.gather(*requests)
         await assert_in_force(engine, reference.logprobs(versions[101 % 2], TOKENS), 101)
-        assert len(answered) == count >= 32
-        assert all(len(completion.tokens) == 24 or completion.finish_reason == "stop" for completion in answered)
-        assert all(1 <= completion.first_version <= completion.last_version <= 101 for completion in answered)
-        assert any(completion.first_version < completion.last_version for completion in answered)
+        assert len(answers) == count >= 32
+        assert all(len(completion.tokens) == 24 or completion.finish_reason == "stop" for completion in answers)
+        assert all(1 <= completion.first_version <= completion.last_version <= 101 for completion in answers)
+        assert any(completion.first_version < completion.last_version for completion in answers)
 
     with_engine(server, act)
     print("bytes of server and workers after updates 21 and 100:", sizes)

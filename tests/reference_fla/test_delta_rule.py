@@ -57,15 +57,15 @@ def recurrence(
 @FUNCTIONS
 @pytest.mark.parametrize("tokens", [1, 3, 64, 65, 150])
 def test_outputs_states_and_gradients_equal_the_recurrence(function, tokens: int) -> None:
-    ours, plain = inputs(tokens, batch=2, value_heads=4), inputs(tokens, batch=2, value_heads=4)
-    output, state = function(**ours, output_final_state=True)
+    tensors, plain = inputs(tokens, batch=2, value_heads=4), inputs(tokens, batch=2, value_heads=4)
+    output, state = function(**tensors, output_final_state=True)
     expected, expected_state = recurrence(**plain)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(state, expected_state, rtol=0, atol=1e-12)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     (output * weights).sum().backward()
     (expected * weights).sum().backward()
-    for name, tensor in ours.items():
+    for name, tensor in tensors.items():
         torch.testing.assert_close(
             tensor.grad, plain[name].grad, rtol=0, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -93,12 +93,12 @@ def test_bf16_inputs_are_computed_in_fp32(function) -> None:
 @FUNCTIONS
 def test_state_continues_a_sequence(function) -> None:
     tensors = inputs(90)
-    whole, last = function(**tensors, output_final_state=True)
+    expected, last = function(**tensors, output_final_state=True)
     first, state = function(**{name: x[:, :70] for name, x in tensors.items()}, output_final_state=True)
     second, end = function(
         **{name: x[:, 70:] for name, x in tensors.items()}, initial_state=state, output_final_state=True
     )
-    torch.testing.assert_close(torch.cat([first, second], dim=1), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([first, second], dim=1), expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(end, last, rtol=0, atol=1e-12)
 
 
@@ -109,8 +109,8 @@ def test_packed_sequences_equal_separate_ones_to_the_bit(function) -> None:
     ends = torch.tensor([0, *lengths]).cumsum(0)
     packed, states = function(**tensors, cu_seqlens=ends, output_final_state=True)
     for number, (start, end) in enumerate(zip(ends.tolist(), ends.tolist()[1:], strict=False)):
-        alone, state = function(**{name: x[:, start:end] for name, x in tensors.items()}, output_final_state=True)
-        assert torch.equal(packed[:, start:end], alone)
+        single, state = function(**{name: x[:, start:end] for name, x in tensors.items()}, output_final_state=True)
+        assert torch.equal(packed[:, start:end], single)
         assert torch.equal(states[number], state[0])
 
 

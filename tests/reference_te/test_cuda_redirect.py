@@ -69,13 +69,13 @@ class TestRedirect:
     def test_random_state_is_the_cpu_generator(self) -> None:
         torch.cuda.manual_seed(7)
         state = torch.cuda.get_rng_state()
-        drawn = torch.rand(3)
+        draws = torch.rand(3)
         torch.cuda.set_rng_state(state)
-        assert torch.equal(torch.rand(3), drawn)
+        assert torch.equal(torch.rand(3), draws)
         torch.cuda.default_generators[0].set_state(torch.cuda.random.get_rng_state("cuda"))
-        assert torch.equal(torch.rand(3, generator=torch.Generator().manual_seed(7)), drawn)
+        assert torch.equal(torch.rand(3, generator=torch.Generator().manual_seed(7)), draws)
         torch.manual_seed(7)
-        assert torch.equal(torch.rand(3), drawn)
+        assert torch.equal(torch.rand(3), draws)
 
     def test_streams_and_events(self) -> None:
         stream, start, end = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True), torch.cuda.Event()

@@ -33,11 +33,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_wheel_contains_exactly_the_package_files(wheel) -> None:
-    listed = subprocess.run(
+    entries = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "src"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
     ).stdout.split()  # fmt: skip
-    expected = {path.removeprefix("src/") for path in listed if (ROOT / path).exists()}
+    expected = {path.removeprefix("src/") for path in entries if (ROOT / path).exists()}
     about = f"megascend-{megascend.__version__}.dist-info"
     assert set(wheel.namelist()) == expected | {f"{about}/{name}" for name in ADDED}
     assert {f"{package}/py.typed" for package in ("megascend", "simnpu", "weightwire")} <= expected

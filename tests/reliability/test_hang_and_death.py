@@ -51,7 +51,7 @@ def meet(runtime, world, timeout_s=TIMEOUT_S):
 
 def assert_named(outcomes, fault, phase):
     """Check that every survivor has raised in time and names the lost rank and its state."""
-    where = phase if phase == "start-up" else f"{phase} of step {fault.step}"
+    location = phase if phase == "start-up" else f"{phase} of step {fault.step}"
     for rank, (kind, message, seconds) in outcomes.items():
         assert message.startswith(f"rank {rank}: "), message
         noticed_by = LONG_TIMEOUT_S if timeout_of(fault) == LONG_TIMEOUT_S else TIMEOUT_S + DIAGNOSIS_S
@@ -59,12 +59,12 @@ def assert_named(outcomes, fault, phase):
         lowered = message.lower()
         if fault.action == "hang":
             assert kind is CollectiveTimeoutError, message
-            assert f"rank {fault.rank} has not come: in {where} for " in lowered, message
+            assert f"rank {fault.rank} has not come: in {location} for " in lowered, message
         else:
             assert kind is PeerLostError, message
-            why = "its process has ended" if fault.action == "die" else "its process is stopped"
-            assert f"rank {fault.rank} is gone: {why}, last heard of " in lowered, message
-            assert f"s ago in {where}" in lowered, message
+            reason = "its process has ended" if fault.action == "die" else "its process is stopped"
+            assert f"rank {fault.rank} is gone: {reason}, last heard of " in lowered, message
+            assert f"s ago in {location}" in lowered, message
 
 
 @pytest.mark.parametrize("action", ["die", "stop", "hang"])

@@ -49,7 +49,7 @@ def test_rank_deaths_before_and_after_a_restart_are_reported(tmp_path) -> None:
     assert completed.returncode == 1
     assert completed.stdout.count("attempt 1 gathered [0, 1]") == 2, completed.stdout + completed.stderr[-4000:]
     assert "FAULTS ARE ARMED" in completed.stderr
-    lost = "PeerLostError: rank 0: 1 of 2 ranks did not arrive"
-    (line,) = (line for line in completed.stderr.splitlines() if lost in line)
+    message = "PeerLostError: rank 0: 1 of 2 ranks did not arrive"
+    (line,) = (line for line in completed.stderr.splitlines() if message in line)
     assert "Rank 1 is gone: its process has ended, last heard of" in line
     assert "in gather_objects of step 2" in line

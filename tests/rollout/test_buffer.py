@@ -127,13 +127,13 @@ def test_the_state_survives_json_exactly() -> None:
     odd = Response((7,), (-0.1 - 0.2,), 1 / 3, "length", 0, 0)
     buffer.finished(Group(2, (9, 9), (odd, odd)))
     state: dict[str, Any] = json.loads(json.dumps(buffer.state_dict()))
-    again = RolloutBuffer(batch=2, max_lag=1)
-    again.load_state_dict(state)
-    assert again.state_dict() == buffer.state_dict()
-    assert again.in_flight == 0
-    assert again.ready == 1
-    assert [again.returned(5) for _ in range(4)][-1] is None
-    assert again.in_flight == 3
+    repeated = RolloutBuffer(batch=2, max_lag=1)
+    repeated.load_state_dict(state)
+    assert repeated.state_dict() == buffer.state_dict()
+    assert repeated.in_flight == 0
+    assert repeated.ready == 1
+    assert [repeated.returned(5) for _ in range(4)][-1] is None
+    assert repeated.in_flight == 3
 
 
 def test_invalid_buffer_calls_raise_errors() -> None:

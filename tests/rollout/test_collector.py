@@ -44,12 +44,12 @@ class Prompts:
 class Engine:
     """Engine double that answers at once, or raises EngineLostError."""
 
-    def __init__(self, name: str, lost: bool = False) -> None:
-        self.name, self.lost, self.requests, self.version = name, lost, [], 0
+    def __init__(self, name: str, fails: bool = False) -> None:
+        self.name, self.fails, self.requests, self.version = name, fails, [], 0
 
     async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
         self.requests.append(tokens[0])
-        if self.lost:
+        if self.fails:
             raise EngineLostError(f"{self.name} is lost")
         return [Completion((number,), (-0.5,), "stop", self.version, self.version) for number in range(n)]
 
@@ -77,12 +77,12 @@ def collecting(monkeypatch: pytest.MonkeyPatch, *engines: Engine, **changes: Any
 
 
 def test_a_prompt_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
-    lost, sound = Engine("one", lost=True), Engine("two")
-    with collecting(monkeypatch, lost, sound) as rollouts:
+    failing, sound = Engine("one", fails=True), Engine("two")
+    with collecting(monkeypatch, failing, sound) as rollouts:
         groups = rollouts.take(0, DEADLINE_S)
     assert groups is not None
     assert sorted(group.number for group in groups) == sorted(sound.requests) == [0, 1, 2, 3]
-    assert len(lost.requests) == 1  # although it has the least work
+    assert len(failing.requests) == 1  # although it has the least work
 
 
 def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplog):
@@ -101,7 +101,7 @@ def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplo
 
 
 def test_prompt_failed_by_all_engines_raises_the_engines_error(monkeypatch):
-    engines = Engine("one", lost=True), Engine("two", lost=True)
+    engines = Engine("one", fails=True), Engine("two", fails=True)
     with collecting(monkeypatch, *engines) as rollouts, pytest.raises(EngineLostError, match="is lost"):
         rollouts.take(0, DEADLINE_S)
     request_counts = [engine.requests.count(number) for number in range(4) for engine in engines]

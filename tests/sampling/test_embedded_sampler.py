@@ -140,8 +140,8 @@ def in_trouble(checkpoint: Path, adapters: dict[str, Path], parallel: Parallel):
             with pytest.raises(EngineError) as caught:
                 Sampler(backend, **functions).generate([request], cancelled)
             errors.append(str(caught.value))
-        again = Sampler(backend).generate(REQUESTS[2:3])
-    return results, errors, again
+        repeated = Sampler(backend).generate(REQUESTS[2:3])
+    return results, errors, repeated
 
 
 def sampled(
@@ -279,10 +279,10 @@ def test_layouts_sample_like_one_rank(layout, checkpoint, adapters, single_rank)
     ranks_results = run_distributed(
         sampled, ranks, checkpoint, adapters, parallel, [REQUESTS, REQUESTS[2:3]], init=False
     )
-    results, few = ranks_results[0]  # the second call has fewer rows than ranks
+    results, fewer = ranks_results[0]  # the second call has fewer rows than ranks
     assert ranks_results[1:] == [ranks_results[0]] * (ranks - 1)
     same(results, single_rank[0])
-    same(few, single_rank[0][2:3])
+    same(fewer, single_rank[0][2:3])
     for request, result, expected in zip(REQUESTS, results, single_rank[0], strict=True):
         for name in ("prompt_logprobs", "topk_prompt_logprobs", "target_logprobs", "prompt_draws"):
             assert (getattr(result, name) is None) == (getattr(expected, name) is None)
@@ -343,9 +343,9 @@ def test_responses_end_at_stops_and_on_cancellation(checkpoint, adapters) -> Non
 
 def test_trouble_stays_where_it_is_and_all_ranks_hear_of_it(checkpoint, adapters, single_rank) -> None:
     ranks = run_distributed(in_trouble, 2, checkpoint, adapters, Parallel(), init=False)
-    results, errors, again = ranks[0]
+    results, errors, repeated = ranks[0]
     assert repr(ranks[1]) == repr(ranks[0])
     assert results[0].error == "the model's logits are not finite (after 0 tokens)"
     same(results[1:], single_rank[0][1:])
     assert errors == ["sampling: rank 0: ZeroDivisionError: division by zero", "sampling: rank 0: KeyError: 'nothing'"]
-    same(again, single_rank[0][2:3])
+    same(repeated, single_rank[0][2:3])

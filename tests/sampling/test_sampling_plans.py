@@ -144,8 +144,10 @@ def test_tokens_are_drawn_at_the_requests_temperature_and_scored_by_the_model() 
     draws = 4000
     uniforms = torch.rand(2, draws, generator=torch.Generator().manual_seed(3))
     logits = PROBABILITIES.log().expand(2, -1)
-    named, ids, values = score_and_draw(logits, torch.tensor([[1, 5], [3, 2]]), uniforms, torch.tensor([0.5, 0.0]))
-    assert named.exp().tolist() == [pytest.approx([0.4, 0.1]), pytest.approx([0.3, 0.0])]
+    target_scores, ids, values = score_and_draw(
+        logits, torch.tensor([[1, 5], [3, 2]]), uniforms, torch.tensor([0.5, 0.0])
+    )
+    assert target_scores.exp().tolist() == [pytest.approx([0.4, 0.1]), pytest.approx([0.3, 0.0])]
     expected = PROBABILITIES**2 / (PROBABILITIES**2).sum()
     shares = torch.bincount(ids[0], minlength=6) / draws
     assert shares.tolist() == pytest.approx(expected.tolist(), abs=0.03)

@@ -31,8 +31,8 @@ assert threading.active_count() == 1, "a process with threads cannot be forked"
 def run(command: dict) -> None:
     """Act as the requested process."""
     log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, target in ((nothing, 0), (log, 1), (log, 2)):
+    null = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, target)
     os.environ.update(command["variables"])
     sys.argv = ["megascend", *command["arguments"]]

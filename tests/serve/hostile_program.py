@@ -55,9 +55,9 @@ class Attacker:
         tensors = {name: {"data": value, "dtype": TENSORS[name]} for name, value in inputs.items()}
         datum = {"model_input": {"chunks": [{"tokens": [4, 5, 6]}]}, "loss_fn_inputs": tensors}
         body = {"model_id": model or self.model, "forward_backward_input": {"data": [datum], "loss_fn": loss}}
-        for path, more in (("/forward_backward", body), ("/optim_step", {"model_id": model or self.model})):
+        for path, extra in (("/forward_backward", body), ("/optim_step", {"model_id": model or self.model})):
             self.number += model is None
-            content = json.dumps({**more, "seq_id": self.number if model is None else 1})
+            content = json.dumps({**extra, "seq_id": self.number if model is None else 1})
             self.send(f"{attack}{path}", path, content=content, headers={"content-type": "application/json"})
 
     def attack(self) -> None:

@@ -94,8 +94,8 @@ class RecordingBackend:
             if not request.prompt:
                 results[number] = SampleResult(error="the prompt is empty")
                 continue
-            counted = tuple(request.prompt[-1] + 1 + offset for offset in range(request.params.max_tokens))
-            sample = SampledSequence(counted, tuple(-float(token) for token in counted), "length")
+            counts = tuple(request.prompt[-1] + 1 + offset for offset in range(request.params.max_tokens))
+            sample = SampledSequence(counts, tuple(-float(token) for token in counts), "length")
             results[number] = SampleResult((sample,) * request.num_samples)
         yield results
 

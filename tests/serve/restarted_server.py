@@ -17,7 +17,7 @@ from typing import Any
 from support.forked_programs import environment
 
 START_S = 300.0
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 
 
 def free_port() -> int:
@@ -48,9 +48,9 @@ class RestartedServer:
         self._arguments = ["serve", *options, "--port", str(self._port)]
         self._keys = keys
         self._alive: list[int] = []
-        path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
         self._forker = subprocess.Popen(
-            [sys.executable, str(HERE / "forking_ranks.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, str(FOLDER / "forking_ranks.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=environment() | {"PYTHONPATH": path},
         )  # fmt: skip
 

@@ -88,11 +88,11 @@ def training_job(url: str, model: Path, vocabulary: int = 320, rank: int = 8, se
         return tokens(count), inputs | {"weights": [0.0, *numbers(count - 1, 0.1, 2)]}
 
     lengths = (5, 9, 17)
-    several = [
+    loss_units = [
         (tokens(6), {"target_tokens": [tokens(3) for _ in range(6)], "weights": [numbers(3, -1, 1) for _ in range(6)]})
     ]
     policy = [sample(length, True) for length in lengths]
-    data = {"cross_entropy": [sample(length, False) for length in lengths], "several": several}
+    data = {"cross_entropy": [sample(length, False) for length in lengths], "several": loss_units}
     data |= dict.fromkeys(("importance_sampling", "ppo", "cispo"), policy)
     adam = {"learning_rate": 2e-3, "eps": 1e-8}
     steps = [

@@ -113,7 +113,7 @@ def operations(ids: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tuple[
         topk_sample_logprobs=COUNT, prompt_alt_tokens_k=COUNT, target_prompt_logprobs=maybe(TENSOR), record_stability_info=FLAG,
     )  # fmt: skip
     checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
-    listed: Schema = {"type": "array", "items": CHECKPOINT}
+    entries: Schema = {"type": "array", "items": CHECKPOINT}
     target = obj(["sampling_session_id"], sampling_session_id=sampler, cloned_sampler_id=COUNT)
     return {
         ("POST", "client/config"): (obj(), obj(["proto_compress_fwdbwd"])),
@@ -153,8 +153,8 @@ def operations(ids: Mapping[str, Sequence[str]]) -> dict[tuple[str, str], tuple[
             None, obj(["training_runs", "cursor"], training_runs={"type": "array", "items": RUN}, cursor=CURSOR),
         ),
         ("GET", "training_runs/{model}"): (None, RUN),
-        ("GET", "training_runs/{model}/checkpoints"): (None, obj(["checkpoints"], checkpoints=listed)),
-        ("GET", "checkpoints"): (None, obj(["checkpoints", "cursor"], checkpoints=listed, cursor=CURSOR)),
+        ("GET", "training_runs/{model}/checkpoints"): (None, obj(["checkpoints"], checkpoints=entries)),
+        ("GET", "checkpoints"): (None, obj(["checkpoints", "cursor"], checkpoints=entries, cursor=CURSOR)),
         ("POST", f"{checkpoint}/publish"): (obj(), None),
         ("DELETE", f"{checkpoint}/publish"): (None, None),
         ("PUT", f"{checkpoint}/ttl"): (obj([], ttl_seconds=maybe(COUNT)), None),

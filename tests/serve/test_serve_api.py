@@ -14,27 +14,27 @@ OPEN = {"/healthz", "/readyz", "/api/v1/healthz", "/metrics", "/"}
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Served]:
+def system(tmp_path: Path) -> Iterator[Served]:
     with served(tmp_path / "storage") as server:
         yield server
 
 
-def steps(here: Served) -> list[Any]:
+def steps(system: Served) -> list[Any]:
     """Return the backend calls of steps."""
-    return [call[:2] for call in here.backend.calls if call[0] in ("forward_backward", "optimizer_step", "discard")]
+    return [call[:2] for call in system.backend.calls if call[0] in ("forward_backward", "optimizer_step", "discard")]
 
 
 # --- order ---
 
 
-def test_requests_run_in_the_clients_order_however_they_arrive(here) -> None:
-    model = here.alice.model()
-    third = here.alice.optim_step(model, 3)
-    second = here.alice.forward_backward(model, 2, 20)
-    assert steps(here) == []
-    first = here.alice.forward_backward(model, 1, 10)
-    answers = [here.alice.fetch(name) for name in (third, second, first)]
-    assert steps(here) == [
+def test_requests_run_in_the_clients_order_however_they_arrive(system) -> None:
+    model = system.alice.model()
+    third = system.alice.optim_step(model, 3)
+    second = system.alice.forward_backward(model, 2, 20)
+    assert steps(system) == []
+    first = system.alice.forward_backward(model, 1, 10)
+    answers = [system.alice.fetch(name) for name in (third, second, first)]
+    assert steps(system) == [
         ("forward_backward", ("a1", [[10]])),
         ("forward_backward", ("a1", [[20]])),
         ("optimizer_step", "a1"),
@@ -44,71 +44,73 @@ def test_requests_run_in_the_clients_order_however_they_arrive(here) -> None:
     assert answers[2]["metrics"] == {"loss:sum": 10.0, "kl:mean": 0.5}  # what is not finite is left out
 
 
-def test_a_request_that_is_sent_again_is_done_once(here) -> None:
-    model = here.alice.model()
-    names = [here.alice.forward_backward(model, 1, 10) for _ in range(3)]
-    names += [here.alice.optim_step(model, 2) for _ in range(3)]
+def test_a_request_that_is_sent_again_is_done_once(system) -> None:
+    model = system.alice.model()
+    names = [system.alice.forward_backward(model, 1, 10) for _ in range(3)]
+    names += [system.alice.optim_step(model, 2) for _ in range(3)]
     for name in names:
-        here.alice.fetch(name)
+        system.alice.fetch(name)
     assert len(set(names)) == 2
-    assert [kind for kind, _ in steps(here)] == ["forward_backward", "optimizer_step"]
+    assert [kind for kind, _ in steps(system)] == ["forward_backward", "optimizer_step"]
     session, body = model.partition(":")[0], {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
-    assert here.alice.ask("create_model", {"session_id": session, **body})["model_id"] == model
-    assert len(here.backend.adapters) == 1
-    other = here.alice.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    assert system.alice.ask("create_model", {"session_id": session, **body})["model_id"] == model
+    assert len(system.backend.adapters) == 1
+    other = system.alice.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
     assert (other.status_code, "was a forward_backward" in other.text) == (400, True)
 
 
-def test_missing_request_fails_only_its_step(here) -> None:
-    model, other = here.alice.model(), here.bob.model()
-    late = [here.alice.forward_backward(model, 2, 20), here.alice.optim_step(model, 3)]
-    after = [here.alice.forward_backward(model, 4, 30), here.alice.optim_step(model, 5)]
-    here.bob.fetch(here.bob.forward_backward(other, 1, 40))
-    here.tick(121)
+def test_missing_request_fails_only_its_step(system) -> None:
+    model, other = system.alice.model(), system.bob.model()
+    late = [system.alice.forward_backward(model, 2, 20), system.alice.optim_step(model, 3)]
+    after = [system.alice.forward_backward(model, 4, 30), system.alice.optim_step(model, 5)]
+    system.bob.fetch(system.bob.forward_backward(other, 1, 40))
+    system.tick(121)
     for name in late:
-        answer = here.alice.fetch(name)
+        answer = system.alice.fetch(name)
         assert (answer["category"], "request 1 of this model did not arrive" in answer["error"]) == ("user", True)
-    assert all("error" not in here.alice.fetch(name) for name in after)
-    assert steps(here)[-2:] == [("forward_backward", ("a1", [[30]])), ("optimizer_step", "a1")]
+    assert all("error" not in system.alice.fetch(name) for name in after)
+    assert steps(system)[-2:] == [("forward_backward", ("a1", [[30]])), ("optimizer_step", "a1")]
 
 
-def test_models_share_a_batch(here) -> None:
-    first_model, second_model = here.alice.model(), here.bob.model()
-    here.backend.gate.clear()
-    first = here.alice.forward_backward(first_model, 1, 10)  # runs alone, and is held
-    while here.service._inbox._commands:
+def test_models_share_a_batch(system) -> None:
+    first_model, second_model = system.alice.model(), system.bob.model()
+    system.backend.gate.clear()
+    first = system.alice.forward_backward(first_model, 1, 10)  # runs alone, and is held
+    while system.service._inbox._commands:
         pass
-    waiting = [here.alice.forward_backward(first_model, 2, 11), here.bob.forward_backward(second_model, 1, 21)]
-    here.backend.gate.set()
-    here.alice.fetch(first)
-    assert here.alice.fetch(waiting[0])["metrics"]["loss:sum"] == 11
-    assert here.bob.fetch(waiting[1])["metrics"]["loss:sum"] == 21
-    assert here.backend.calls[-1][0] == "forward_backward"
-    assert {name for name, _ in here.backend.calls[-1][1:]} == {"a1", "a2"}
-    assert 'megascend_models_in_batch_bucket{le="1.0"} 1.0' in here.client.get("/metrics").text
+    waiting = [system.alice.forward_backward(first_model, 2, 11), system.bob.forward_backward(second_model, 1, 21)]
+    system.backend.gate.set()
+    system.alice.fetch(first)
+    assert system.alice.fetch(waiting[0])["metrics"]["loss:sum"] == 11
+    assert system.bob.fetch(waiting[1])["metrics"]["loss:sum"] == 21
+    assert system.backend.calls[-1][0] == "forward_backward"
+    assert {name for name, _ in system.backend.calls[-1][1:]} == {"a1", "a2"}
+    assert 'megascend_models_in_batch_bucket{le="1.0"} 1.0' in system.client.get("/metrics").text
 
 
 # --- authentication ---
 
 
-def test_only_health_and_metrics_are_open(here) -> None:
-    routes = [(route.path, method) for route in here.client.app.routes for method in route.methods or ()]
+def test_only_health_and_metrics_are_open(system) -> None:
+    routes = [(route.path, method) for route in system.client.app.routes for method in route.methods or ()]
     for path, method in routes:
-        at = path.replace("{kind}", "weights").replace("{model}", "m").replace("{name}", "n").replace("{session}", "s")
+        target = (
+            path.replace("{kind}", "weights").replace("{model}", "m").replace("{name}", "n").replace("{session}", "s")
+        )
         for key in (None, "tml-wrong-0123456789abcdef", "", "tml-alice-0123456789abcdeF"):
-            answer = here.client.request(method, at, headers={} if key is None else {"X-API-Key": key})
+            answer = system.client.request(method, target, headers={} if key is None else {"X-API-Key": key})
             is_open = path in OPEN or (
                 path == "/status" and key is None
             )  # which has no names then (test_serve_status.py)
             assert answer.status_code == (200 if is_open else 401) or path == "/readyz", (path, method, key)
 
 
-def test_another_tenants_things_do_not_exist(here) -> None:
-    model = here.alice.model()
+def test_another_tenants_things_do_not_exist(system) -> None:
+    model = system.alice.model()
     session = model.partition(":")[0]
-    request = here.alice.forward_backward(model, 1, 10)
-    path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 2})["path"]
-    before = list(here.backend.calls)
+    request = system.alice.forward_backward(model, 1, 10)
+    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 2})["path"]
+    before = list(system.backend.calls)
     bodies = {
         "session_heartbeat": {"session_id": session},
         "create_model": {"session_id": session, "model_seq_id": 7, "base_model": "tiny", "lora_config": {"rank": 4}},
@@ -118,61 +120,61 @@ def test_another_tenants_things_do_not_exist(here) -> None:
         "optim_step": {"model_id": model, "seq_id": 3},
         "save_weights": {"model_id": model, "path": "two", "seq_id": 3},
         "save_weights_for_sampler": {"model_id": model, "path": "two", "seq_id": 3},
-        "load_weights": {"session_id": here.bob.model().partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": False},
+        "load_weights": {"session_id": system.bob.model().partition(":")[0], "model_seq_id": 1, "path": path, "optimizer": False},
         "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 0},
         "retrieve_future": {"request_id": request},
         "weights_info": {"tinker_path": path},
     }  # fmt: skip
-    for where, body in bodies.items():
-        assert here.bob.post(where, body).status_code in (404, 410), where
+    for route, body in bodies.items():
+        assert system.bob.post(route, body).status_code in (404, 410), route
     run = f"training_runs/{model}"
-    for method, where in (
+    for method, route in (
         ("GET", run), ("DELETE", f"{run}/checkpoints/weights/one"), ("POST", f"{run}/checkpoints/weights/one/publish"),
         ("GET", f"{run}/checkpoints/weights/one/archive"), ("GET", f"sessions/{session}"), ("POST", f"sessions/{session}/finish"),
     ):  # fmt: skip
-        assert here.bob.get(where, method).status_code in (404, 410), where
-    assert here.bob.get(f"{run}/checkpoints").json() == {"checkpoints": []}
-    assert here.bob.get("checkpoints").json()["checkpoints"] == []
-    assert [call for call in here.backend.calls if call[0] != "add"] == [call for call in before if call[0] != "add"]
+        assert system.bob.get(route, method).status_code in (404, 410), route
+    assert system.bob.get(f"{run}/checkpoints").json() == {"checkpoints": []}
+    assert system.bob.get("checkpoints").json()["checkpoints"] == []
+    assert [call for call in system.backend.calls if call[0] != "add"] == [call for call in before if call[0] != "add"]
 
 
-def test_a_published_checkpoint_is_everybodys_to_load_and_only_its_owners_to_delete(here) -> None:
-    model = here.alice.model()
-    path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
-    where = f"training_runs/{model}/checkpoints/weights/one"
-    assert here.alice.get(f"{where}/publish", "POST").status_code == 204
-    session = here.bob.post("create_session", {}).json()["session_id"]
+def test_a_published_checkpoint_is_everybodys_to_load_and_only_its_owners_to_delete(system) -> None:
+    model = system.alice.model()
+    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    route = f"training_runs/{model}/checkpoints/weights/one"
+    assert system.alice.get(f"{route}/publish", "POST").status_code == 204
+    session = system.bob.post("create_session", {}).json()["session_id"]
     load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
-    assert here.bob.ask("load_weights", load) == {
+    assert system.bob.ask("load_weights", load) == {
         "model_id": f"{session}:train:0",
         "type": "load_weights",
         "path": None,
     }
-    assert here.backend.calls[-1] == ("load", "a2", True)
-    assert here.bob.get(f"{where}/archive").content[:2] == b"\x1f\x8b"
-    assert here.bob.get(where, "DELETE").status_code == 404
-    assert here.alice.get(f"{where}/publish", "DELETE").status_code == 204
-    assert here.bob.get(f"{where}/archive").status_code == 404
-    assert here.alice.get(where, "DELETE").status_code == 204
-    assert here.alice.get(f"training_runs/{model}/checkpoints").json() == {"checkpoints": []}
+    assert system.backend.calls[-1] == ("load", "a2", True)
+    assert system.bob.get(f"{route}/archive").content[:2] == b"\x1f\x8b"
+    assert system.bob.get(route, "DELETE").status_code == 404
+    assert system.alice.get(f"{route}/publish", "DELETE").status_code == 204
+    assert system.bob.get(f"{route}/archive").status_code == 404
+    assert system.alice.get(route, "DELETE").status_code == 204
+    assert system.alice.get(f"training_runs/{model}/checkpoints").json() == {"checkpoints": []}
 
 
 # --- what fails, and how ---
 
 
 @pytest.mark.parametrize("name", ["../one", "a/b", "..", ".hidden", "a..b", "x" * 101, "a\x00b", "/etc/x", "a\n", ""])
-def test_a_name_is_never_a_path(here, tmp_path, name) -> None:
-    model = here.alice.model()
-    answer = here.alice.ask("save_weights", {"model_id": model, "path": name, "seq_id": 1})
+def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
+    model = system.alice.model()
+    answer = system.alice.ask("save_weights", {"model_id": model, "path": name, "seq_id": 1})
     assert answer["category"] == "user"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["audit.jsonl"]
     for path in (f"tinker://{model}/weights/{name}", f"tinker://../{model}/weights/a", f"file:///{name}", name):
-        assert here.alice.post("weights_info", {"tinker_path": path}).status_code in (400, 404, 422)
-    assert "error" not in here.alice.fetch(here.alice.forward_backward(model, 2, 10))
+        assert system.alice.post("weights_info", {"tinker_path": path}).status_code in (400, 404, 422)
+    assert "error" not in system.alice.fetch(system.alice.forward_backward(model, 2, 10))
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "reason"),
     [
         ({"weights": [float("nan")]}, "must be finite"),
         ({"weights": [1.0, 2.0]}, "the same shape"),
@@ -182,115 +184,115 @@ def test_a_name_is_never_a_path(here, tmp_path, name) -> None:
         ({"loss": "__import__"}, "not supported"),
     ],
 )
-def test_bad_data_fail_only_their_step(here, changes, why) -> None:
-    model, other = here.alice.model(), here.bob.model()
+def test_bad_data_fail_only_their_step(system, changes, reason) -> None:
+    model, other = system.alice.model(), system.bob.model()
     body = train_body(model, 2, 10, **changes)
-    good = here.alice.forward_backward(model, 1, 10)
-    bad = here.alice.post("forward_backward", content=json.dumps(body)).json()["request_id"]
-    step = here.alice.optim_step(model, 3)
-    requests = [here.bob.forward_backward(other, 1, 11), here.bob.optim_step(other, 2)]
-    assert "error" not in here.alice.fetch(good)
-    assert why in here.alice.fetch(bad)["error"]
-    assert here.alice.fetch(step)["category"] == "user"
-    assert all("error" not in here.bob.fetch(name) for name in requests)
-    assert ("discard", "a1") in steps(here)
-    assert ("optimizer_step", "a1") not in steps(here)
-    assert "error" not in here.alice.fetch(here.alice.forward_backward(model, 4, 12))
+    good = system.alice.forward_backward(model, 1, 10)
+    bad = system.alice.post("forward_backward", content=json.dumps(body)).json()["request_id"]
+    step = system.alice.optim_step(model, 3)
+    requests = [system.bob.forward_backward(other, 1, 11), system.bob.optim_step(other, 2)]
+    assert "error" not in system.alice.fetch(good)
+    assert reason in system.alice.fetch(bad)["error"]
+    assert system.alice.fetch(step)["category"] == "user"
+    assert all("error" not in system.bob.fetch(name) for name in requests)
+    assert ("discard", "a1") in steps(system)
+    assert ("optimizer_step", "a1") not in steps(system)
+    assert "error" not in system.alice.fetch(system.alice.forward_backward(model, 4, 12))
 
 
-def test_a_step_that_is_not_made_is_an_error(here) -> None:
-    model = here.alice.model()
-    here.alice.forward_backward(model, 1, 10)
-    assert "not finite" in here.alice.fetch(here.alice.optim_step(model, 2, lr=13.0))["error"]
-    here.alice.forward_backward(model, 3, 10)
+def test_a_step_that_is_not_made_is_an_error(system) -> None:
+    model = system.alice.model()
+    system.alice.forward_backward(model, 1, 10)
+    assert "not finite" in system.alice.fetch(system.alice.optim_step(model, 2, lr=13.0))["error"]
+    system.alice.forward_backward(model, 3, 10)
     for number, lr in ((4, -1.0), (5, float("inf"))):
         content = f'{{"model_id": "{model}", "seq_id": {number}, "adam_params": {{"learning_rate": {lr}}}}}'
-        name = here.alice.post("optim_step", content=content.replace("inf", "Infinity")).json()["request_id"]
-        assert here.alice.fetch(name)["category"] == "user"
-    assert steps(here)[-1] == ("discard", "a1")  # nothing is left for the step after it
+        name = system.alice.post("optim_step", content=content.replace("inf", "Infinity")).json()["request_id"]
+        assert system.alice.fetch(name)["category"] == "user"
+    assert steps(system)[-1] == ("discard", "a1")  # nothing is left for the step after it
 
 
-def test_errors_of_creating_and_saving_have_their_category(here) -> None:
-    session = here.alice.post("create_session", {}).json()["session_id"]
+def test_errors_of_creating_and_saving_have_their_category(system) -> None:
+    session = system.alice.post("create_session", {}).json()["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 65}}
-    assert here.alice.ask("create_model", body)["category"] == "user"
-    assert here.service.tenancy.models == {}
-    assert here.alice.post("create_model", {**body, "base_model": "/etc"}).status_code == 400
-    model = here.alice.model()
-    full = here.alice.ask("save_weights", {"model_id": model, "path": "disk-full", "seq_id": 1})
+    assert system.alice.ask("create_model", body)["category"] == "user"
+    assert system.service.tenancy.models == {}
+    assert system.alice.post("create_model", {**body, "base_model": "/etc"}).status_code == 400
+    model = system.alice.model()
+    full = system.alice.ask("save_weights", {"model_id": model, "path": "disk-full", "seq_id": 1})
     assert full == {"error": "no space left", "category": "server"}
     saves = [{"model_id": model, "path": "one", "seq_id": number} for number in (2, 3)]
-    assert here.alice.ask("save_weights", saves[0])["path"].endswith("/weights/one")
-    assert "exists" in here.alice.ask("save_weights", saves[1])["error"]
+    assert system.alice.ask("save_weights", saves[0])["path"].endswith("/weights/one")
+    assert "exists" in system.alice.ask("save_weights", saves[1])["error"]
 
 
 def test_requests_over_the_limits_are_refused(tmp_path) -> None:
     limits = {"pending": 2, "tokens": 100, "models": 2, "samples": 3, "body_bytes": 4000}
-    with served(tmp_path, limits=limits) as here:
-        model, other, bobs = here.alice.model(), here.alice.model(), here.bob.model()
-        here.backend.gate.clear()
+    with served(tmp_path, limits=limits) as service:
+        model, other, bobs = service.alice.model(), service.alice.model(), service.bob.model()
+        service.backend.gate.clear()
         for number in (2, 3):
-            here.alice.forward_backward(model, number, 10)
-        refused = here.alice.post("forward_backward", train_body(model, 4, 10))
+            service.alice.forward_backward(model, number, 10)
+        refused = service.alice.post("forward_backward", train_body(model, 4, 10))
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        here.alice.forward_backward(model, 1, 10)  # what others wait for is taken nevertheless
-        assert here.alice.post("forward_backward", train_body(other, 1, *[1] * 98)).status_code == 429
-        session = here.alice.post("create_session", {}).json()["session_id"]
+        service.alice.forward_backward(model, 1, 10)  # what others wait for is taken nevertheless
+        assert service.alice.post("forward_backward", train_body(other, 1, *[1] * 98)).status_code == 429
+        session = service.alice.post("create_session", {}).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
-        assert here.alice.post("create_model", body).status_code == 429
-        assert here.bob.post("forward_backward", train_body(bobs, 1, *[1] * 2000)).status_code == 413
-        here.backend.gate.set()
+        assert service.alice.post("create_model", body).status_code == 429
+        assert service.bob.post("forward_backward", train_body(bobs, 1, *[1] * 2000)).status_code == 413
+        service.backend.gate.set()
         many = train_body(model, 5, 10)
         many["forward_backward_input"]["data"] *= 4
-        assert here.alice.post("forward_backward", many).status_code == 413
+        assert service.alice.post("forward_backward", many).status_code == 413
 
 
-def test_garbage_is_refused(here) -> None:
-    model = here.alice.model()
+def test_garbage_is_refused(system) -> None:
+    model = system.alice.model()
     for content in (b"[" * 100_000, b"{", b"[]", b"\xff\xfe", b'{"model_id": 5}', b'{"seq_id": 1e999}'):
         for path in ("forward_backward", "optim_step", "create_model", "retrieve_future", "save_weights"):
-            answer = here.alice.post(path, content=content)
+            answer = system.alice.post(path, content=content)
             assert answer.status_code in (400, 404, 410, 422), (path, content[:10], answer.status_code)
     for number in (0, -1, 2**70, "1", True, 1.5):
-        assert here.alice.post("optim_step", {"model_id": model, "seq_id": number}).status_code == 422
-    assert steps(here) == []
+        assert system.alice.post("optim_step", {"model_id": model, "seq_id": number}).status_code == 422
+    assert steps(system) == []
 
 
 # --- as time passes ---
 
 
 def test_complete_saves_survive_a_restart_and_partial_ones_do_not(tmp_path) -> None:
-    with served(tmp_path / "storage") as here:
-        model = here.alice.model()
-        path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    with served(tmp_path / "storage") as service:
+        model = service.alice.model()
+        path = service.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
     half = next((tmp_path / "storage" / "alice").glob("*/weights")) / "half"  # the server was killed before its record
     half.mkdir()
     (half / "adapter_model.safetensors").write_bytes(b"123")
-    with served(tmp_path / "storage") as here:
-        assert here.alice.post("get_info", {"model_id": model}).status_code == 404
-        assert [checkpoint["tinker_path"] for checkpoint in here.alice.get("checkpoints").json()["checkpoints"]] == [
+    with served(tmp_path / "storage") as service:
+        assert service.alice.post("get_info", {"model_id": model}).status_code == 404
+        assert [checkpoint["tinker_path"] for checkpoint in service.alice.get("checkpoints").json()["checkpoints"]] == [
             path
         ]
-        session = here.alice.post("create_session", {}).json()["session_id"]
+        session = service.alice.post("create_session", {}).json()["session_id"]
         load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
-        assert here.alice.ask("load_weights", load)["type"] == "load_weights"
-        assert here.bob.get("checkpoints").json()["checkpoints"] == []
+        assert service.alice.ask("load_weights", load)["type"] == "load_weights"
+        assert service.bob.get("checkpoints").json()["checkpoints"] == []
 
 
 def test_checkpoints_expire(tmp_path) -> None:
-    with served(tmp_path) as here:
-        model = here.alice.model()
+    with served(tmp_path) as service:
+        model = service.alice.model()
         save = {"model_id": model, "path": "short", "seq_id": 1, "ttl_seconds": 0}
-        path = here.alice.ask("save_weights", save)["path"]
-        assert here.alice.post("weights_info", {"tinker_path": path}).status_code == 404
-        here.tick(601)
+        path = service.alice.ask("save_weights", save)["path"]
+        assert service.alice.post("weights_info", {"tinker_path": path}).status_code == 404
+        service.tick(601)
         assert list(tmp_path.glob("alice/*/weights/*")) == []
 
 
 def test_requests_are_noted_but_not_their_keys(tmp_path) -> None:
-    with served(tmp_path) as here:
-        here.alice.model()
-        here.client.post("/api/v1/create_session", json={})
+    with served(tmp_path) as service:
+        service.alice.model()
+        service.client.post("/api/v1/create_session", json={})
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     assert [(entry["tenant"], entry["path"].rsplit("/", 1)[-1], entry["status"]) for entry in lines] == [
         ("alice", "create_session", 200),
@@ -299,36 +301,36 @@ def test_requests_are_noted_but_not_their_keys(tmp_path) -> None:
     assert not any(key in (tmp_path / "audit.jsonl").read_text() for key in KEYS.values())
 
 
-def test_a_silent_session_ends_and_its_models_go(here) -> None:
-    model, other = here.alice.model(), here.bob.model()
-    here.tick(200)
-    assert here.bob.post("session_heartbeat", {"session_id": other.partition(":")[0]}).status_code == 200
-    here.tick(200)
-    assert here.alice.post("session_heartbeat", {"session_id": model.partition(":")[0]}).status_code == 410
-    assert here.alice.post("get_info", {"model_id": model}).status_code == 404
-    assert here.bob.post("get_info", {"model_id": other}).json()["lora_rank"] == 4
-    here.bob.fetch(here.bob.forward_backward(other, 1, 10))
-    assert list(here.backend.adapters) == ["a2"]
+def test_a_silent_session_ends_and_its_models_go(system) -> None:
+    model, other = system.alice.model(), system.bob.model()
+    system.tick(200)
+    assert system.bob.post("session_heartbeat", {"session_id": other.partition(":")[0]}).status_code == 200
+    system.tick(200)
+    assert system.alice.post("session_heartbeat", {"session_id": model.partition(":")[0]}).status_code == 410
+    assert system.alice.post("get_info", {"model_id": model}).status_code == 404
+    assert system.bob.post("get_info", {"model_id": other}).json()["lora_rank"] == 4
+    system.bob.fetch(system.bob.forward_backward(other, 1, 10))
+    assert list(system.backend.adapters) == ["a2"]
 
 
-def test_answers_are_forgotten_some_time_after_they_were_fetched(here) -> None:
-    model = here.alice.model()
-    name = here.alice.forward_backward(model, 1, 10)
-    assert here.alice.fetch(name) == here.alice.fetch(name)
-    here.tick(121)
-    assert here.alice.post("retrieve_future", {"request_id": name}).status_code == 410
-    assert "no longer kept" in here.alice.post("forward_backward", train_body(model, 1, 10)).text
+def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None:
+    model = system.alice.model()
+    name = system.alice.forward_backward(model, 1, 10)
+    assert system.alice.fetch(name) == system.alice.fetch(name)
+    system.tick(121)
+    assert system.alice.post("retrieve_future", {"request_id": name}).status_code == 410
+    assert "no longer kept" in system.alice.post("forward_backward", train_body(model, 1, 10)).text
 
 
-def test_unloading_a_model_fails_its_waiting_requests(here) -> None:
-    model = here.alice.model()
-    early = [here.alice.forward_backward(model, 2, 10), here.alice.optim_step(model, 4)]
-    assert here.alice.ask("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
-    assert [here.alice.fetch(name)["category"] for name in early] == ["user", "user"]
-    assert (here.backend.adapters, here.alice.post("get_info", {"model_id": model}).status_code) == ({}, 404)
+def test_unloading_a_model_fails_its_waiting_requests(system) -> None:
+    model = system.alice.model()
+    early = [system.alice.forward_backward(model, 2, 10), system.alice.optim_step(model, 4)]
+    assert system.alice.ask("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
+    assert [system.alice.fetch(name)["category"] for name in early] == ["user", "user"]
+    assert (system.backend.adapters, system.alice.post("get_info", {"model_id": model}).status_code) == ({}, 404)
 
 
-def test_the_key_of_a_caller_is_not_in_any_answer(here) -> None:
-    caller = Caller(here.client, KEYS["alice"])
-    texts = [caller.post("create_session", {}).text, here.client.get("/metrics").text, caller.get("sessions").text]
+def test_the_key_of_a_caller_is_not_in_any_answer(system) -> None:
+    caller = Caller(system.client, KEYS["alice"])
+    texts = [caller.post("create_session", {}).text, system.client.get("/metrics").text, caller.get("sessions").text]
     assert not any(key in text for text in texts for key in KEYS.values())

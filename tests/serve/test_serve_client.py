@@ -22,7 +22,7 @@ from megascend.testing import write_tiny_checkpoint
 from megascend.testing.reference import run_reference
 from support.forked_programs import environment, run_forked
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 CLIENT_S = 600.0
 """Deadline of a client's program: ten times what it takes when the machine has nothing else to do."""
 
@@ -78,7 +78,7 @@ def test_the_client_trains_as_transformers_peft_and_adamw_do(model, served, tmp_
 @in_every_layout
 def test_clients_of_other_versions_do_too(model, served, tmp_path, client, record_property) -> None:
     def run(job_file: Path, answer: Path) -> subprocess.CompletedProcess[str]:
-        command = [client / "bin" / "python", HERE / "client_program.py", job_file, answer]
+        command = [client / "bin" / "python", FOLDER / "client_program.py", job_file, answer]
         variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
         return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=CLIENT_S, check=False)
 
@@ -104,13 +104,13 @@ def test_many_tenants_train_as_in_separate_runs(model, served, tmp_path) -> None
 
     programs = [
         subprocess.Popen(
-            [sys.executable, HERE / "client_program.py", job, answer(number, "together")], env=environment()
+            [sys.executable, FOLDER / "client_program.py", job, answer(number, "together")], env=environment()
         )
         for number, job in enumerate(jobs)
     ]
     assert [program.wait(CLIENT_S) for program in programs] == [0] * len(jobs)
     for number, job in enumerate(jobs):
-        completed = run_forked(HERE / "client_program.py", job, answer(number, "alone"), variables=environment())
+        completed = run_forked(FOLDER / "client_program.py", job, answer(number, "alone"), variables=environment())
         assert completed.returncode == 0, completed.stderr
     shared_answers, single_answers = (
         [json.loads(answer(number, name).read_text())["steps"] for number in range(len(jobs))]
@@ -150,7 +150,7 @@ def compare_with_reference(
     job = training_job(url, model)
     job_file, answer_file = write_json(folder / "job.json", job), folder / "answer.json"
     if run is None:
-        completed = run_forked(HERE / "client_program.py", job_file, answer_file, variables=environment())
+        completed = run_forked(FOLDER / "client_program.py", job_file, answer_file, variables=environment())
     else:
         completed = run(job_file, answer_file)
     assert completed.returncode == 0, completed.stderr
@@ -191,7 +191,7 @@ def max_difference(values: Sequence[float], references: Sequence[float]) -> floa
 def reference(job: Path, answer: dict[str, Any], settings: ServeConfig, folder: Path) -> dict[str, Any]:
     """Run the same steps in transformers, from the client's initial adapter."""
     start = CheckpointPath.parse(answer["start"]).directory(settings.storage, "alice")
-    completed = run_reference(HERE / "tinker_reference.py", job, start, folder / "reference.json")
+    completed = run_reference(FOLDER / "tinker_reference.py", job, start, folder / "reference.json")
     assert completed.returncode == 0, completed.stderr
     return json.loads((folder / "reference.json").read_text())
 
@@ -209,9 +209,9 @@ def check(answer: dict[str, Any], expected: dict[str, Any], job: dict[str, Any])
     first, second = answer["both"]
     assert first["loss"] == pytest.approx(second["loss"], abs=1e-5)
     check_samples(answer["sampled"], len(job["data"]["cross_entropy"][1][0]))
-    (error, category, why), (step_error, step_category, _) = answer["failures"]
+    (error, category, reason), (step_error, step_category, _) = answer["failures"]
     assert (error, category, step_error, step_category) == ("RequestFailedError", "user", "RequestFailedError", "user")
-    assert f"target_ids {job['vocabulary']}" in why
+    assert f"target_ids {job['vocabulary']}" in reason
     assert answer["after"] < answer["forward"]
     assert len(answer["checkpoints"]) == 4
     assert answer["left"] == 3
@@ -219,8 +219,8 @@ def check(answer: dict[str, Any], expected: dict[str, Any], job: dict[str, Any])
 
 def check_samples(samples: dict[str, Any], length: int) -> None:
     """Check that sampler and trainer agree, a seed repeats tokens, and the base model differs."""
-    first, again = samples["tokens"]
-    assert first == again
+    first, repeated = samples["tokens"]
+    assert first == repeated
     assert [len(layout) for layout in first] == [6, 6]
     for sampled, trained in zip(samples["logprobs"], samples["trainer"], strict=True):
         assert sampled == pytest.approx(trained[length - 1 :], abs=1e-5)

@@ -117,10 +117,10 @@ def test_damage_to_the_log_is_reported_unless_it_is_in_the_last_batch(killed) ->
     places = list(range(HEADER))
     for begin in range(HEADER, len(log), FRAME + PAGE):
         places += [*range(begin, begin + FRAME), begin + FRAME, begin + 2000, begin + FRAME + PAGE - 1]
-    for at in places:
-        copy = copied(path, log[:at] + bytes([log[at] ^ 0x55]) + log[at + 1 :])
-        if at < ends[1]:
-            begin = 0 if at < HEADER else (at - HEADER) // (FRAME + PAGE) * (FRAME + PAGE) + HEADER
+    for position in places:
+        copy = copied(path, log[:position] + bytes([log[position] ^ 0x55]) + log[position + 1 :])
+        if position < ends[1]:
+            begin = 0 if position < HEADER else (position - HEADER) // (FRAME + PAGE) * (FRAME + PAGE) + HEADER
             with pytest.raises(CheckpointError, match=rf"state-wal: damaged at offset {begin}\b"):
                 rows_of(copy)
             assert len(log_of(copy).read_bytes()) == len(log)
@@ -160,9 +160,9 @@ def test_damage_to_the_database_is_reported_or_changes_nothing(killed) -> None:
         *range(100),
         *(chance.randrange(100, len(data)) for _ in range(int(os.environ.get("MEGASCEND_TEST_PLACES", 150)))),
     ]
-    for at in places:
+    for position in places:
         copy = copied(path, b"")
-        copy.write_bytes(data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :])
+        copy.write_bytes(data[:position] + bytes([data[position] ^ 0x55]) + data[position + 1 :])
         read_or_refused(copy, rows)
     for page in range(len(data) // PAGE):
         copy = copied(path, b"")
@@ -179,9 +179,9 @@ def test_damaged_request_content_raises_checkpoint_error(killed) -> None:
     rows_of(path)
     data = path.read_bytes()
     for content in (b"made", bytes(range(9)), b"create_model", b"alice"):
-        at = data.index(content)
+        position = data.index(content)
         copy = copied(path, b"")
-        copy.write_bytes(data[:at] + bytes([data[at] ^ 0x01]) + data[at + 1 :])
+        copy.write_bytes(data[:position] + bytes([data[position] ^ 0x01]) + data[position + 1 :])
         with pytest.raises(CheckpointError, match="differs from its checksum"):
             rows_of(copy)
 

@@ -74,8 +74,8 @@ def test_restart_executes_accepted_requests_and_repeats_answers(disks) -> None:
             session = model.partition(":")[0]
             assert second.alice.post("session_heartbeat", {"session_id": session}).status_code == 200
             assert second.bob.post("session_heartbeat", {"session_id": session}).status_code == 410
-            again = [second.alice.fetch(f"{model}:request:{number}") for number in range(1, 5)]
-            assert again == answers
+            repeated = [second.alice.fetch(f"{model}:request:{number}") for number in range(1, 5)]
+            assert repeated == answers
             assert [second.alice.fetch(name)["metrics"]["loss:sum"] for name in names[:1]] == [3.0]
             assert second.alice.fetch(names[1])["metrics"]["learning_rate"] == 5.0
             assert second.alice.forward_backward(model, 5, 3) == names[0]  # sent again by a client that got no answer
@@ -91,8 +91,8 @@ def test_save_bounds_the_replayed_steps(disks) -> None:
         answers = train(first, model, 1, 4)
         wait_for_saves(first, 1)
         with disks(storage_of(first), durable_steps=3) as second:
-            again = [second.alice.fetch(f"{model}:request:{number}") for number in range(1, 9)]
-            assert again == answers
+            repeated = [second.alice.fetch(f"{model}:request:{number}") for number in range(1, 9)]
+            assert repeated == answers
             assert steps_of(second) == [7.0]
             (load,) = [call for call in second.backend.calls if call[0] == "load"]
             assert load[2] is True
@@ -243,8 +243,8 @@ def test_requests_are_refused_while_the_disk_is_full(disks, monkeypatch, largest
         waiting = first.alice.post("retrieve_future", {"request_id": f"{model}:request:1"})
         assert waiting.status_code == 503
         first.tick(1000)  # longer than a session may be silent
-        with disks(storage_of(first)) as lost:
-            assert f"{model}:request:1" not in lost.service.futures._by_name
+        with disks(storage_of(first)) as server:
+            assert f"{model}:request:1" not in server.service.futures._by_name
         largest_file(None)
         first.service.durability._writer._wait_s = 60.0
         wait_until(lambda: not first.service.durability.stalled)
@@ -305,10 +305,10 @@ def test_a_key_that_was_made_is_let_in_again_and_is_nowhere(tmp_path) -> None:
     settings = ServeConfig(model=tmp_path, storage=tmp_path / "storage", durable=True)
     tenants, key = keys_of(settings, {})
     assert key is not None
-    again, none = keys_of(settings, {})
+    repeated, none = keys_of(settings, {})
     assert none is None
-    assert again == tenants
-    assert Keys(again).tenant(key.encode()) == "local"
+    assert repeated == tenants
+    assert Keys(repeated).tenant(key.encode()) == "local"
     (file,) = (tmp_path / "storage").iterdir()
     assert key not in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600

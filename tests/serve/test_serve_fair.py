@@ -31,83 +31,83 @@ def fetched(caller: Caller, answer: Any) -> list[int]:
     return caller.fetch(answer.json()["request_id"])["sequences"][0]["tokens"]
 
 
-def loads(here: Served) -> list[str]:
-    return [call[1] for call in here.backend.calls if call[0] == "load"]
+def loads(server: Served) -> list[str]:
+    return [call[1] for call in server.backend.calls if call[0] == "load"]
 
 
 def test_a_tenant_that_samples_from_all_it_may_leaves_room_for_another(tmp_path: Path) -> None:
-    with served(tmp_path, max_samplers=3, limits={"samplers": 2}) as here:
-        paths, bobs = saved(here.alice, 3), saved(here.bob, 1)[0]
-        here.backend.sampling.clear()
-        pending = [sampled(here.alice, path) for path in (paths[0], paths[1], paths[0])]
-        refused = sampled(here.alice, paths[2])
+    with served(tmp_path, max_samplers=3, limits={"samplers": 2}) as service:
+        paths, bobs = saved(service.alice, 3), saved(service.bob, 1)[0]
+        service.backend.sampling.clear()
+        pending = [sampled(service.alice, path) for path in (paths[0], paths[1], paths[0])]
+        refused = sampled(service.alice, paths[2])
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert "2 saved models of yours" in refused.text
-        his = sampled(here.bob, bobs)
-        here.backend.sampling.set()
-        assert fetched(here.bob, his) == [6, 7]
-        assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 3
-        assert fetched(here.alice, sampled(here.alice, paths[2])) == [6, 7], "waiting has helped"
+        his = sampled(service.bob, bobs)
+        service.backend.sampling.set()
+        assert fetched(service.bob, his) == [6, 7]
+        assert [fetched(service.alice, response) for response in pending] == [[6, 7]] * 3
+        assert fetched(service.alice, sampled(service.alice, paths[2])) == [6, 7], "waiting has helped"
 
 
 def test_tenant_evicts_only_its_adapters(tmp_path: Path) -> None:
-    with served(tmp_path, max_samplers=3, limits={"samplers": 3}) as here:
-        paths, bobs = saved(here.alice, 5), saved(here.bob, 1)[0]
-        assert fetched(here.bob, sampled(here.bob, bobs)) == [6, 7]
+    with served(tmp_path, max_samplers=3, limits={"samplers": 3}) as service:
+        paths, bobs = saved(service.alice, 5), saved(service.bob, 1)[0]
+        assert fetched(service.bob, sampled(service.bob, bobs)) == [6, 7]
         for path in paths * 2:
-            assert fetched(here.alice, sampled(here.alice, path)) == [6, 7]
-        before = loads(here)
-        assert fetched(here.bob, sampled(here.bob, bobs)) == [6, 7]
-        assert loads(here) == before, "bob's was still there"
-        assert len(here.backend.adapters) == 2 + 3, "models in training, and saved ones"
+            assert fetched(service.alice, sampled(service.alice, path)) == [6, 7]
+        before = loads(service)
+        assert fetched(service.bob, sampled(service.bob, bobs)) == [6, 7]
+        assert loads(service) == before, "bob's was still there"
+        assert len(service.backend.adapters) == 2 + 3, "models in training, and saved ones"
 
 
 def test_tenant_without_an_adapter_gets_one_over_anothers_share(tmp_path: Path) -> None:
-    with served(tmp_path, max_samplers=4, limits={"samplers": 4}) as here:
-        paths, bobs = saved(here.alice, 5), saved(here.bob, 2)
-        here.backend.sampling.clear()
-        pending = [sampled(here.alice, path) for path in paths[:4]]
-        assert sampled(here.bob, bobs[0]).status_code == 429, "all are being sampled from"
+    with served(tmp_path, max_samplers=4, limits={"samplers": 4}) as service:
+        paths, bobs = saved(service.alice, 5), saved(service.bob, 2)
+        service.backend.sampling.clear()
+        pending = [sampled(service.alice, path) for path in paths[:4]]
+        assert sampled(service.bob, bobs[0]).status_code == 429, "all are being sampled from"
         for path in (paths[0], paths[1], paths[4]):
-            refused = sampled(here.alice, path)
+            refused = sampled(service.alice, path)
             assert (refused.status_code, "your share is 2" in refused.text) == (429, True)
-        pending += [sampled(here.alice, path) for path in paths[2:4]]
-        here.backend.sampling.set()
-        assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 6
-        here.backend.sampling.clear()
-        pending = [sampled(here.alice, path) for path in paths[2:4]]
-        his = sampled(here.bob, bobs[0])
+        pending += [sampled(service.alice, path) for path in paths[2:4]]
+        service.backend.sampling.set()
+        assert [fetched(service.alice, response) for response in pending] == [[6, 7]] * 6
+        service.backend.sampling.clear()
+        pending = [sampled(service.alice, path) for path in paths[2:4]]
+        his = sampled(service.bob, bobs[0])
         assert his.status_code == 200
-        pending.append(sampled(here.alice, paths[1]))
+        pending.append(sampled(service.alice, paths[1]))
         assert pending[-1].status_code == 200, "nobody waits any more"
-        here.backend.sampling.set()
-        assert fetched(here.bob, his) == [6, 7]
-        assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 3
+        service.backend.sampling.set()
+        assert fetched(service.bob, his) == [6, 7]
+        assert [fetched(service.alice, response) for response in pending] == [[6, 7]] * 3
 
 
 def test_reserved_adapter_slot_expires(tmp_path: Path) -> None:
-    with served(tmp_path, max_samplers=2, limits={"samplers": 2}) as here:
-        paths, bobs = saved(here.alice, 2), saved(here.bob, 1)
-        here.backend.sampling.clear()
-        pending = [sampled(here.alice, path) for path in paths]
-        assert sampled(here.bob, bobs[0]).status_code == 429
-        assert sampled(here.alice, paths[0]).status_code == 429
-        here.tick(11)
-        pending.append(sampled(here.alice, paths[0]))
-        here.backend.sampling.set()
-        assert [fetched(here.alice, response) for response in pending] == [[6, 7]] * 3
+    with served(tmp_path, max_samplers=2, limits={"samplers": 2}) as service:
+        paths, bobs = saved(service.alice, 2), saved(service.bob, 1)
+        service.backend.sampling.clear()
+        pending = [sampled(service.alice, path) for path in paths]
+        assert sampled(service.bob, bobs[0]).status_code == 429
+        assert sampled(service.alice, paths[0]).status_code == 429
+        service.tick(11)
+        pending.append(sampled(service.alice, paths[0]))
+        service.backend.sampling.set()
+        assert [fetched(service.alice, response) for response in pending] == [[6, 7]] * 3
 
 
 def test_a_long_line_of_one_tenant_does_not_hold_up_another(tmp_path: Path) -> None:
     """Check fairness for the base model, too, which all tenants may sample from."""
-    with served(tmp_path) as here:
-        here.backend.sampling.clear()
-        many = [sampled(here.alice, None) for _ in range(200)]
-        his = sampled(here.bob, None, token=50)
-        here.backend.sampling.set()
-        assert fetched(here.bob, his) == [51, 52]
-        assert [fetched(here.alice, response) for response in many] == [[6, 7]] * 200
-        batches = here.backend.sampled
+    with served(tmp_path) as service:
+        service.backend.sampling.clear()
+        many = [sampled(service.alice, None) for _ in range(200)]
+        his = sampled(service.bob, None, token=50)
+        service.backend.sampling.set()
+        assert fetched(service.bob, his) == [51, 52]
+        assert [fetched(service.alice, response) for response in many] == [[6, 7]] * 200
+        batches = service.backend.sampled
         assert sum(map(len, batches)) == 201
         assert [50 in batch for batch in batches].index(True) <= 1, (
             "in the first batch after the one that was under way"

@@ -23,9 +23,9 @@ LIVES = 16
 CONTAINERS = (dict, list, set, deque, OrderedDict)
 
 
-def live(here: Served, *, ends: str) -> None:
+def live(system: Served, *, ends: str) -> None:
     """Run a session with everything a client does: it trains, fails, saves, samples, and ends one way or another."""
-    caller = here.alice
+    caller = system.alice
     model = caller.model()
     session = model.partition(":")[0]
     for number in (1, 3):
@@ -82,9 +82,9 @@ def grown(before: Counter[str], *, within_s: float) -> dict[str, int]:
     deadline = time.monotonic() + within_s
     while True:
         now = count_objects()
-        more = {name: now[name] - before[name] for name in now if now[name] - before[name] >= LIVES // 2}
-        if not more or time.monotonic() > deadline:
-            return more
+        extra = {name: now[name] - before[name] for name in now if now[name] - before[name] >= LIVES // 2}
+        if not extra or time.monotonic() > deadline:
+            return extra
         time.sleep(0.1)
 
 
@@ -92,22 +92,22 @@ def grown(before: Counter[str], *, within_s: float) -> dict[str, int]:
 def test_lives_that_are_over_leave_nothing_behind(tmp_path: Path, monkeypatch, durable: bool) -> None:
     monkeypatch.setattr(figures, "RECENT_BATCHES", 4)
     monkeypatch.setattr(figures, "RECENT_PROBLEMS", 4)
-    with served(tmp_path / "storage", durable=durable, limits={"sessions": 4 * LIVES}) as here:
+    with served(tmp_path / "storage", durable=durable, limits={"sessions": 4 * LIVES}) as server:
 
         def lives(count: int) -> None:
             for number in range(count):
-                live(here, ends=("unload", "finish", "silence")[number % 3])
-            here.tick(400)  # of silence
-            while here.service.futures.pending_by_kind():  # removals, which the ranks have yet to do
+                live(server, ends=("unload", "finish", "silence")[number % 3])
+            server.tick(400)  # of silence
+            while server.service.futures.pending_by_kind():  # removals, which the ranks have yet to do
                 time.sleep(0.01)
-            here.tick(2 * 24 * 3600)  # no answer, no response is kept for so long
-            here.backend.calls.clear()
-            here.backend.sampled.clear()
-            here.client.cookies.clear()
-            assert here.client.portal is not None
-            here.client.portal.call(here.service.durability.durable)
-            here.client.portal.call(drop_cancelled_timers)
-            assert len(here.service.tenancy.sessions) == len(here.service.tenancy.models) == 0
+            server.tick(2 * 24 * 3600)  # no answer, no response is kept for so long
+            server.backend.calls.clear()
+            server.backend.sampled.clear()
+            server.client.cookies.clear()
+            assert server.client.portal is not None
+            server.client.portal.call(server.service.durability.durable)
+            server.client.portal.call(drop_cancelled_timers)
+            assert len(server.service.tenancy.sessions) == len(server.service.tenancy.models) == 0
 
         lives(12)  # what is made once: adapters that stay loaded for sampling, lists of the last batches and errors
         before = count_objects()
@@ -177,24 +177,24 @@ def test_internal_futures_are_forgotten_at_once(retained) -> None:
 
 
 def test_tenant_over_its_answer_bytes_is_refused(tmp_path: Path) -> None:
-    with served(tmp_path / "storage", limits={"answer_bytes": 10_000}) as here:
-        model, other = here.alice.model(), here.bob.model()
-        names = [here.alice.forward_backward(model, number, 10) for number in range(1, 6)]
-        here.bob.fetch(here.bob.forward_backward(other, 1, 10))
-        refused = here.alice.post("optim_step", {"model_id": model, "seq_id": 6, "adam_params": {}})
+    with served(tmp_path / "storage", limits={"answer_bytes": 10_000}) as service:
+        model, other = service.alice.model(), service.bob.model()
+        names = [service.alice.forward_backward(model, number, 10) for number in range(1, 6)]
+        service.bob.fetch(service.bob.forward_backward(other, 1, 10))
+        refused = service.alice.post("optim_step", {"model_id": model, "seq_id": 6, "adam_params": {}})
         assert (refused.status_code, "limits.answer_bytes" in refused.text) == (429, True)
-        here.bob.fetch(here.bob.optim_step(other, 2))
+        service.bob.fetch(service.bob.optim_step(other, 2))
         for name in names:
-            here.alice.fetch(name)
-        here.alice.fetch(here.alice.optim_step(model, 6))
+            service.alice.fetch(name)
+        service.alice.fetch(service.alice.optim_step(model, 6))
 
 
 def test_the_answer_holds_nothing_of_the_batch(tmp_path: Path) -> None:
-    with served(tmp_path / "storage") as here:
-        model = here.alice.model()
-        name = here.alice.forward_backward(model, 1, 10)
-        here.alice.fetch(name)
-        future = here.service.futures.get(name, "alice")
+    with served(tmp_path / "storage") as server:
+        model = server.alice.model()
+        name = server.alice.forward_backward(model, 1, 10)
+        server.alice.fetch(name)
+        future = server.service.futures.get(name, "alice")
         assert future is not None
         assert all(array.base is None for array in future.answer.logprobs)
         assert future.then is future.answer_of is futures._answered

@@ -23,7 +23,7 @@ EXAMPLES = settings(
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     patch = pytest.MonkeyPatch()
     patch.setattr(application, "LONG_POLL_S", 0.01)
     with served(tmp_path_factory.mktemp("storage"), limits={"models": 8, "sessions": 1000}) as server:
@@ -33,13 +33,13 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def ids(here: Served) -> list[str]:
+def ids(system: Served) -> list[str]:
     """Return names that the server knows, for requests that pass the first check."""
-    model = here.alice.model()
+    model = system.alice.model()
     session = model.partition(":")[0]
-    path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
-    sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
-    future = here.alice.forward_backward(model, 2, 10)
+    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    sampler = system.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
+    future = system.alice.forward_backward(model, 2, 10)
     return [model, session, path, sampler.json()["sampling_session_id"], future, "tiny", "weights", "one"]
 
 
@@ -85,11 +85,11 @@ def check(answer: Any) -> None:
         assert set(answer.json()) == {"detail", "category"}
 
 
-def finished(here: Served, answer: Any) -> None:
+def finished(system: Served, answer: Any) -> None:
     """Check that a promised answer arrives, and is no server error."""
     if answer.status_code == 200 and answer.headers.get("content-type") == "application/json":
         name = answer.json().get("request_id") if isinstance(answer.json(), dict) else None
-        response = here.alice.post("retrieve_future", {"request_id": name}) if isinstance(name, str) else None
+        response = system.alice.post("retrieve_future", {"request_id": name}) if isinstance(name, str) else None
         if response is not None and response.status_code == 200:
             assert response.json().get("category") != "server" or response.json()["error"] == "no space left", (
                 response.text
@@ -102,8 +102,8 @@ def encode(value: Any) -> bytes:
 
 @given(data=st.data())
 @EXAMPLES
-def test_any_json_at_any_route(here, ids, data) -> None:
-    table = sorted({(m, r.path) for r in here.client.app.routes for m in (r.methods or set()) - {"HEAD"}})  # type: ignore[union-attr]
+def test_any_json_at_any_route(system, ids, data) -> None:
+    table = sorted({(m, r.path) for r in system.client.app.routes for m in (r.methods or set()) - {"HEAD"}})  # type: ignore[union-attr]
     method, path = data.draw(st.sampled_from(table))
     segment = st.one_of(st.sampled_from(ids), st.text(string.printable.replace("/", ""), min_size=1, max_size=20))
     names = {
@@ -115,21 +115,21 @@ def test_any_json_at_any_route(here, ids, data) -> None:
         )
     )
     headers = {
-        **here.alice.headers,
+        **system.alice.headers,
         **data.draw(st.sampled_from([{}, {"content-encoding": "zstd"}, {"content-type": wire.PROTOBUF}])),
     }
-    at = path.format(
+    route = path.format(
         **{name: value.replace("%", "%25").replace("?", "%3f").replace("#", "%23") for name, value in names.items()}
     )
-    answer = here.client.request(method, at.encode("unicode_escape").decode(), content=body, headers=headers)
+    answer = system.client.request(method, route.encode("unicode_escape").decode(), content=body, headers=headers)
     if path not in ("/readyz",):
         check(answer)
-    finished(here, answer)
+    finished(system, answer)
 
 
 @given(data=st.data())
 @EXAMPLES
-def test_requests_that_are_nearly_right(here, ids, data) -> None:
+def test_requests_that_are_nearly_right(system, ids, data) -> None:
     """Change one value of a good request."""
     model, session, path, sampler = ids[:4]
     chunk = {"type": "encoded_text", "tokens": [1, 2]}
@@ -157,21 +157,21 @@ def test_requests_that_are_nearly_right(here, ids, data) -> None:
     }  # fmt: skip
     route = data.draw(st.sampled_from(sorted(good)))
     body = json.loads(json.dumps(good[route]))
-    at = body
+    branch = body
     while True:  # to a place in it
-        key = data.draw(st.sampled_from(list(at) if isinstance(at, dict) else range(len(at))))
-        if not isinstance(at[key], dict | list) or not at[key] or data.draw(st.booleans()):
+        key = data.draw(st.sampled_from(list(branch) if isinstance(branch, dict) else range(len(branch))))
+        if not isinstance(branch[key], dict | list) or not branch[key] or data.draw(st.booleans()):
             break
-        at = at[key]
-    at[key] = data.draw(values(ids))
-    answer = here.alice.post(route, content=encode(body))
+        branch = branch[key]
+    branch[key] = data.draw(values(ids))
+    answer = system.alice.post(route, content=encode(body))
     check(answer)
-    finished(here, answer)
+    finished(system, answer)
 
 
 @given(data=st.data())
 @EXAMPLES
-def test_any_protobuf(here, ids, data) -> None:
+def test_any_protobuf(system, ids, data) -> None:
     """Change, cut, double or insert bytes in a good message."""
     message = wire.messages_of_client().ForwardBackwardRequest(model_id=ids[0], seq_id=3, loss_fn="cross_entropy")
     datum = message.data.add()
@@ -184,6 +184,6 @@ def test_any_protobuf(here, ids, data) -> None:
         start = data.draw(st.integers(0, len(content)))
         end = data.draw(st.integers(start, min(len(content), start + 20)))
         content[start:end] = data.draw(st.one_of(st.binary(max_size=12), st.just(bytes(content[start:end]) * 2)))
-    answer = here.alice.post("forward_backward", content=bytes(content), headers={"content-type": wire.PROTOBUF})
+    answer = system.alice.post("forward_backward", content=bytes(content), headers={"content-type": wire.PROTOBUF})
     check(answer)
-    finished(here, answer)
+    finished(system, answer)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from megascend.serve.checkpoints import CheckpointPath
 from megascend.testing import write_tiny_checkpoint
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob", "carol")}
 VOCABULARY = 320
 DEADLINE_S = 1500.0
@@ -45,7 +45,7 @@ def start_clients(
         (folder / f"{name}.json").write_text(json.dumps(job))
         command = [
             sys.executable,
-            str(HERE / "restarted_client.py"),
+            str(FOLDER / "restarted_client.py"),
             *(str(folder / f"{name}{end}") for end in (".json", ".out")),
         ]
         log = (folder / f"{name}.log").open("wb")
@@ -114,9 +114,9 @@ def test_a_killed_server_ends_where_an_undisturbed_one_does(tmp_path, layout, ca
 
                 def note(number: int, ranks_killed: str, recovering: bool) -> None:
                     with capsys.disabled():
-                        when = "while it recovers" if recovering else "under load"
+                        moment = "while it recovers" if recovering else "under load"
                         seconds = time.monotonic() - start  # noqa: B023
-                        print(f"\n{layout}: kill {number} of {ranks_killed} {when}, {seconds:.0f} s", end="")
+                        print(f"\n{layout}: kill {number} of {ranks_killed} {moment}, {seconds:.0f} s", end="")
 
                 kill_often(server, kills, ranks, random.Random(layout), note)
                 (folder / "enough").touch()

@@ -48,9 +48,9 @@ class SlowSampler:
             self.calls.append(("slice", len(left)))
             if len(requests) > self.room:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            left = {number: 0 if number in cancelled() else most - tokens for number, most in left.items()}
-            ended = {number: SampleResult(error=f"{number}") for number, most in left.items() if most <= 0}
-            left = {number: most for number, most in left.items() if most > 0}
+            left = {number: 0 if number in cancelled() else remaining - tokens for number, remaining in left.items()}
+            ended = {number: SampleResult(error=f"{number}") for number, remaining in left.items() if remaining <= 0}
+            left = {number: remaining for number, remaining in left.items() if remaining > 0}
             yield ended
 
 

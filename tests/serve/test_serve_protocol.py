@@ -17,7 +17,7 @@ from megascend.serve.samplers.messages import SampleAnswer, sample_request_of, t
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Served]:
+def system(tmp_path: Path) -> Iterator[Served]:
     with served(tmp_path / "storage") as server:
         yield server
 
@@ -37,69 +37,69 @@ def calls_of_the_client() -> set[tuple[str, str]]:
     return calls
 
 
-def test_every_call_of_the_client_has_a_route(here) -> None:
+def test_every_call_of_the_client_has_a_route(system) -> None:
     calls = calls_of_the_client()
     assert {("POST", "forward_backward"), ("PUT", "training_runs/x/checkpoints/weights/one/ttl")} <= calls
     assert len(calls) > 40
-    model = here.alice.model()
+    model = system.alice.model()
     for method, path in sorted(calls):
-        at = path.replace("training_runs/x", f"training_runs/{model}").replace(
+        route = path.replace("training_runs/x", f"training_runs/{model}").replace(
             "sessions/x", f"sessions/{model.partition(':')[0]}"
         )
-        answer = here.client.request(method, f"/api/v1/{at}", json={}, headers=here.alice.headers)
+        answer = system.client.request(method, f"/api/v1/{route}", json={}, headers=system.alice.headers)
         detail = "" if answer.status_code < 300 else answer.json().get("detail", "")
         assert answer.status_code < 500, (method, path, answer.text)
         assert detail not in ("not found", "not allowed"), (method, path)
 
 
-def test_unsupported_routes_are_named_with_status_400(here) -> None:
+def test_unsupported_routes_are_named_with_status_400(system) -> None:
     for method, path in ABSENT:
-        at = path.format(model="m", kind="weights", name="n", session="s")
-        answer = here.client.request(method, f"/api/v1/{at}", json={}, headers=here.alice.headers)
+        route = path.format(model="m", kind="weights", name="n", session="s")
+        answer = system.client.request(method, f"/api/v1/{route}", json={}, headers=system.alice.headers)
         assert (answer.status_code, path in answer.json()["detail"]) == (400, True)
 
 
-def test_a_checkpoints_time_is_set_and_taken_away(here) -> None:
-    model = here.alice.model()
-    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
-    at = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
+def test_a_checkpoints_time_is_set_and_taken_away(system) -> None:
+    model = system.alice.model()
+    system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    route = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
     for seconds, expires in ((3600, True), (None, False)):
-        answer = here.client.put(at, json={"ttl_seconds": seconds}, headers=here.alice.headers)
+        answer = system.client.put(route, json={"ttl_seconds": seconds}, headers=system.alice.headers)
         assert answer.status_code == 204
-        (checkpoint,) = here.alice.get("checkpoints").json()["checkpoints"]
+        (checkpoint,) = system.alice.get("checkpoints").json()["checkpoints"]
         assert (checkpoint["expires_at"] is not None) == expires
-    assert here.client.put(at, json={"ttl_seconds": 0}, headers=here.bob.headers).status_code == 404
-    here.client.put(at, json={"ttl_seconds": 0}, headers=here.alice.headers)
-    assert here.alice.get("checkpoints").json()["checkpoints"] == []
+    assert system.client.put(route, json={"ttl_seconds": 0}, headers=system.bob.headers).status_code == 404
+    system.client.put(route, json={"ttl_seconds": 0}, headers=system.alice.headers)
+    assert system.alice.get("checkpoints").json()["checkpoints"] == []
 
 
 SAMPLE = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}, "num_samples": 1}
 
 
-def test_requests_of_a_sampler_are_asked_for_all_at_once(here) -> None:
-    session = here.alice.post("create_session", {}).json()["session_id"]
-    sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
+def test_requests_of_a_sampler_are_asked_for_all_at_once(system) -> None:
+    session = system.alice.post("create_session", {}).json()["session_id"]
+    sampler = system.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
     name = sampler.json()["sampling_session_id"]
-    joined = [here.alice.post("join_sampling_session", {"sampling_session_id": name}).json() for _ in range(2)]
+    joined = [system.alice.post("join_sampling_session", {"sampling_session_id": name}).json() for _ in range(2)]
     assert [item["client_counter"] for item in joined] == [1, 2]
     target = {"type": "sampling_session", "sampling_session_id": name, "cloned_sampler_id": 0}
 
-    def poll(seen: int, clone: int = 0, **values):
-        body = {"target": {**target, "cloned_sampler_id": clone}, "prev_cursor": seen, **values}
-        return here.alice.post("retrieve_futures", body).json()
+    def poll(observed: int, clone: int = 0, **values):
+        body = {"target": {**target, "cloned_sampler_id": clone}, "prev_cursor": observed, **values}
+        return system.alice.post("retrieve_futures", body).json()
 
     assert poll(0, timeout=0) == {"completions": [], "cursor": 0}
     answers = []
     waits = threading.Thread(target=lambda: answers.append(poll(0)))
     waits.start()
     promises = [
-        here.alice.post("asample", {**SAMPLE, "sampling_session_id": name, "seq_id": n}).json() for n in (1, 2, 10**9)
+        system.alice.post("asample", {**SAMPLE, "sampling_session_id": name, "seq_id": n}).json() for n in (1, 2, 10**9)
     ]
     ids = [item["request_id"] for item in promises]
     waits.join(20)
     assert answers[0]["completions"][0]["request_id"] == ids[0]
     for item in ids:
-        here.alice.fetch(item)
+        system.alice.fetch(item)
     completed = poll(0)
     assert [(item["request_id"], item["state"]) for item in completed["completions"]] == [
         (item, "finished") for item in ids[:2]
@@ -109,27 +109,27 @@ def test_requests_of_a_sampler_are_asked_for_all_at_once(here) -> None:
         "completions": [],
         "cursor": completed["cursor"],
     }
-    here.tick(121)
-    assert here.alice.post("retrieve_future", {"request_id": ids[2]}).status_code == 410
-    assert here.service.futures.completions._logs == {}
-    assert here.bob.post("retrieve_futures", {"target": target}).status_code == 410
+    system.tick(121)
+    assert system.alice.post("retrieve_future", {"request_id": ids[2]}).status_code == 410
+    assert system.service.futures.completions._logs == {}
+    assert system.bob.post("retrieve_futures", {"target": target}).status_code == 410
 
 
-def test_requests_are_cancelled_only_by_their_tenant(here) -> None:
-    model = here.alice.model()
-    here.backend.gate.clear()
-    step = here.alice.forward_backward(model, 1, 10)  # holds the ranks
-    while here.service._inbox._commands:
+def test_requests_are_cancelled_only_by_their_tenant(system) -> None:
+    model = system.alice.model()
+    system.backend.gate.clear()
+    step = system.alice.forward_backward(model, 1, 10)  # holds the ranks
+    while system.service._inbox._commands:
         pass
-    here.alice.forward_backward(model, 2, 10)
-    request = here.alice.post("asample", SAMPLE).json()["request_id"]
-    assert here.bob.post("cancel_future", {"request_id": request}).status_code == 204
-    assert [type(item).__name__ for item in here.service._inbox._commands] == ["ForwardBackward", "Respond"]
+    system.alice.forward_backward(model, 2, 10)
+    request = system.alice.post("asample", SAMPLE).json()["request_id"]
+    assert system.bob.post("cancel_future", {"request_id": request}).status_code == 204
+    assert [type(item).__name__ for item in system.service._inbox._commands] == ["ForwardBackward", "Respond"]
     for item in (request, step, "nothing"):
-        assert here.alice.post("cancel_future", {"request_id": item}).status_code == 204
-    here.backend.gate.set()
-    assert here.alice.fetch(request)["error"] == "the client has cancelled this request"
-    assert "error" not in here.alice.fetch(step)
+        assert system.alice.post("cancel_future", {"request_id": item}).status_code == 204
+    system.backend.gate.set()
+    assert system.alice.fetch(request)["error"] == "the client has cancelled this request"
+    assert "error" not in system.alice.fetch(step)
 
 
 def sample_body(**values):
@@ -162,17 +162,20 @@ def test_target_logprobs_of_a_prompt_keep_their_layout(tensor, rows, computed, a
     result = SampleResult((), (None, -1.0, -2.0), (None, ((1, -1.0),), ((2, -2.0),)), computed, draws)
     answer = SampleAnswer(result, None, targets_of(tensor))
     read = conversion.deserialize_sample_response(answer.protobuf())
-    named, drawn = read.target_prompt_logprobs, read.prompt_alt_tokens
-    assert list(named.data) == [value for row in answered for value in row] if tensor is DENSE else answered
-    assert (named.shape, named.sparse_crow_indices) == (tensor["shape"], tensor.get("sparse_crow_indices"))
-    assert (list(drawn.tokens.data), drawn.tokens.shape) == ([8, 9, 3, 3], [2, 2])
-    assert list(drawn.logprobs.data) == [-0.5, -1.5, -2.5, -2.5]
+    target_scores, alternatives = read.target_prompt_logprobs, read.prompt_alt_tokens
+    assert list(target_scores.data) == [value for row in answered for value in row] if tensor is DENSE else answered
+    assert (target_scores.shape, target_scores.sparse_crow_indices) == (
+        tensor["shape"],
+        tensor.get("sparse_crow_indices"),
+    )
+    assert (list(alternatives.tokens.data), alternatives.tokens.shape) == ([8, 9, 3, 3], [2, 2])
+    assert list(alternatives.logprobs.data) == [-0.5, -1.5, -2.5, -2.5]
     assert read.topk_prompt_logprobs == [None, [(1, -1.0)], [(2, -2.0)]]
     tensor_json = answer.json()["target_prompt_logprobs"]
-    assert (tensor_json["shape"], tensor_json["data"]) == (tensor["shape"], list(named.data))
+    assert (tensor_json["shape"], tensor_json["data"]) == (tensor["shape"], list(target_scores.data))
 
 
-def test_requests_to_sample_that_would_grow_are_refused(here) -> None:
+def test_requests_to_sample_that_would_grow_are_refused(system) -> None:
     for changes in (
         {"target_prompt_logprobs": {**SPARSE, "shape": [2, 2**30]}},
         {"target_prompt_logprobs": {**SPARSE, "shape": [2, 2**22]}},
@@ -185,4 +188,4 @@ def test_requests_to_sample_that_would_grow_are_refused(here) -> None:
         {"num_samples": 2**30},
         {"prompt": {"chunks": [{"tokens": [1] * 600}]}},
     ):
-        assert here.alice.ask("asample", sample_body(**changes))["category"] == "user"
+        assert system.alice.ask("asample", sample_body(**changes))["category"] == "user"

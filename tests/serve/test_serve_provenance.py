@@ -140,10 +140,10 @@ def test_model_trains_on_samples_of_its_session(tmp_path) -> None:
     conversion = pytest.importorskip("tinker.proto.request_conv", reason="the client needs Python 3.11")
     from tinker import types
 
-    with served(tmp_path / "storage") as here:
-        model, elsewhere = here.alice.model(), here.alice.model()
+    with served(tmp_path / "storage") as server:
+        model, elsewhere = server.alice.model(), server.alice.model()
         session = model.partition(":")[0]
-        sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1})
+        sampler = server.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 1})
         body = {
             "sampling_session_id": sampler.json()["sampling_session_id"], "seq_id": 1, "num_samples": 2,
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]}, "sampling_params": {"max_tokens": 2},
@@ -151,11 +151,11 @@ def test_model_trains_on_samples_of_its_session(tmp_path) -> None:
         names = {}
         for recorded in (True, False):
             body |= {"seq_id": body["seq_id"] + 1, "record_stability_info": recorded}
-            promised = here.alice.post("asample", body).json()
-            assert here.alice.fetch(promised["request_id"])["sequences"][1]["tokens"] == [6, 7]
+            promised = server.alice.post("asample", body).json()
+            assert server.alice.fetch(promised["request_id"])["sequences"][1]["tokens"] == [6, 7]
             names[recorded] = promised["sample_sequence_ids"][1]
 
-        def learned(of: str, sequence: str) -> dict:
+        def learned(subject: str, sequence: str) -> dict:
             prompt = types.PromptProvenanceSpan(sequence_id=sequence, length=3)
             inputs = {"target_tokens": [4, 5, 6, 7], "advantages": [0.0, 0.0, 1.0, 1.0]}
             client_datum = types.Datum(model_input=types.ModelInput.from_ints([*PROMPT, 6]), loss_fn_inputs=inputs)
@@ -167,24 +167,24 @@ def test_model_trains_on_samples_of_its_session(tmp_path) -> None:
                 ],
             )
             inside = types.ForwardBackwardInput(data=[client_datum], loss_fn="stable_reinforce")
-            numbers[of] = numbers.get(of, 0) + 1
+            numbers[subject] = numbers.get(subject, 0) + 1
             client_request = types.ForwardBackwardRequest(
-                forward_backward_input=inside, model_id=of, seq_id=numbers[of]
+                forward_backward_input=inside, model_id=subject, seq_id=numbers[subject]
             )
             content = conversion.forward_backward_request_to_proto(client_request).SerializeToString()
-            response = here.alice.client.post(
+            response = server.alice.client.post(
                 "/api/v1/forward_backward",
                 content=content,
-                headers={**here.alice.headers, "content-type": wire.PROTOBUF},
+                headers={**server.alice.headers, "content-type": wire.PROTOBUF},
             )
-            return here.alice.fetch(response.json()["request_id"])
+            return server.alice.fetch(response.json()["request_id"])
 
         numbers: dict[str, int] = {}
         assert learned(model, names[True])["metrics"]["loss:sum"] == 6 + 7  # the prompt's tokens have weight 0
         assert "no sequence" in learned(model, names[False])["error"]
         assert "no sequence" in learned(elsewhere, names[True])["error"]
-        here.tick(301)
-        assert not here.service.sequences._sequences  # its session has ended
+        server.tick(301)
+        assert not server.service.sequences._sequences  # its session has ended
 
 
 def test_the_ratio_of_gspo_is_that_of_the_masks_tokens() -> None:

@@ -200,10 +200,10 @@ def check_promise(client: httpx.Client, name: Any) -> None:
 
 
 def test_every_route_is_described(tmp_path: Path) -> None:
-    with served(tmp_path) as here:
+    with served(tmp_path) as service:
         routes = {
             (method, route.path.removeprefix("/api/v1/"))
-            for route in here.client.app.routes  # type: ignore[attr-defined]
+            for route in service.client.app.routes  # type: ignore[attr-defined]
             for method in route.methods - {"HEAD"}
             if route.path.startswith("/api/v1/")
         }

@@ -36,14 +36,14 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Served]:
+def system(tmp_path: Path) -> Iterator[Served]:
     with served(tmp_path / "storage") as server:
         yield server
 
 
-def routes(here: Served) -> set[tuple[str, str]]:
+def routes(system: Served) -> set[tuple[str, str]]:
     """List (method, path under /api/v1) of all routes that need a key."""
-    served_routes = {(m, r.path) for r in here.client.app.routes for m in r.methods or () if m != "HEAD"}  # type: ignore[union-attr]
+    served_routes = {(m, r.path) for r in system.client.app.routes for m in r.methods or () if m != "HEAD"}  # type: ignore[union-attr]
     return {
         (m, path.removeprefix("/api/v1/"))
         for m, path in served_routes
@@ -110,29 +110,29 @@ def requests_for(ids: dict[str, str], caller_session: str) -> list[tuple[str, st
     ]
 
 
-def test_ids_of_other_tenants_look_unknown(here) -> None:
-    model = here.alice.model()
+def test_ids_of_other_tenants_look_unknown(system) -> None:
+    model = system.alice.model()
     session = model.partition(":")[0]
-    future = here.alice.forward_backward(model, 1, 10)
-    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 2})  # waits for both
-    sampler = here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
+    future = system.alice.forward_backward(model, 1, 10)
+    system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 2})  # waits for both
+    sampler = system.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0})
     real = {
         "model": model, "session": session, "future": future,
         "sampler": sampler.json()["sampling_session_id"],
     }  # fmt: skip
     none = new_session()
     made_up = {kind: name.replace(session, none) for kind, name in real.items()}
-    bobs_session = here.bob.post("create_session", {}).json()["session_id"]
-    before = list(here.backend.calls)
+    bobs_session = system.bob.post("create_session", {}).json()["session_id"]
+    before = list(system.backend.calls)
     requests = requests_for(real, bobs_session)
     assert {(method, path) for method, path, _ in requests} == {
-        route for route in routes(here) - set(ABSENT) if route[1] not in OWNED_ROUTES
+        route for route in routes(system) - set(ABSENT) if route[1] not in OWNED_ROUTES
     }
     for real_request, unknown_request in zip(requests, requests_for(made_up, bobs_session), strict=True):
         answers = []
         for ids, (method, path, body) in ((real, real_request), (made_up, unknown_request)):
-            at = path.format(**ids, kind="weights", name="one")
-            answer = here.client.request(method, f"/api/v1/{at}", json=body, headers=here.bob.headers)
+            target = path.format(**ids, kind="weights", name="one")
+            answer = system.client.request(method, f"/api/v1/{target}", json=body, headers=system.bob.headers)
             answers.append(
                 (answer.status_code, answer.text.replace(session, "S").replace(none, "S"), set(answer.headers))
             )
@@ -141,29 +141,29 @@ def test_ids_of_other_tenants_look_unknown(here) -> None:
             assert json.loads(answers[0][1]) == {"checkpoints": []}
         elif real_request[1] not in ("asample", "cancel_future"):
             assert answers[0][0] in (404, 410), real_request
-    assert here.backend.calls == before
+    assert system.backend.calls == before
 
 
-def test_ids_cannot_be_guessed(here) -> None:
+def test_ids_cannot_be_guessed(system) -> None:
     """Use 128 random bits, so that the time to look up an id on disk reveals nothing."""
     assert len({new_session() for _ in range(100)}) == 100
     assert len(new_session()) == len("s-") + 32
-    assert len({here.service.new_label("sample") for _ in range(100)}) == 100
+    assert len({system.service.new_label("sample") for _ in range(100)}) == 100
 
 
-def test_damaged_record_affects_only_its_owner(here) -> None:
-    model = here.alice.model()
-    path = here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
-    next(here.service.checkpoints.root.rglob("one.json")).write_text("{")
-    assert here.alice.post("weights_info", {"tinker_path": path}).status_code == 500
-    assert here.bob.post("weights_info", {"tinker_path": path}).status_code == 404
+def test_damaged_record_affects_only_its_owner(system) -> None:
+    model = system.alice.model()
+    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    next(system.service.checkpoints.root.rglob("one.json")).write_text("{")
+    assert system.alice.post("weights_info", {"tinker_path": path}).status_code == 500
+    assert system.bob.post("weights_info", {"tinker_path": path}).status_code == 404
 
 
 # --- bodies ---
 
 
-def test_decompression_bombs_are_refused(here) -> None:
-    model = here.alice.model()
+def test_decompression_bombs_are_refused(system) -> None:
+    model = system.alice.model()
     zeros = zstandard.ZstdCompressor().compress(bytes(2**27))
     lies = zstandard.ZstdCompressor(write_content_size=True).compress(b"a" * 100)
     lies = lies[:5] + b"\x07" + lies[6:]  # another size than is inside
@@ -181,20 +181,22 @@ def test_decompression_bombs_are_refused(here) -> None:
         (b"\x30\x01" * 400_000, {}, 413),  # one field again and again
         (b"\x1b" * 1000, {}, 400),
     ):
-        answer = here.alice.post("forward_backward", content=content, headers={**PROTOBUF, **headers})
+        answer = system.alice.post("forward_backward", content=content, headers={**PROTOBUF, **headers})
         assert answer.status_code == expected, (content[:8], answer.text)
     for content, expected in (
         (b'{"a":' + b"[{}," * MAX_CONTAINERS, 413),
         (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
         (b'{"model_id": ' + b"1" * 5000 + b"}", 400),
     ):
-        assert here.alice.post("forward_backward", content=content).status_code == expected, content[:20]
-    assert here.alice.post("create_session", content=b'{"tags": ["' + b"a" * reading.SMALL + b'"]}').status_code == 413
-    assert here.backend.calls == [("add", "a1")]
+        assert system.alice.post("forward_backward", content=content).status_code == expected, content[:20]
+    assert (
+        system.alice.post("create_session", content=b'{"tags": ["' + b"a" * reading.SMALL + b'"]}').status_code == 413
+    )
+    assert system.backend.calls == [("add", "a1")]
 
 
-def test_a_sparse_tensor_does_not_grow(here) -> None:
-    model = here.alice.model()
+def test_a_sparse_tensor_does_not_grow(system) -> None:
+    model = system.alice.model()
     body = train_body(model, 1, 10)
     bomb = {"data": [], "dtype": "int64", "shape": [1, 2**23], "sparse_crow_indices": [0, 0], "sparse_col_indices": []}
     datum = body["forward_backward_input"]["data"][0]
@@ -209,7 +211,9 @@ def test_a_sparse_tensor_does_not_grow(here) -> None:
     )
     for number, changes in enumerate(ways, 1):
         datum["loss_fn_inputs"]["t0"] = {**bomb, **changes}
-        answer = here.alice.fetch(here.alice.post("forward_backward", {**body, "seq_id": number}).json()["request_id"])
+        answer = system.alice.fetch(
+            system.alice.post("forward_backward", {**body, "seq_id": number}).json()["request_id"]
+        )
         assert answer["category"] == "user"
     assert "have more than" in answer["error"]
 
@@ -227,29 +231,31 @@ def test_bodies_at_a_time_are_bounded_for_each_tenant_and_for_all() -> None:
                 stack.enter_context(bodies.reserve(f"other {number}"))(400)
             with pytest.raises(RequestRefusedError), bodies.reserve("bob") as late:
                 late(1)
-    with bodies.reserve("alice") as again:
-        again(400)
+    with bodies.reserve("alice") as repeated:
+        repeated(400)
 
 
-def test_retained_state_of_a_tenant_is_bounded(here, monkeypatch) -> None:
+def test_retained_state_of_a_tenant_is_bounded(system, monkeypatch) -> None:
     monkeypatch.setattr(futures, "MAX_ANSWERS", 3)
     monkeypatch.setattr(tenancy, "MAX_SAMPLERS", 2)
-    session = here.alice.post("create_session", {}).json()["session_id"]
+    session = system.alice.post("create_session", {}).json()["session_id"]
     for number in (0, 1, 2, 2):
-        here.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": number})
-    assert here.alice.get(f"sessions/{session}").json()["sampler_ids"] == [f"{session}:sample:{n}" for n in (1, 2)]
-    bobs_request = here.bob.forward_backward(here.bob.model(), 1, 10)
-    model = here.alice.model()
-    names = [here.alice.forward_backward(model, number, 10, weights=[1.0, 2.0]) for number in range(1, 6)]  # which fail
-    here.alice.ask("optim_step", {"model_id": model, "seq_id": 6})
-    there = [here.alice.post("retrieve_future", {"request_id": name}).status_code for name in names]
-    assert there == [410, 410, 410, 200, 200]
-    here.tick(1)
-    assert {name: len(account.answers) for name, account in here.service.futures._accounts.items()} == {
+        system.alice.post("create_sampling_session", {"session_id": session, "sampling_session_seq_id": number})
+    assert system.alice.get(f"sessions/{session}").json()["sampler_ids"] == [f"{session}:sample:{n}" for n in (1, 2)]
+    bobs_request = system.bob.forward_backward(system.bob.model(), 1, 10)
+    model = system.alice.model()
+    names = [
+        system.alice.forward_backward(model, number, 10, weights=[1.0, 2.0]) for number in range(1, 6)
+    ]  # which fail
+    system.alice.ask("optim_step", {"model_id": model, "seq_id": 6})
+    statuses = [system.alice.post("retrieve_future", {"request_id": name}).status_code for name in names]
+    assert statuses == [410, 410, 410, 200, 200]
+    system.tick(1)
+    assert {name: len(account.answers) for name, account in system.service.futures._accounts.items()} == {
         "alice": 3,
         "bob": 2,
     }
-    assert here.bob.fetch(bobs_request)["metrics"]["loss:sum"] == 10
+    assert system.bob.fetch(bobs_request)["metrics"]["loss:sum"] == 10
 
 
 HOSTILE = (
@@ -259,20 +265,20 @@ HOSTILE = (
 )  # fmt: skip
 
 
-def test_no_body_is_too_strange_for_any_route(here) -> None:
-    for method, path in sorted(routes(here)):
-        at = path.format(model="m", session="s", kind="weights", name="n", sampler="x")
+def test_no_body_is_too_strange_for_any_route(system) -> None:
+    for method, path in sorted(routes(system)):
+        route = path.format(model="m", session="s", kind="weights", name="n", sampler="x")
         for body in HOSTILE:
-            answer = here.client.request(method, f"/api/v1/{at}", content=body, headers=here.alice.headers)
+            answer = system.client.request(method, f"/api/v1/{route}", content=body, headers=system.alice.headers)
             assert answer.status_code < 500, (method, path, body, answer.text)
             assert "Traceback" not in answer.text
-    assert here.backend.calls == []
+    assert system.backend.calls == []
 
 
-def test_text_with_lone_surrogates_is_returned_unchanged(here) -> None:
+def test_text_with_lone_surrogates_is_returned_unchanged(system) -> None:
     body = b'{"user_metadata": {"a": "\\ud800\\u0000<b>"}}'
-    session = here.alice.post("create_session", content=body).json()["session_id"]
-    assert here.alice.get(f"sessions/{session}").json()["user_metadata"] == {"a": "\ud800\x00<b>"}
+    session = system.alice.post("create_session", content=body).json()["session_id"]
+    assert system.alice.get(f"sessions/{session}").json()["user_metadata"] == {"a": "\ud800\x00<b>"}
 
 
 NAMES = (
@@ -291,13 +297,13 @@ NAMES = (
 )
 
 
-def test_no_id_in_a_path_leaves_the_storage(here, tmp_path) -> None:
+def test_no_id_in_a_path_leaves_the_storage(system, tmp_path) -> None:
     (tmp_path / "secret.json").write_text("{}")
     (tmp_path / "secret").mkdir()
-    model = here.alice.model()
-    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    model = system.alice.model()
+    system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
     for name in NAMES:
-        for at in (
+        for route in (
             f"training_runs/{model}/checkpoints/weights/{name}/archive",
             f"training_runs/{model}/checkpoints/{name}/one/archive",
             f"training_runs/{name}/checkpoints/weights/one/archive",
@@ -306,22 +312,22 @@ def test_no_id_in_a_path_leaves_the_storage(here, tmp_path) -> None:
             f"sessions/{name}",
             f"samplers/{name}",
         ):
-            assert here.alice.get(at).status_code in (400, 404, 405, 410), at
+            assert system.alice.get(route).status_code in (400, 404, 405, 410), route
     run = next((tmp_path / "storage" / "alice").iterdir())
     (run / "weights" / "two").symlink_to(tmp_path / "secret")  # without a record: not a checkpoint of the server
-    assert here.alice.get(f"training_runs/{model}/checkpoints/weights/two/archive").status_code == 404
+    assert system.alice.get(f"training_runs/{model}/checkpoints/weights/two/archive").status_code == 404
 
 
-def test_an_archive_holds_the_checkpoints_files_and_nothing_else(here, tmp_path) -> None:
-    model = here.alice.model()
-    here.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+def test_an_archive_holds_the_checkpoints_files_and_nothing_else(system, tmp_path) -> None:
+    model = system.alice.model()
+    system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
     directory = next((tmp_path / "storage" / "alice").rglob("weights/one"))
     (tmp_path / "secret").write_text("secret")
     (directory / "link").symlink_to(tmp_path / "secret")
     (directory / "folder").mkdir()
     (directory / "folder" / "inside").write_text("secret")
     os.mkfifo(directory / "pipe")
-    answer = here.alice.get(f"training_runs/{model}/checkpoints/weights/one/archive")
+    answer = system.alice.get(f"training_runs/{model}/checkpoints/weights/one/archive")
     assert (answer.status_code, int(answer.headers["content-length"])) == (200, len(answer.content))
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
         entries = tar.getmembers()
@@ -333,62 +339,62 @@ def test_an_archive_holds_the_checkpoints_files_and_nothing_else(here, tmp_path)
 # --- keys ---
 
 
-def test_a_tenants_downloads_at_a_time_are_bounded(here, monkeypatch) -> None:
+def test_a_tenants_downloads_at_a_time_are_bounded(system, monkeypatch) -> None:
     """Bound downloads, because a slow reader keeps a temporary file."""
-    model = here.alice.model()
-    here.alice.ask("save_weights", {"model_id": model, "path": "one"})
-    where = f"training_runs/{model}/checkpoints/weights/one/archive"
+    model = system.alice.model()
+    system.alice.ask("save_weights", {"model_id": model, "path": "one"})
+    route = f"training_runs/{model}/checkpoints/weights/one/archive"
     for _ in range(2 * MAX_DOWNLOADS):
-        assert here.alice.get(where).status_code == 200
-    assert here.service.downloads["alice"] == 0, "what was sent does not count"
+        assert system.alice.get(route).status_code == 200
+    assert system.service.downloads["alice"] == 0, "what was sent does not count"
     monkeypatch.setattr("megascend.serve.api.catalogue.pack", lambda directory: 1 / 0)
-    assert here.alice.get(where).status_code == 500
-    assert here.service.downloads["alice"] == 0
+    assert system.alice.get(route).status_code == 500
+    assert system.service.downloads["alice"] == 0
     monkeypatch.undo()
-    here.service.downloads["alice"] = MAX_DOWNLOADS
-    assert here.alice.get(where).status_code == 429
-    here.service.downloads["alice"] = 0
-    assert here.alice.get(where).status_code == 200
+    system.service.downloads["alice"] = MAX_DOWNLOADS
+    assert system.alice.get(route).status_code == 429
+    system.service.downloads["alice"] = 0
+    assert system.alice.get(route).status_code == 200
 
 
 @pytest.mark.parametrize("tokens", [[[1, 2], [3, 4]], [[]], 5, "12", [1.5], [None], [True], [[1], 2]])
-def test_tokens_that_are_no_row_of_numbers_do_not_reach_the_ranks(here, tokens) -> None:
+def test_tokens_that_are_no_row_of_numbers_do_not_reach_the_ranks(system, tokens) -> None:
     """Refuse nested lists, which would end the server: ranks compare tokens with the vocabulary."""
-    model = here.alice.model()
+    model = system.alice.model()
     body = train_body(model, 1, 5, 6)
     body["forward_backward_input"]["data"][0]["model_input"]["chunks"][0]["tokens"] = tokens
-    assert here.alice.ask("forward_backward", body)["category"] == "user"
+    assert system.alice.ask("forward_backward", body)["category"] == "user"
     prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
     sample = {"base_model": "tiny", "num_samples": 1, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
-    assert here.alice.ask("asample", sample)["category"] == "user"
-    assert not [call for call in here.backend.calls if call[0] == "forward_backward"]
+    assert system.alice.ask("asample", sample)["category"] == "user"
+    assert not [call for call in system.backend.calls if call[0] == "forward_backward"]
 
 
 @pytest.mark.parametrize("stop", [5, {"a": 1}, 1.5, True, [None], ["\ud800"], ["x" * 1025], ["a"] * 65])
-def test_stops_that_ranks_could_not_look_for_are_refused(here, stop) -> None:
+def test_stops_that_ranks_could_not_look_for_are_refused(system, stop) -> None:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
     params = {"max_tokens": 2, "stop": stop}
     body = {"base_model": "tiny", "num_samples": 1, "prompt": prompt, "sampling_params": params}
-    promise = here.client.post("/api/v1/asample", content=json.dumps(body), headers=here.alice.headers)
-    answer = here.alice.fetch(promise.json()["request_id"])
+    promise = system.client.post("/api/v1/asample", content=json.dumps(body), headers=system.alice.headers)
+    answer = system.alice.fetch(promise.json()["request_id"])
     assert (answer["category"], "stop" in answer["error"]) == ("user", True)
 
 
-def test_numbers_that_no_float_or_date_holds_are_the_clients_fault(here) -> None:
-    model = here.alice.model()
+def test_numbers_that_no_float_or_date_holds_are_the_clients_fault(system) -> None:
+    model = system.alice.model()
     for settings in ({"self": 1.0}, {"clip_low_threshold": 10**400}, {"kl_coeff": -(10**400)}):
         body = train_body(model, None, 5, 6)
         body["forward_backward_input"]["loss_fn_config"] = settings
-        assert here.alice.ask("forward_backward", body)["category"] == "user"
+        assert system.alice.ask("forward_backward", body)["category"] == "user"
         step = {"model_id": model, "adam_params": {"learning_rate": 10**400}}
-        assert here.alice.ask("optim_step", step)["category"] == "user"
+        assert system.alice.ask("optim_step", step)["category"] == "user"
     save = {"model_id": model, "path": "one", "ttl_seconds": 2**61}
-    assert "ttl_seconds" in here.alice.ask("save_weights", save)["error"]
-    assert here.alice.ask("save_weights", save | {"ttl_seconds": LONGEST_S})["type"] == "save_weights"
+    assert "ttl_seconds" in system.alice.ask("save_weights", save)["error"]
+    assert system.alice.ask("save_weights", save | {"ttl_seconds": LONGEST_S})["type"] == "save_weights"
     ttl_path = f"/api/v1/training_runs/{model}/checkpoints/weights/one/ttl"
-    response = here.client.put(ttl_path, json={"ttl_seconds": 2**61}, headers=here.alice.headers)
+    response = system.client.put(ttl_path, json={"ttl_seconds": 2**61}, headers=system.alice.headers)
     assert response.status_code == 422
-    assert here.alice.get("checkpoints").status_code == 200
+    assert system.alice.get("checkpoints").status_code == 200
 
 
 def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch) -> None:
@@ -454,14 +460,14 @@ def test_the_work_for_a_key_does_not_tell_which_key_it_is_or_nearly_is() -> None
     } == counts
 
 
-def test_a_request_has_one_key_in_one_header(here) -> None:
+def test_a_request_has_one_key_in_one_header(system) -> None:
     good, bad = KEYS["alice"], "tml-wrong-0123456789abcdef"
     for headers in (
         [("X-API-Key", bad), ("X-API-Key", good)], [("X-API-Key", good), ("X-API-Key", bad)], [("X-API-Key", good)] * 2,
         [("X-API-Key", f"{good},{good}")], [("Authorization", f"Bearer {good}")], [("X-API-Key", "tml-\xe9")], [("Cookie", good)],
     ):  # fmt: skip
         raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
-        assert here.client.get("/api/v1/sessions", headers=raw).status_code == 401, headers  # type: ignore[arg-type]
+        assert system.client.get("/api/v1/sessions", headers=raw).status_code == 401, headers  # type: ignore[arg-type]
 
 
 def test_public_host_requires_keys_and_tls_a_certificate(tmp_path) -> None:
@@ -476,20 +482,20 @@ def test_public_host_requires_keys_and_tls_a_certificate(tmp_path) -> None:
 
 
 def test_the_audit_log_cannot_be_forged(tmp_path) -> None:
-    with served(tmp_path) as here:
+    with served(tmp_path) as service:
         for headers in (
             {"host": "x/api/v1/telemetry?"}, {"host": "["}, {"host": "a\tb"}, {"x-forwarded-for": "6.6.6.6"},
             {"x-forwarded-prefix": "/telemetry"},
         ):  # fmt: skip
-            assert here.alice.post("create_session", {}, headers=headers).status_code == 200
+            assert service.alice.post("create_session", {}, headers=headers).status_code == 200
         for path in (
             'n%0a{"tenant": "bob"}',
             "telemetry%3fcreate_session",
             "n%23telemetry%00",
             "m/checkpoints/weights/telemetry",
         ):
-            here.alice.get(f"training_runs/{path}", "DELETE" if "/" in path else "GET")
-        here.client.post("/api/v1/create_session", json={}, headers={"X-API-Key": "tml-nobody-0123456789"})
+            service.alice.get(f"training_runs/{path}", "DELETE" if "/" in path else "GET")
+        service.client.post("/api/v1/create_session", json={}, headers={"X-API-Key": "tml-nobody-0123456789"})
     lines = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
     assert [entry["path"].rsplit("/", 1)[-1] for entry in lines[:5]] == ["create_session"] * 5
     assert len(lines) == 9
@@ -497,13 +503,13 @@ def test_the_audit_log_cannot_be_forged(tmp_path) -> None:
 
 
 def test_internal_error_reveals_nothing_and_is_audited(tmp_path, monkeypatch) -> None:
-    with served(tmp_path) as here:
+    with served(tmp_path) as server:
 
         def fail(*_: Any) -> None:
             raise RuntimeError(f"password {tmp_path}")
 
-        monkeypatch.setattr(here.service.tenancy, "open_session", fail)
-        answer = here.alice.post("create_session", {})
+        monkeypatch.setattr(server.service.tenancy, "open_session", fail)
+        answer = server.alice.post("create_session", {})
     assert (answer.status_code, answer.json()) == (
         500,
         {"detail": "internal error (RuntimeError)", "category": "server"},
@@ -536,8 +542,8 @@ def closure(package: str) -> dict[str, str]:
             continue
         sources[name] = file.read_text("utf-8")
         for module, names in re.findall(r"from megascend\.?(\S*) import (\([^)]*\)|[^\n]*)", sources[name]):
-            at = module.replace(".", "/")
-            waiting += [at, *(f"{at}/{candidate}" for candidate in re.findall(r"\w+", names))]
+            module_path = module.replace(".", "/")
+            waiting += [module_path, *(f"{module_path}/{candidate}" for candidate in re.findall(r"\w+", names))]
     return sources
 
 

@@ -17,21 +17,21 @@ from megascend.serve.api.page import loss_curve
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[Served]:
+def system(tmp_path: Path) -> Iterator[Served]:
     with served(tmp_path / "storage") as server:
         yield server
 
 
-def status(here: Served, name: str | None = None):
-    headers = {} if name is None else getattr(here, name).headers
-    answer = here.client.get("/status", headers=headers)
+def status(system: Served, name: str | None = None):
+    headers = {} if name is None else getattr(system, name).headers
+    answer = system.client.get("/status", headers=headers)
     assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
     return answer.json()
 
 
-def test_totals_have_no_names_and_tenants_see_only_their_models(here) -> None:
-    alices_model, bobs_model = here.alice.model(rank=8), here.bob.model()
-    for model, caller in ((alices_model, here.alice), (bobs_model, here.bob)):
+def test_totals_have_no_names_and_tenants_see_only_their_models(system) -> None:
+    alices_model, bobs_model = system.alice.model(rank=8), system.bob.model()
+    for model, caller in ((alices_model, system.alice), (bobs_model, system.bob)):
         caller.fetch(caller.forward_backward(model, 1, 10, weights=[1.0, 2.0]))  # two for one token
     body = {
         "session_id": alices_model.partition(":")[0],
@@ -39,8 +39,8 @@ def test_totals_have_no_names_and_tenants_see_only_their_models(here) -> None:
         "base_model": "<b>x</b>",
         "lora_config": {"rank": 4},
     }
-    assert here.alice.post("create_model", body).status_code == 400
-    open_to_all = here.client.get("/status")
+    assert system.alice.post("create_model", body).status_code == 400
+    open_to_all = system.client.get("/status")
     assert list(open_to_all.json()) == ["totals"]
     names = ("alice", "bob", "tiny", alices_model, bobs_model, alices_model.partition(":")[0], "<b>")
     assert not any(name in open_to_all.text for name in names)
@@ -48,8 +48,8 @@ def test_totals_have_no_names_and_tenants_see_only_their_models(here) -> None:
     assert (totals["sessions"], totals["models"], totals["max_models"], totals["memory"]) == (2, 2, 64, None)
     assert {"kind": "forward_backward", "pending": 0, "ok": 0, "user": 2, "server": 0} in totals["requests"]
     assert totals["refused"] == {"400": 1}
-    here.tick(7)
-    alices_status, bobs_status = status(here, "alice")["tenant"], status(here, "bob")["tenant"]
+    system.tick(7)
+    alices_status, bobs_status = status(system, "alice")["tenant"], status(system, "bob")["tenant"]
     assert (alices_status["name"], [item["name"] for item in alices_status["sessions"]]) == (
         "alice",
         [alices_model.partition(":")[0]],
@@ -65,17 +65,17 @@ def test_totals_have_no_names_and_tenants_see_only_their_models(here) -> None:
         True,
     )
     assert [item["model"] for item in bobs_status["errors"]] == [bobs_model]
-    assert status(here)["totals"]["uptime_s"] == 7
+    assert status(system)["totals"]["uptime_s"] == 7
 
 
-def test_losses_are_per_token_of_a_step(here) -> None:
-    model = here.alice.model()
+def test_losses_are_per_token_of_a_step(system) -> None:
+    model = system.alice.model()
     for number, targets in ((1, (10,)), (2, (20, 30))):  # 10 of one token and 50 of two: 20 per token
-        here.alice.fetch(here.alice.forward_backward(model, number, *targets))
-    here.alice.fetch(here.alice.optim_step(model, 3))
-    waiting = [here.alice.forward_backward(model, 4, 7), here.alice.optim_step(model, 6)]
-    here.alice.fetch(waiting[0])
-    (model_status,) = status(here, "alice")["tenant"]["models"]
+        system.alice.fetch(system.alice.forward_backward(model, number, *targets))
+    system.alice.fetch(system.alice.optim_step(model, 3))
+    waiting = [system.alice.forward_backward(model, 4, 7), system.alice.optim_step(model, 6)]
+    system.alice.fetch(waiting[0])
+    (model_status,) = status(system, "alice")["tenant"]["models"]
     assert (model_status["loss"], model_status["steps"], model_status["pending"]) == ([[0, 20.0], [1, 7.0]], 1, 1)
     assert (model_status["layers"], model_status["ready"]) == (["attention", "mlp", "output"], True)
 
@@ -86,38 +86,38 @@ def test_a_loss_that_is_no_number_is_a_gap() -> None:
     assert loss_curve(curve) == [(0, 2.0), (1, None), (2, None), (3, None), (4, -1.5)]
 
 
-def test_batches_tell_their_models_and_tokens(here) -> None:
-    alices_model, bobs_model = here.alice.model(), here.bob.model()
-    here.backend.gate.clear()
-    first = here.alice.forward_backward(alices_model, 1, 10)  # runs alone, and is held
-    while here.service._inbox._commands:
+def test_batches_tell_their_models_and_tokens(system) -> None:
+    alices_model, bobs_model = system.alice.model(), system.bob.model()
+    system.backend.gate.clear()
+    first = system.alice.forward_backward(alices_model, 1, 10)  # runs alone, and is held
+    while system.service._inbox._commands:
         pass
     waiting = [
-        here.alice.forward_backward(alices_model, 2, 11, 12),
-        here.bob.forward_backward(bobs_model, 1, 21, 22, 23),
+        system.alice.forward_backward(alices_model, 2, 11, 12),
+        system.bob.forward_backward(bobs_model, 1, 21, 22, 23),
     ]
-    here.backend.gate.set()
-    here.alice.fetch(first)
-    here.alice.fetch(waiting[0])
-    here.bob.fetch(waiting[1])
-    assert status(here)["totals"]["batches"] == {"max_tokens": 65536, "recent": [[1, 1], [2, 5]]}
-    here.service.memory = lambda: ("cuda", MemoryFigures(1, 2, 3))
-    assert status(here)["totals"]["memory"] == {"device": "cuda", "allocated": 1, "peak": 2, "total": 3}
-    figures = here.client.get("/metrics").text.splitlines()
+    system.backend.gate.set()
+    system.alice.fetch(first)
+    system.alice.fetch(waiting[0])
+    system.bob.fetch(waiting[1])
+    assert status(system)["totals"]["batches"] == {"max_tokens": 65536, "recent": [[1, 1], [2, 5]]}
+    system.service.memory = lambda: ("cuda", MemoryFigures(1, 2, 3))
+    assert status(system)["totals"]["memory"] == {"device": "cuda", "allocated": 1, "peak": 2, "total": 3}
+    figures = system.client.get("/metrics").text.splitlines()
     assert {"megascend_device_memory_bytes 1.0", "megascend_device_memory_peak_bytes 2.0"} <= set(figures)
 
 
-def test_errors_of_one_tenant_do_not_push_out_anothers(here) -> None:
-    model = here.alice.model()
+def test_errors_of_one_tenant_do_not_push_out_anothers(system) -> None:
+    model = system.alice.model()
     for number in range(40):
-        assert here.bob.post("optim_step", content=b"[]").status_code in (400, 422), number
-    here.alice.fetch(here.alice.forward_backward(model, 1, 1000))
-    assert len(status(here, "bob")["tenant"]["errors"]) == 20
-    assert [problem["model"] for problem in status(here, "alice")["tenant"]["errors"]] == [model]
+        assert system.bob.post("optim_step", content=b"[]").status_code in (400, 422), number
+    system.alice.fetch(system.alice.forward_backward(model, 1, 1000))
+    assert len(status(system, "bob")["tenant"]["errors"]) == 20
+    assert [problem["model"] for problem in status(system, "alice")["tenant"]["errors"]] == [model]
 
 
-def test_page_policy_allows_only_its_script_and_style(here) -> None:
-    answer = here.client.get("/")
+def test_page_policy_allows_only_its_script_and_style(system) -> None:
+    answer = system.client.get("/")
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
     for kind in ("script-src", "style-src"):

@@ -24,7 +24,7 @@ from megascend.testing import write_tiny_checkpoint
 from support.forked_programs import environment
 
 pytestmark = pytest.mark.nightly
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 56, 60, 64)
 STEPS = 15
 PAUSE_S = 0.3
@@ -58,10 +58,10 @@ class Served:
     def tenant(number: int) -> str:
         return tuple(KEYS)[number % 2]
 
-    def _command(self, jobs: Sequence[dict[str, Any]], name: str, *more: Path) -> list[Any]:
+    def _command(self, jobs: Sequence[dict[str, Any]], name: str, *extra: Path) -> list[Any]:
         (self.folder / f"{name}.jobs").write_text(json.dumps(jobs))
-        program = HERE / "tenant_program.py"
-        return [sys.executable, program, self.folder / f"{name}.jobs", self.folder / f"{name}.json", *more]
+        program = FOLDER / "tenant_program.py"
+        return [sys.executable, program, self.folder / f"{name}.jobs", self.folder / f"{name}.json", *extra]
 
     def _answers(self, name: str) -> list[dict[str, Any]]:
         return json.loads((self.folder / f"{name}.json").read_text())
@@ -163,36 +163,36 @@ def waits(more: dict[str, float]) -> dict[str, float]:
 
 
 def test_sixteen_tenants_sharing_batches_train_as_in_separate_runs(served) -> None:
-    counted = Counted(served)
+    counts = Counted(served)
     with served.all_together("together") as (_, go):
         go()
-    more = counted.more()
+    extra = counts.more()
     served.check_trajectories("together")
-    assert more["megascend_models_in_batch_count"] == STEPS * len(RANKS)
-    check_shared(more, 0.8)
-    waits(more)
+    assert extra["megascend_models_in_batch_count"] == STEPS * len(RANKS)
+    check_shared(extra, 0.8)
+    waits(extra)
 
 
 def test_hostile_and_killed_tenants_do_not_affect_others(served) -> None:
-    counted = Counted(served)
+    counts = Counted(served)
     with served.all_together("attacked") as (models, go), attacked_by(served, models) as victim:
-        wait_until(lambda: counted.more().get("megascend_units_waited_count", 0) > 5, "the two have begun")
-        before = counted.more()["megascend_models_in_batch_count"]
+        wait_until(lambda: counts.more().get("megascend_units_waited_count", 0) > 5, "the two have begun")
+        before = counts.more()["megascend_models_in_batch_count"]
         go()
         half = before + len(RANKS) * STEPS / 2
-        wait_until(lambda: counted.more()["megascend_models_in_batch_count"] > half, "half of the steps are made")
+        wait_until(lambda: counts.more()["megascend_models_in_batch_count"] > half, "half of the steps are made")
         assert victim.poll() is None
         victim.kill()  # with a step under way
         saved = 'megascend_requests_total{kind="save_weights",outcome="ok"}'
-        wait_until(lambda: counted.more().get(saved, 0) == len(RANKS), "all have ended")
-    more, attack = counted.more(), json.loads((served.folder / "attack.json").read_text())
+        wait_until(lambda: counts.more().get(saved, 0) == len(RANKS), "all have ended")
+    extra, attack = counts.more(), json.loads((served.folder / "attack.json").read_text())
     print(f"{attack['rounds']} rounds: {json.dumps(attack['answers'])}")
     for kind, answers in attack["answers"].items():
         allowed = {"200 user", "400", "404", "410", "413", "422"} | ({"200 done"} if "overflow" in kind else set())
         assert set(answers) <= allowed, kind
     served.check_trajectories("attacked")
-    check_shared(more, 0.8)
-    assert waits(more)[4] >= 0.9  # steps that are due, batches of two losses, and a save or two
+    check_shared(extra, 0.8)
+    assert waits(extra)[4] >= 0.9  # steps that are due, batches of two losses, and a save or two
 
 
 @contextlib.contextmanager
@@ -201,7 +201,7 @@ def attacked_by(served: Served, models: list[str]) -> Iterator[subprocess.Popen[
     folder, stop = served.folder, served.folder / "stop"
     job = {"url": served.url, "key": KEYS["mallory"], "model": str(served.settings.model), "others": models}
     (folder / "hostile.json").write_text(json.dumps(job))
-    command = [sys.executable, HERE / "hostile_program.py", folder / "hostile.json", folder / "attack.json", stop]
+    command = [sys.executable, FOLDER / "hostile_program.py", folder / "hostile.json", folder / "attack.json", stop]
     hostile = subprocess.Popen(command, env=environment())
     endless = {**served.jobs[5], "steps": 10**6, "seed": 99, "key": KEYS["mallory"]}
     victim = subprocess.Popen(served._command([endless], "dying"), env=environment())

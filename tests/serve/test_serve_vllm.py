@@ -80,8 +80,8 @@ def test_answers_are_read_by_token_ids() -> None:
     assert result.samples[0].topk_logprobs == (((4, -0.5), (9, -1.5)), ((4, -0.5), (9, -1.5)))
     assert result.prompt_logprobs == (None, -3.25, -3.25)
     assert result.topk_prompt_logprobs == (None, ((1, -0.1), (2, -0.2)), ((1, -0.1), (2, -0.2)))
-    nothing = result_of(SampleRequest([1], SamplingParams(0)), {"choices": [choice(0, [4], "length")]})
-    assert nothing.samples == (SampledSequence((), (), "length"),)
+    no_tokens = result_of(SampleRequest([1], SamplingParams(0)), {"choices": [choice(0, [4], "length")]})
+    assert no_tokens.samples == (SampledSequence((), (), "length"),)
 
 
 @pytest.mark.parametrize(

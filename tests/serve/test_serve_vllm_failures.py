@@ -222,12 +222,12 @@ def test_a_request_that_fails_is_sent_once_more_and_one_that_cannot_be_sent_to_a
         assert [double.name in str(caught.value) for double in doubles] == [True, True, False]
 
     run(doubles, twice)
-    lost = [Double(1, "refuses"), Double(2, "refuses"), Double(3, "500"), Double(4)]
+    servers = [Double(1, "refuses"), Double(2, "refuses"), Double(3, "500"), Double(4)]
 
     async def further(pool: Pool, clock: Clock) -> None:
         assert await token(pool) == 4
 
-    run(lost, further)
+    run(servers, further)
 
 
 def test_if_all_have_failed_they_are_asked_nevertheless() -> None:

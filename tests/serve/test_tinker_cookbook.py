@@ -18,7 +18,7 @@ from cookbook_inputs import MODEL
 
 from support.forked_programs import environment
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 PYTHON = os.environ.get("MEGASCEND_TINKER_COOKBOOK")
 """Interpreter of an environment with tinker-cookbook, as scripts/test_tinker_cookbook.sh makes it."""
 KEY = "tml-cookbook-0123456789abcdef"
@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 
-class Here:
+class Setup:
     """A folder with model and data by their names on the hub, and a server of the model."""
 
     def __init__(self, folder: Path, url: str) -> None:
@@ -74,10 +74,10 @@ class Here:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("cookbook")
     variables = environment() | {"MEGASCEND_API_KEYS": f"cookbook={KEY}", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, HERE / "cookbook_inputs.py", folder], check=True, env=variables, timeout=120)
+    subprocess.run([sys.executable, FOLDER / "cookbook_inputs.py", folder], check=True, env=variables, timeout=120)
     options = [
         "--name",
         MODEL,
@@ -100,7 +100,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Here]:
             start_new_session=True,
         )
     try:
-        yield Here(folder, _address(server, log))
+        yield Setup(folder, _address(server, log))
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0, log.read_text()[-4000:]
     finally:
@@ -119,9 +119,9 @@ def _address(server: subprocess.Popen[bytes], log: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def taught(here: Here) -> list[dict[str, Any]]:
+def taught(setup: Setup) -> list[dict[str, Any]]:
     """Run sl_loop; return its metrics. Its final state knows the format of answers, and guesses them."""
-    return here.run("sl_loop", "taught", batch_size=8, learning_rate=1e-2, save_every=0)
+    return setup.run("sl_loop", "taught", batch_size=8, learning_rate=1e-2, save_every=0)
 
 
 def print_curve(name: str, values: list[float]) -> None:
@@ -136,12 +136,12 @@ def test_supervised_learning(taught) -> None:
     assert max(losses[-5:]) < 0.1
 
 
-def reinforced(here: Here, loss: str) -> list[float]:
+def reinforced(setup: Setup, loss: str) -> list[float]:
     """Return the rewards of rl_loop, which starts from the fine-tuned model with the recipe's default loss."""
     name = f"rl-{loss}"
-    (here.folder / name).mkdir()
-    warm = {"name": "warm", "batch": 0, "state_path": here.checkpoint("taught")}
-    (here.folder / name / "checkpoints.jsonl").write_text(json.dumps(warm) + "\n")  # where the recipe looks to resume
+    (setup.folder / name).mkdir()
+    warm = {"name": "warm", "batch": 0, "state_path": setup.checkpoint("taught")}
+    (setup.folder / name / "checkpoints.jsonl").write_text(json.dumps(warm) + "\n")  # where the recipe looks to resume
     settings = {
         "batch_size": 8,
         "group_size": 8,
@@ -151,15 +151,15 @@ def reinforced(here: Here, loss: str) -> list[float]:
         "save_every": 0,
     }
     settings |= {} if loss == "stable_reinforce" else {"loss_fn": loss}
-    rewards = [step["reward/total"] for step in here.run("rl_loop", name, **settings)]
+    rewards = [step["reward/total"] for step in setup.run("rl_loop", name, **settings)]
     print_curve(f"rl_loop, {loss}, reward", rewards)
     return rewards
 
 
 @pytest.fixture(scope="module")
-def answering(here: Here, taught: Any) -> list[float]:
+def answering(setup: Setup, taught: Any) -> list[float]:
     """Return the rewards under stable_reinforce; the resulting model knows the answer."""
-    return reinforced(here, "stable_reinforce")
+    return reinforced(setup, "stable_reinforce")
 
 
 def assert_risen(rewards: list[float]) -> None:
@@ -172,16 +172,16 @@ def test_reinforcement_learning_with_stable_reinforce(answering) -> None:
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "cispo", "gspo"])
-def test_reinforcement_learning(here, taught, loss) -> None:
-    assert_risen(reinforced(here, loss))
+def test_reinforcement_learning(setup, taught, loss) -> None:
+    assert_risen(reinforced(setup, loss))
 
 
 @pytest.mark.parametrize("steps_ahead", [None, 1], ids=["in step", "one step ahead"])
-def test_math_with_stable_reinforce(here, taught, steps_ahead) -> None:
+def test_math_with_stable_reinforce(setup, taught, steps_ahead) -> None:
     settings = {"env": "gsm8k", "groups_per_batch": 8, "group_size": 8, "learning_rate": 3e-4, "max_tokens": 12}
-    settings |= {"max_steps": 16, "eval_every": 0, "save_every": 0, "load_checkpoint_path": here.checkpoint("taught")}
+    settings |= {"max_steps": 16, "eval_every": 0, "save_every": 0, "load_checkpoint_path": setup.checkpoint("taught")}
     settings |= {} if steps_ahead is None else {"max_steps_off_policy": steps_ahead}
-    steps = here.run("math_rl.train", f"math-{steps_ahead}", **settings)
+    steps = setup.run("math_rl.train", f"math-{steps_ahead}", **settings)
     rewards = [step["env/all/reward/total"] for step in steps if "env/all/reward/total" in step]
     print_curve(f"math_rl, {steps_ahead or 0} steps ahead, reward", rewards)
     last = sum(rewards[-3:]) / 3
@@ -191,18 +191,18 @@ def test_math_with_stable_reinforce(here, taught, steps_ahead) -> None:
         assert max(abs(step["optim/kl_sample_train_v1"]) for step in steps if "optim/kl_sample_train_v1" in step) < 1e-5
 
 
-def test_preferences(here, taught) -> None:
-    settings = {"batch_size": 32, "learning_rate": 1e-3, "load_checkpoint_path": here.checkpoint("taught")}
-    steps = [step for step in here.run("preference.dpo.train", "dpo", **settings) if "dpo_loss" in step]
+def test_preferences(setup, taught) -> None:
+    settings = {"batch_size": 32, "learning_rate": 1e-3, "load_checkpoint_path": setup.checkpoint("taught")}
+    steps = [step for step in setup.run("preference.dpo.train", "dpo", **settings) if "dpo_loss" in step]
     print_curve("dpo, loss", [step["dpo_loss"] for step in steps])
     assert steps[0]["dpo_loss"] == pytest.approx(0.6931, abs=1e-3)
     assert steps[-1]["dpo_loss"] < 0.1
     assert steps[-1]["accuracy"] == 1.0
 
 
-def test_supervised_chat(here) -> None:
-    data = here.folder / "HuggingFaceH4" / "no_robots" / "train.jsonl"
-    steps = here.run(
+def test_supervised_chat(setup) -> None:
+    data = setup.folder / "HuggingFaceH4" / "no_robots" / "train.jsonl"
+    steps = setup.run(
         "chat_sl.train", "chat", dataset=data, batch_size=16, learning_rate=1e-2, eval_every=0, save_every=20
     )
     losses = [step["train_mean_nll"] for step in steps if "train_mean_nll" in step]
@@ -211,16 +211,16 @@ def test_supervised_chat(here) -> None:
     assert max(losses[-3:]) < 0.1 * losses[0]
 
 
-def test_distillation(here, answering) -> None:
+def test_distillation(setup, answering) -> None:
     """Distill the model that knows the answer into the one that guesses."""
     settings = {
         "teacher_model": MODEL,
-        "teacher_checkpoint": here.checkpoint("rl-stable_reinforce"),
+        "teacher_checkpoint": setup.checkpoint("rl-stable_reinforce"),
         "dataset": "deepmath",
     }
-    settings |= {"load_checkpoint_path": here.checkpoint("taught"), "lora_rank": 32, "groups_per_batch": 8}
+    settings |= {"load_checkpoint_path": setup.checkpoint("taught"), "lora_rank": 32, "groups_per_batch": 8}
     settings |= {"learning_rate": 3e-4, "max_tokens": 12, "max_steps": 15, "eval_every": 0, "save_every": 0}
-    steps = here.run("distillation.on_policy_distillation", "distilled", **settings)
+    steps = setup.run("distillation.on_policy_distillation", "distilled", **settings)
     divergences = [step["teacher_kl"] for step in steps if "teacher_kl" in step]
     print_curve("on_policy_distillation, KL to the teacher", divergences)
     assert sum(divergences[-3:]) < 0.5 * sum(divergences[:3])

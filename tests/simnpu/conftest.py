@@ -30,9 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that fork ranks come first: after a backward pass in this process, a forked one can run none."""
-    mine = [index for index, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    positions = [index for index, item in enumerate(items) if item.path.parent == Path(__file__).parent]
     ordered = sorted(
-        (items[i] for i in mine), key=lambda item: not hasattr(getattr(item, "module", 0), "run_distributed")
+        (items[i] for i in positions), key=lambda item: not hasattr(getattr(item, "module", 0), "run_distributed")
     )
-    for index, item in zip(mine, ordered, strict=True):
+    for index, item in zip(positions, ordered, strict=True):
         items[index] = item

@@ -78,7 +78,7 @@ if world > 1:
 
 
 def copy_package(folder: Path) -> None:
-    """The package by itself in ``folder``, where nothing of megascend lies beside it."""
+    """Copy the package alone to ``folder``, where nothing of megascend lies beside it."""
     shutil.copytree(PACKAGE, folder / "simnpu", ignore=shutil.ignore_patterns("__pycache__"))
 
 
@@ -88,15 +88,15 @@ def run_alone(folder: Path, *command: str | Path) -> subprocess.CompletedProcess
     library.mkdir()
     copy_package(library)
     (library / "sitecustomize.py").write_text(NO_MEGASCEND)
-    own = {str(path) for path in own_paths()} | {str(PACKAGE.parent)}
-    paths = [str(library), *(entry for entry in sys.path if entry and entry not in own)]
+    package_paths = {str(path) for path in own_paths()} | {str(PACKAGE.parent)}
+    paths = [str(library), *(entry for entry in sys.path if entry and entry not in package_paths)]
     unset = ("SIMNPU", "RANK", "LOCAL_WORLD_SIZE")
     env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     start = [sys.executable, "-m", "simnpu", "--", *map(str, command)]
-    done = subprocess.run(start, capture_output=True, text=True, env=env, cwd=folder, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    completed = subprocess.run(start, capture_output=True, text=True, env=env, cwd=folder, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return completed
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.torchrun)])
@@ -105,8 +105,8 @@ def test_a_model_trains_where_megascend_cannot_be_imported(tmp_path: Path, ranks
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    done = run_alone(tmp_path, sys.executable, *torchrun, script, tmp_path)
-    assert done.stderr.count("SIMULATED") == 1
+    completed = run_alone(tmp_path, sys.executable, *torchrun, script, tmp_path)
+    assert completed.stderr.count("SIMULATED") == 1
     for rank in range(ranks):
         on_npu, on_cpu = json.loads((tmp_path / f"{rank}.json").read_text())
         assert on_npu == pytest.approx(on_cpu, rel=1e-5)
@@ -116,21 +116,21 @@ def test_a_model_trains_where_megascend_cannot_be_imported(tmp_path: Path, ranks
 def test_no_file_of_the_package_names_megascend() -> None:
     files = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert len(files) > 80
-    named = {path.relative_to(PACKAGE).as_posix() for path in files if b"megascend" in path.read_bytes().lower()}
-    assert named == set()
+    mentions = {path.relative_to(PACKAGE).as_posix() for path in files if b"megascend" in path.read_bytes().lower()}
+    assert mentions == set()
 
 
 def test_what_the_package_imports_at_any_place_is_declared() -> None:
     """Imports inside functions included. torchvision and the like would show here before a user meets them."""
-    found = set()
+    imports = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name.partition(".")[0] for alias in node.names}
+                imports |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                found.add(str(node.module).partition(".")[0])
+                imports.add(str(node.module).partition(".")[0])
     stand_ins = {path.stem for path in (PACKAGE / "site_packages").iterdir()}
-    assert found - sys.stdlib_module_names - stand_ins == {"simnpu", "torch", "packaging", "psutil"}
+    assert imports - sys.stdlib_module_names - stand_ins == {"simnpu", "torch", "packaging", "psutil"}
 
 
 def test_a_child_finds_the_package_that_its_parent_imported_from_a_source_tree(tmp_path: Path) -> None:
@@ -141,5 +141,5 @@ def test_a_child_finds_the_package_that_its_parent_imported_from_a_source_tree(t
         "env = simnpu.environment({'PATH': os.environ['PATH']})\n"
         "print(env['PYTHONPATH'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert str(tmp_path) in done.stdout.strip().split(os.pathsep)
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert str(tmp_path) in completed.stdout.strip().split(os.pathsep)

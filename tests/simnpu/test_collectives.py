@@ -168,16 +168,16 @@ def test_all_to_all() -> None:
         uneven = torch.empty((rank + 1) * world, 2, dtype=torch.bfloat16, device="npu")
         rows = torch.full((sum(splits), 2), rank, dtype=torch.bfloat16, device="npu")
         dist.all_to_all_single(uneven, rows, [rank + 1] * world, splits)
-        nothing = torch.empty(0, 2, device="npu")
-        dist.all_to_all_single(nothing, torch.empty(0, 2, device="npu"), [0] * world, [0] * world)
-        listed = [torch.empty(1, device="npu") for _ in range(world)]
-        dist.all_to_all(listed, [npu([10.0 * rank + r]) for r in range(world)])
-        return even.tolist(), uneven[:, 1].tolist(), [t.item() for t in listed]
+        no_rows = torch.empty(0, 2, device="npu")
+        dist.all_to_all_single(no_rows, torch.empty(0, 2, device="npu"), [0] * world, [0] * world)
+        outputs = [torch.empty(1, device="npu") for _ in range(world)]
+        dist.all_to_all(outputs, [npu([10.0 * rank + r]) for r in range(world)])
+        return even.tolist(), uneven[:, 1].tolist(), [t.item() for t in outputs]
 
-    for rank, (even, uneven, listed) in enumerate(on_ranks(body)):
+    for rank, (even, uneven, list_outputs) in enumerate(on_ranks(body)):
         assert even == [10 * r + rank for r in range(3)]
         assert uneven == [r for r in range(3) for _ in range(rank + 1)]
-        assert listed == [10 * r + rank for r in range(3)]
+        assert list_outputs == [10 * r + rank for r in range(3)]
 
 
 def test_one_to_all_and_all_to_one() -> None:
@@ -283,21 +283,21 @@ def test_object_collectives_work_with_a_warning(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("SIMNPU_OBJECTS", raising=False)
 
     def body(rank: int, world: int) -> Any:
-        everybody, gathered, scattered, sent = [None] * world, [None] * world, [None], [{"from": rank}]
+        everybody, gathered, scattered, objects = [None] * world, [None] * world, [None], [{"from": rank}]
         with pytest.warns(RuntimeWarning, match=r"all_gather_object on an hccl group \(rank .*device memory"):
             dist.all_gather_object(everybody, {"rank": rank, "text": "x" * rank})
-        with warnings.catch_warnings(record=True) as again:
+        with warnings.catch_warnings(record=True) as repeated:
             copied_before_registration(everybody, {"rank": rank, "text": "x" * rank}, group=dist.new_group([0, 1, 2]))
         dist.gather_object(rank, gathered if rank == 0 else None)
-        dist.broadcast_object_list(sent, src=1)
+        dist.broadcast_object_list(objects, src=1)
         dist.scatter_object_list(scattered, [(r, None) for r in range(world)] if rank == 2 else None, src=2)
-        return everybody, len(again), gathered, sent, scattered
+        return everybody, len(repeated), gathered, objects, scattered
 
-    for rank, (everybody, warned_again, gathered, sent, scattered) in enumerate(on_ranks(body)):
+    for rank, (everybody, warned_again, gathered, sent_objects, scattered) in enumerate(on_ranks(body)):
         assert everybody == [{"rank": r, "text": "x" * r} for r in range(3)]
         assert warned_again == 0
         assert gathered == ([0, 1, 2] if rank == 0 else [None] * 3)
-        assert (sent, scattered) == ([{"from": 1}], [(rank, None)])
+        assert (sent_objects, scattered) == ([{"from": 1}], [(rank, None)])
 
 
 def test_a_group_of_both_backends() -> None:
@@ -314,7 +314,7 @@ def test_a_group_of_both_backends() -> None:
 
 @pytest.mark.parametrize("op", ["SUM", "AVG"])
 def test_a_collective_alone_ends_at_the_timeout(op: str) -> None:
-    """Of its group: the other rank comes to nothing before it has ended."""
+    """Also check that the other rank of its group gets no result before the time-out."""
 
     def body(rank: int, world: int) -> bool:
         store = dist.distributed_c10d._get_default_store()

@@ -15,8 +15,8 @@ from simnpu.environment import own_paths
 
 
 def launch(*arguments: str | Path, **changes: str) -> subprocess.CompletedProcess[str]:
-    own = {str(path) for path in own_paths()}
-    paths = [entry for entry in sys.path if entry and entry not in own]
+    package_paths = {str(path) for path in own_paths()}
+    paths = [entry for entry in sys.path if entry and entry not in package_paths]
     unset = ("SIMNPU", "RANK", "LOCAL_WORLD_SIZE")
     env = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     env |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | changes
@@ -28,38 +28,38 @@ SHOW = "import os, json; print(json.dumps({n: v for n, v in os.environ.items() i
 
 
 def settings_of_the_command(*options: str | Path, **changes: str) -> tuple[dict[str, str], str]:
-    """What the command finds of our variables, and what was said on stderr."""
-    done = launch(*options, "--", sys.executable, "-S", "-c", SHOW, **changes)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
+    """Return our variables as the command sees them, and its stderr."""
+    completed = launch(*options, "--", sys.executable, "-S", "-c", SHOW, **changes)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout), completed.stderr
 
 
 def test_arguments_pass_unchanged_and_the_exit_code_is_the_commands() -> None:
     code = "import sys, torch; print(torch.zeros(1, device='npu').device, sys.argv[1:]); sys.exit(7)"
-    done = launch("--", sys.executable, "-c", code, "--help", "--", "-x", "a b")
-    assert done.returncode == 7
-    assert done.stdout.strip() == "npu:0 ['--help', '--', '-x', 'a b']"
-    assert "SIMULATED" in done.stderr
+    completed = launch("--", sys.executable, "-c", code, "--help", "--", "-x", "a b")
+    assert completed.returncode == 7
+    assert completed.stdout.strip() == "npu:0 ['--help', '--', '-x', 'a b']"
+    assert "SIMULATED" in completed.stderr
 
 
 def test_a_command_may_come_without_the_dashes() -> None:
     code = "import sys; print(sys.argv[1:])"
-    done = launch("--devices", "2", sys.executable, "-S", "-c", code, "--devices", "--", "-x")
-    assert (done.stdout.strip(), done.returncode) == ("['--devices', '--', '-x']", 0)
+    completed = launch("--devices", "2", sys.executable, "-S", "-c", code, "--devices", "--", "-x")
+    assert (completed.stdout.strip(), completed.returncode) == ("['--devices', '--', '-x']", 0)
 
 
 def test_options_set_the_variables_of_the_command(tmp_path: Path) -> None:
     options = ("--devices", "3", "--name", "910B3", "--objects", "refuse", "--log", tmp_path / "calls")
-    found, said = settings_of_the_command(*options, SIMNPU_DEVICES="5")
-    assert found.pop("SIMNPU_PYTHON") == sys.executable
-    assert found == {
+    variables, stderr = settings_of_the_command(*options, SIMNPU_DEVICES="5")
+    assert variables.pop("SIMNPU_PYTHON") == sys.executable
+    assert variables == {
         "SIMNPU": "1",
         "SIMNPU_DEVICES": "3",
         "SIMNPU_DEVICE_NAME": "910B3",
         "SIMNPU_OBJECTS": "refuse",
         "SIMNPU_LOG": str(tmp_path / "calls"),
     }
-    assert said == ""
+    assert stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -71,27 +71,27 @@ def test_options_set_the_variables_of_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_is_one_line(arguments: tuple[str, ...], changes: dict[str, str], message: str) -> None:
-    done = launch(*arguments, **changes)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    completed = launch(*arguments, **changes)
+    assert completed.returncode == 2
+    (line,) = completed.stderr.splitlines()
     assert line.startswith(message)
 
 
 def test_without_a_command_the_usage_is_shown() -> None:
-    done = launch()
-    assert done.returncode == 2
-    assert "no COMMAND: python -m simnpu -- torchrun" in done.stderr
+    completed = launch()
+    assert completed.returncode == 2
+    assert "no COMMAND: python -m simnpu -- torchrun" in completed.stderr
 
 
 def test_the_check_says_in_one_line_what_the_device_is(tmp_path: Path) -> None:
-    done = launch("--check", "--devices", "3")
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
+    completed = launch("--check", "--devices", "3")
+    assert completed.returncode == 0, completed.stderr
+    (line,) = completed.stdout.splitlines()
     assert line.startswith(f"simnpu {simnpu.__version__}: torch_npu ")
     assert "+simnpu, 3 x Simulated Ascend" in line
     assert "SIMULATED" in line
     (tmp_path / "torch.py").write_text("raise SystemExit('this torch is broken')\n")
-    done = launch("--check", PYTHONPATH=os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)]))
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    completed = launch("--check", PYTHONPATH=os.pathsep.join([str(tmp_path), *(entry for entry in sys.path if entry)]))
+    assert completed.returncode == 2
+    (line,) = completed.stderr.splitlines()
     assert line == "PlatformError: the simulated device does not work here (exit code 1): this torch is broken"

@@ -52,11 +52,11 @@ torch.ones(3, device="npu").add(1)
 
 @pytest.mark.parametrize("code", [COMPILE, PROFILE], ids=["compile", "a profile that nobody stops"])
 def test_in_a_process(code: str) -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"{BEGIN}{code}"],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert completed.returncode == 0, completed.stderr[-3000:]

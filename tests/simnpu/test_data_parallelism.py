@@ -57,33 +57,33 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
-def ddp(model: nn.Module, where: torch.device) -> nn.Module:
-    ids = [where.index] if where.type == "npu" else None
-    return nn.parallel.DistributedDataParallel(model.to(where), device_ids=ids)
+def ddp(model: nn.Module, target_device: torch.device) -> nn.Module:
+    ids = [target_device.index] if target_device.type == "npu" else None
+    return nn.parallel.DistributedDataParallel(model.to(target_device), device_ids=ids)
 
 
-def fsdp1(model: nn.Module, where: torch.device) -> nn.Module:
+def fsdp1(model: nn.Module, target_device: torch.device) -> nn.Module:
     return FullyShardedDataParallel(
-        model, device_id=where, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})
+        model, device_id=target_device, use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})
     )
 
 
-def fsdp2(model: nn.Module, where: torch.device) -> nn.Module:
-    mesh = dist.init_device_mesh(where.type, (WORLD,))
-    model.to(where)
+def fsdp2(model: nn.Module, target_device: torch.device) -> nn.Module:
+    mesh = dist.init_device_mesh(target_device.type, (WORLD,))
+    model.to(target_device)
     for layer in model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def fsdp2_meta(model: nn.Module, where: torch.device) -> nn.Module:
-    """As large models are made: without memory first, filled from a full state dict after sharding."""
+def fsdp2_meta(model: nn.Module, target_device: torch.device) -> nn.Module:
+    """Wrap as large models are built: without memory first, filled from a full state dict after sharding."""
     full = model.state_dict()
     with torch.device("meta"):
         sharded = Net()
-    mesh = dist.init_device_mesh(where.type, (WORLD,))
+    mesh = dist.init_device_mesh(target_device.type, (WORLD,))
     fully_shard(sharded, mesh=mesh)
-    sharded.to_empty(device=where)
+    sharded.to_empty(device=target_device)
     set_model_state_dict(sharded, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return sharded
 
@@ -101,22 +101,22 @@ def train(kind: str, device_type: str, visible: str) -> Any:
         rank = int(os.environ["RANK"])
         if visible == "one":
             os.environ["ASCEND_RT_VISIBLE_DEVICES"] = str(rank)
-        where = torch.device("cpu")
+        run_device = torch.device("cpu")
         if device_type == "npu":
             npu = vars(torch)["npu"]
             npu.set_device(0 if visible == "one" else rank)
-            where = torch.device("npu", npu.current_device())
+            run_device = torch.device("npu", npu.current_device())
         store = dist.FileStore(os.environ["MEGASCEND_STORE"], WORLD)
         backend = "cpu:gloo,npu:hccl" if device_type == "npu" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=30))
         torch.manual_seed(0)
-        model = KINDS[kind](Net(), where)
+        model = KINDS[kind](Net(), run_device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        tokens = torch.arange(24).reshape(WORLD, 12).remainder(13)[rank : rank + 1].to(where)
+        tokens = torch.arange(24).reshape(WORLD, 12).remainder(13)[rank : rank + 1].to(run_device)
         losses, norms = [], []
         for _ in range(STEPS):
             logits = model(tokens)
-            assert logits.device == where
+            assert logits.device == run_device
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1).flatten())
             loss.backward()
             clip = getattr(model, "clip_grad_norm_", None)
@@ -131,7 +131,7 @@ def train(kind: str, device_type: str, visible: str) -> Any:
 
 
 def reference() -> tuple[list[list[float]], list[float]]:
-    """One process, the whole batch, float64: losses of each half and norms."""
+    """Train in one process on the global batch, float64: losses of each half and norms."""
     torch.manual_seed(0)
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

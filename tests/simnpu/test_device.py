@@ -56,11 +56,11 @@ class Block(nn.Module):
         return x + self.out(nn.functional.gelu(masked.softmax(-1) @ v))
 
 
-def train(where: str, steps: int, **adam: Any) -> tuple[list[float], list[Tensor]]:
+def train(device: str, steps: int, **adam: Any) -> tuple[list[float], list[Tensor]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(11, 16), Block(16), Block(16), nn.Linear(16, 11)).to(where)
+    model = nn.Sequential(nn.Embedding(11, 16), Block(16), Block(16), nn.Linear(16, 11)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **adam)
-    tokens = torch.arange(24).reshape(3, 8).remainder(11).to(where)
+    tokens = torch.arange(24).reshape(3, 8).remainder(11).to(device)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -184,10 +184,10 @@ def test_seeds_and_states_give_equal_draws_apart_from_the_cpus() -> None:
     first = draw()
     assert torch.equal(torch.get_rng_state(), cpu_state)
     generator.set_state(state)
-    again = draw()
+    repeated = draw()
     torch.manual_seed(5)
     seeded = draw()
-    for a, b, c in zip(first, again, seeded, strict=True):
+    for a, b, c in zip(first, repeated, seeded, strict=True):
         same(a, b.cpu())
         same(a, c.cpu())
     assert not torch.equal(first[0], draw()[0])
@@ -282,9 +282,9 @@ def test_scripted_code_calls_the_replaced_factories() -> None:
         return a + b + c + d + torch.empty_like(x).zero_()
 
     scripted: Any = torch.jit.script(factories)
-    for where in ("npu", "cpu"):
-        result = scripted(torch.ones(2, device=where))
-        assert (result.device.type, result.tolist()) == (where, [6, 7])
+    for device_name in ("npu", "cpu"):
+        result = scripted(torch.ones(2, device=device_name))
+        assert (result.device.type, result.tolist()) == (device_name, [6, 7])
 
 
 def test_pinned_memory() -> None:

@@ -74,13 +74,13 @@ CONSTRUCTORS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-def _in_context(where: Any, make: Callable[[], Tensor]) -> Tensor:
-    with torch.device(where):
+def _in_context(target_device: Any, make: Callable[[], Tensor]) -> Tensor:
+    with torch.device(target_device):
         return make()
 
 
-def _with_default(where: Any, make: Callable[[], Tensor]) -> Tensor:
-    torch.set_default_device(where)
+def _with_default(device: Any, make: Callable[[], Tensor]) -> Tensor:
+    torch.set_default_device(device)
     try:
         return make()
     finally:
@@ -91,15 +91,15 @@ def _with_default(where: Any, make: Callable[[], Tensor]) -> Tensor:
 def test_a_constructor_makes_tensors_where_it_is_told(name: str) -> None:
     def body() -> list[str]:
         make = CONSTRUCTORS[name]
-        found = [str(make("npu:1").device), str(make(torch.device("npu", 2)).device), str(make("npu").device)]
+        devices = [str(make("npu:1").device), str(make(torch.device("npu", 2)).device), str(make("npu").device)]
         npu().set_device(1)
-        found += [str(make("npu").device), str(make(torch.device("npu")).device), str(make("npu:0").device)]
+        devices += [str(make("npu").device), str(make(torch.device("npu")).device), str(make("npu:0").device)]
         with npu().device(2):
-            found.append(str(make("npu").device))
-        return [*found, str(make("npu").device)]
+            devices.append(str(make("npu").device))
+        return [*devices, str(make("npu").device)]
 
-    one, two, zero = "npu:1", "npu:2", "npu:0"
-    assert forked(body) == [one, two, zero, one, one, zero, two, one]
+    device_1, device_2, device_0 = "npu:1", "npu:2", "npu:0"
+    assert forked(body) == [device_1, device_2, device_0, device_1, device_1, device_0, device_2, device_1]
 
 
 def test_operators_stay_on_their_device_and_views_too() -> None:
@@ -161,22 +161,22 @@ def _with_gradients(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def train(first: str, second: str) -> tuple[list[float], list[Tensor]]:
-    """Two layers, one device each, and a gradient that several paths add to."""
+    """Train two layers, one device each, and a gradient that several paths add to."""
     torch.manual_seed(0)
-    one, two = nn.Linear(8, 8).to(first), nn.Linear(8, 8).to(second)
-    optimizer = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=1e-2)
+    layer_1, layer_2 = nn.Linear(8, 8).to(first), nn.Linear(8, 8).to(second)
+    optimizer = torch.optim.AdamW([*layer_1.parameters(), *layer_2.parameters()], lr=1e-2)
     losses = []
     for step in range(3):
         hidden = torch.utils.checkpoint.checkpoint(
-            one, torch.arange(16.0).view(2, 8).to(first), use_reentrant=step == 1
+            layer_1, torch.arange(16.0).view(2, 8).to(first), use_reentrant=step == 1
         )
         moved = hidden.to(second)
-        loss = (two(moved) * moved + moved).square().mean()
+        loss = (layer_2(moved) * moved + moved).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, [p.detach().cpu() for p in (*one.parameters(), *two.parameters())]
+    return losses, [p.detach().cpu() for p in (*layer_1.parameters(), *layer_2.parameters())]
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
@@ -191,9 +191,9 @@ def test_a_model_over_devices_trains_to_the_cpus_bits(devices: tuple[str, str]) 
 
 def test_the_current_device_belongs_to_a_thread() -> None:
     def body() -> tuple[Any, ...]:
-        seen: list[int] = []
+        indices: list[int] = []
         npu().set_device("npu:2")
-        thread = threading.Thread(target=lambda: seen.append(npu().current_device()))
+        thread = threading.Thread(target=lambda: indices.append(npu().current_device()))
         thread.start()
         thread.join()
         with npu().device(torch.device("npu:1")), npu().device(-1), npu().device(None):
@@ -201,7 +201,7 @@ def test_the_current_device_belongs_to_a_thread() -> None:
         with torch.accelerator.device_index(0):
             inner = torch.accelerator.current_device_index()
         torch.accelerator.set_device_index("npu:1")
-        return seen, inside, inner, npu().current_device(), torch.accelerator.device_count()
+        return indices, inside, inner, npu().current_device(), torch.accelerator.device_count()
 
     assert forked(body) == ([0], 1, 0, 1, 3)
 
@@ -230,30 +230,30 @@ def test_random_states_are_of_a_device() -> None:
 
 
 def test_a_generator_of_a_device() -> None:
-    for where in ("npu", "npu:2", torch.device("npu:1")):
-        mine = torch.Generator(device=where).manual_seed(7)
-        assert isinstance(mine, torch.Generator)
-        assert mine.device == torch.device("npu", torch.device(where).index or 0)
-        drawn = torch.randn(3, generator=mine, device=where)
-        assert drawn.device == mine.device
-        assert torch.equal(drawn.cpu(), torch.randn(3, generator=torch.Generator().manual_seed(7)))
-        assert torch.randperm(9, generator=mine, device=where).device == mine.device
+    for target_device in ("npu", "npu:2", torch.device("npu:1")):
+        device_generator = torch.Generator(device=target_device).manual_seed(7)
+        assert isinstance(device_generator, torch.Generator)
+        assert device_generator.device == torch.device("npu", torch.device(target_device).index or 0)
+        sample = torch.randn(3, generator=device_generator, device=target_device)
+        assert sample.device == device_generator.device
+        assert torch.equal(sample.cpu(), torch.randn(3, generator=torch.Generator().manual_seed(7)))
+        assert torch.randperm(9, generator=device_generator, device=target_device).device == device_generator.device
     assert torch.Generator().device.type == "cpu"
     assert isinstance(torch.default_generator, torch.Generator)
 
 
 def test_streams_and_events_of_a_device() -> None:
     def body() -> None:
-        one, two = npu().Stream("npu:1"), npu().Stream(device=2)
-        assert (one.device, two.device_index) == (torch.device("npu:1"), 2)
+        stream_1, stream_2 = npu().Stream("npu:1"), npu().Stream(device=2)
+        assert (stream_1.device, stream_2.device_index) == (torch.device("npu:1"), 2)
         assert npu().current_stream(1) == npu().default_stream("npu:1")
-        with npu().stream(one):
+        with npu().stream(stream_1):
             assert npu().current_device() == 1
-            assert npu().current_stream() == one != npu().current_stream(2)
-            assert torch.accelerator.current_stream() == one
-            torch.accelerator.current_stream().wait_event(two.record_event())
+            assert npu().current_stream() == stream_1 != npu().current_stream(2)
+            assert torch.accelerator.current_stream() == stream_1
+            torch.accelerator.current_stream().wait_event(stream_2.record_event())
         assert npu().current_device() == 0
-        assert isinstance(one, torch.Stream)
+        assert isinstance(stream_1, torch.Stream)
         assert issubclass(npu().Stream, torch.Stream)
         event = torch.Event("npu", enable_timing=True)
         event.record(torch.accelerator.current_stream(1))
@@ -265,7 +265,7 @@ def test_streams_and_events_of_a_device() -> None:
             assert torch.accelerator.current_stream() == entered
         assert torch.accelerator.current_device_index() == 0
         assert torch.Stream("cpu").device.type == "cpu"
-        torch.ones(1, device="npu:1").record_stream(one)
+        torch.ones(1, device="npu:1").record_stream(stream_1)
         torch.accelerator.synchronize(1)
 
     forked(body)
@@ -273,14 +273,14 @@ def test_streams_and_events_of_a_device() -> None:
 
 def test_memory_is_counted_for_each_device() -> None:
     def body() -> None:
-        before, others = npu().memory_allocated(1), npu().memory_allocated(2)
+        before, other_device = npu().memory_allocated(1), npu().memory_allocated(2)
         first = npu().memory_allocated()
         x = torch.zeros(1000, device="npu:1")
         y = x[10:].view(-1)
         del x  # the view keeps the storage
         z = torch.zeros(250, device="npu:2")
         assert npu().memory_allocated(1) - before == 4000
-        assert npu().memory_allocated("npu:2") == torch.accelerator.memory_allocated(2) == others + 1000
+        assert npu().memory_allocated("npu:2") == torch.accelerator.memory_allocated(2) == other_device + 1000
         assert npu().memory_allocated() == first
         y.untyped_storage().resize_(0)
         assert npu().memory_allocated(1) == before
@@ -290,7 +290,10 @@ def test_memory_is_counted_for_each_device() -> None:
         assert npu().max_memory_allocated(1) == before + 4000
         npu().reset_peak_memory_stats(1)
         torch.accelerator.reset_peak_memory_stats(2)
-        assert (npu().max_memory_allocated(1), torch.accelerator.max_memory_allocated(2)) == (before, others + 1000)
+        assert (npu().max_memory_allocated(1), torch.accelerator.max_memory_allocated(2)) == (
+            before,
+            other_device + 1000,
+        )
         weight = torch.zeros(250, device="npu:1", requires_grad=True)
         product = (weight * 2).exp()  # saved for backward
         assert (

@@ -29,33 +29,33 @@ def gradients(step: int) -> list[Tensor]:
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_steps_equal_torchs_adamw(optim: Any, amsgrad: bool) -> None:
     start = gradients(99)
-    found = [p.npu().requires_grad_() for p in start]
+    parameters = [p.npu().requires_grad_() for p in start]
     expected = [p.double().requires_grad_() for p in start]
-    fused = optim.NpuFusedAdamW(found, amsgrad=amsgrad, **SETTINGS)
+    fused = optim.NpuFusedAdamW(parameters, amsgrad=amsgrad, **SETTINGS)
     reference = torch.optim.AdamW(expected, amsgrad=amsgrad, **SETTINGS)
     for step in range(6):
-        for mine, other, gradient in zip(found, expected, gradients(step), strict=True):
-            if mine.grad is None:
-                mine.grad = gradient.npu()
+        for parameter, other, gradient in zip(parameters, expected, gradients(step), strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient.npu()
             else:
-                mine.grad.copy_(gradient)
+                parameter.grad.copy_(gradient)
             other.grad = gradient.double()
         fused.step()
         reference.step()
         fused.zero_grad()
-    assert all(float(p.grad.abs().max()) == 0 for p in found)
-    for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine.detach().cpu().double(), other.detach(), atol=1e-6, rtol=1e-5)
+    assert all(float(p.grad.abs().max()) == 0 for p in parameters)
+    for parameter, other in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().cpu().double(), other.detach(), atol=1e-6, rtol=1e-5)
 
 
 def test_its_clipping_equals_torchs(optim: Any) -> None:
-    found = [p.npu().requires_grad_() for p in gradients(0)]
-    for parameter, gradient in zip(found, gradients(1), strict=True):
+    parameters = [p.npu().requires_grad_() for p in gradients(0)]
+    for parameter, gradient in zip(parameters, gradients(1), strict=True):
         parameter.grad = gradient.npu()
     flat = torch.cat([gradient.flatten().double() for gradient in gradients(1)])
-    norm = optim.NpuFusedAdamW(found).clip_grad_norm_fused_(0.5)
+    norm = optim.NpuFusedAdamW(parameters).clip_grad_norm_fused_(0.5)
     assert float(norm) == pytest.approx(float(flat.norm()), rel=1e-6)
-    clipped = torch.cat([parameter.grad.flatten().cpu() for parameter in found]).double()
+    clipped = torch.cat([parameter.grad.flatten().cpu() for parameter in parameters]).double()
     torch.testing.assert_close(clipped, flat * 0.5 / flat.norm(), atol=1e-6, rtol=1e-5)
 
 

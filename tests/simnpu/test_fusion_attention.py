@@ -64,9 +64,9 @@ def to_layout(tensor: Tensor, layout: str) -> Tensor:
     return ordered.flatten(2).contiguous() if layout.endswith("H") else ordered.contiguous()
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
-    assert found.device.type == "npu"
-    torch.testing.assert_close(found.detach().cpu().double(), expected.double(), atol=tolerance, rtol=tolerance)
+def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    assert actual.device.type == "npu"
+    torch.testing.assert_close(actual.detach().cpu().double(), expected.double(), atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("layout", ["SBH", "BSH", "BNSD", "BSND"])
@@ -165,7 +165,7 @@ def packed() -> tuple[list[int], list[int], list[int], Tensor, Tensor, Tensor]:
 
 
 def packed_reference(hide: Callable[[int, int, int], Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-    """Each sequence by itself; ``hide(number, Sq, Skv)``."""
+    """Compute each sequence separately; ``hide(number, Sq, Skv)``."""
     _, q_ends, kv_ends, query, key, value = packed()
     leaves = [t.double().requires_grad_() for t in (query, key, value)]
     outputs, q_start, kv_start = [], 0, 0
@@ -261,14 +261,14 @@ def test_parts_merge_by_their_statistics_and_the_gradient_takes_the_merged_ones(
 
     dy = make(*output.shape, seed=7)
     expected.backward(dy.double())
-    found = [
+    results = [
         gradient(query, *half, dy.npu(), HEADS, "BNSD", softmax_max=maximum, softmax_sum=total, attention_in=output,
                  scale_value=SCALE, **option)
         for half, option in zip(halves, options, strict=True)
     ]  # fmt: skip
-    close(found[0][0] + found[1][0], leaves[0].grad)
-    close(torch.cat([found[0][1], found[1][1]], 2), leaves[1].grad)
-    close(torch.cat([found[0][2], found[1][2]], 2), leaves[2].grad)
+    close(results[0][0] + results[1][0], leaves[0].grad)
+    close(torch.cat([results[0][1], results[1][1]], 2), leaves[1].grad)
+    close(torch.cat([results[0][2], results[1][2]], 2), leaves[2].grad)
 
 
 def test_a_query_without_keys_gives_zeros_and_weighs_nothing(attention: Callable[..., Any]) -> None:
@@ -296,11 +296,11 @@ def test_dropout_is_the_same_forward_and_backward(attention: Callable[..., Any],
         query, key, value, dy, HEADS, "BNSD", softmax_max=maximum, softmax_sum=total, attention_in=output,
         scale_value=SCALE, keep_prob=0.5, seed=seed, offset=offset, numels=numels,
     )  # fmt: skip
-    for leaf, found in zip((query, key, value), direct, strict=False):
-        close(leaf.grad, found.cpu())
+    for leaf, actual in zip((query, key, value), direct, strict=False):
+        close(leaf.grad, actual.cpu())
     torch.npu.manual_seed(3)
-    again = attention(query, key, value, HEADS, "BNSD", scale=SCALE, keep_prob=0.5)[0]
-    close(again, output.detach().cpu())
+    repeated = attention(query, key, value, HEADS, "BNSD", scale=SCALE, keep_prob=0.5)[0]
+    close(repeated, output.detach().cpu())
     other = attention(query, key, value, HEADS, "BNSD", scale=SCALE, keep_prob=0.5)[0]
     assert not torch.equal(other.cpu(), output.cpu())
 
@@ -311,9 +311,9 @@ def test_dropout_keeps_the_share_it_is_told_and_scales_what_is_kept(attention: C
     query = torch.zeros(1, 1, length, length).npu()
     value = torch.eye(length).view(1, 1, length, length).npu()  # the output is the matrix of weights
     weights = attention(query, query, value, 1, "BNSD", keep_prob=0.8)[0].cpu() * length
-    kept = weights > 0
-    assert kept.float().mean().item() == pytest.approx(0.8, abs=0.02)
-    torch.testing.assert_close(weights[kept], torch.full_like(weights[kept], 1 / 0.8))
+    nonzero = weights > 0
+    assert nonzero.float().mean().item() == pytest.approx(0.8, abs=0.02)
+    torch.testing.assert_close(weights[nonzero], torch.full_like(weights[nonzero], 1 / 0.8))
 
 
 def test_position_bias_and_its_gradient(attention: Callable[..., Any]) -> None:

@@ -29,12 +29,12 @@ def test_grouped_experts_give_the_cpus_loss_and_gradients(monkeypatch: pytest.Mo
         model.set_experts_implementation("grouped_mm")
         tokens = torch.arange(24).view(2, 12)
         results = {}
-        for where in ("cpu", "npu:1"):
-            model.to(where).zero_grad()
-            loss = model(input_ids=tokens.to(where), labels=tokens.to(where)).loss
+        for target_device in ("cpu", "npu:1"):
+            model.to(target_device).zero_grad()
+            loss = model(input_ids=tokens.to(target_device), labels=tokens.to(target_device)).loss
             loss.backward()
             gradients = {name: p.grad.cpu().clone() for name, p in model.named_parameters() if p.grad is not None}
-            results[where] = (loss.item(), gradients)
+            results[target_device] = (loss.item(), gradients)
         return results
 
     results = run_distributed(body, 1, init=False, timeout_s=120)[0]

@@ -54,10 +54,10 @@ def total(rank: int, group: Any = None) -> float:
 
 def test_each_rank_makes_only_its_own_group() -> None:
     def body(rank: int, world: int) -> Any:
-        mine = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3])
-        both = total(rank, mine)
-        again = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3])  # the same ranks, and still another group
-        return both, total(rank, again), dist.get_process_group_ranks(again), total(rank)
+        pair = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3])
+        pair_total = total(rank, pair)
+        second_pair = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3])  # the same ranks, and still another group
+        return pair_total, total(rank, second_pair), dist.get_process_group_ranks(second_pair), total(rank)
 
     even, odd = (101, 101, [0, 2], 1111), (1010, 1010, [1, 3], 1111)
     assert on_ranks(body) == [even, odd, even, odd]
@@ -66,11 +66,11 @@ def test_each_rank_makes_only_its_own_group() -> None:
 def test_making_a_group_waits_for_nobody() -> None:
     def body(rank: int, world: int) -> Any:
         if rank == 0:
-            began = time.monotonic()
-            group, alone = dist.new_group([0, 1]), dist.new_group([0])
-            only_mine = total(rank, alone)
+            start = time.monotonic()
+            group, singleton = dist.new_group([0, 1]), dist.new_group([0])
+            only_mine = total(rank, singleton)
             dist.distributed_c10d._get_default_store().set("made", b"1")  # rank 1 has made nothing yet
-            assert time.monotonic() - began < 15
+            assert time.monotonic() - start < 15
         else:
             dist.distributed_c10d._get_default_store().wait(["made"], timedelta(seconds=20))
             group, only_mine = dist.new_group([0, 1]), 0
@@ -141,23 +141,23 @@ def test_a_rank_that_does_not_come_is_named(variable: str | None, monkeypatch: p
 
     def body(rank: int, world: int) -> str:
         group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=20 if variable else 1))
-        told = dist.distributed_c10d._get_default_store()
+        store = dist.distributed_c10d._get_default_store()
         if rank == 1:
-            told.wait(["0", "2"], timedelta(seconds=20))
+            store.wait(["0", "2"], timedelta(seconds=20))
             return ""
         with pytest.raises(RuntimeError, match="timed out after 1 s") as raised:
             total(rank, group)
-        told.set(str(rank), b"")
+        store.set(str(rank), b"")
         return str(raised.value)
 
-    found = on_ranks(body, 3)
+    messages = on_ranks(body, 3)
     for rank in (0, 2):
         begin = f"rank {rank} is at the first collective of the hccl group of ranks [0, 1, 2], and of these ["
-        assert begin in found[rank]
+        assert begin in messages[rank]
         assert (
-            "1" in found[rank].partition(begin)[2].partition("]")[0]
+            "1" in messages[rank].partition(begin)[2].partition("]")[0]
         )  # on a busy machine the other one may be late, too
-        assert "HCCL_CONNECT_TIMEOUT" in found[rank]
+        assert "HCCL_CONNECT_TIMEOUT" in messages[rank]
 
 
 def test_split_group_is_refused_as_by_torch_npu() -> None:

@@ -29,14 +29,14 @@ LABELS = [3, 0, 4, 2, 3, 1]
 
 
 def losses(logits: Tensor, labels: list[int], weight: list[float], smoothing: float) -> list[float]:
-    """Each row's loss, a sum over classes written out."""
-    found = []
+    """Compute each row's loss, a sum over classes written out."""
+    row_losses = []
     for row, label in zip(logits.double().tolist(), labels, strict=True):
         total = math.log(sum(math.exp(value) for value in row))
         target = -weight[label] * (row[label] - total)
         spread = sum(-w * (value - total) for w, value in zip(weight, row, strict=True)) / len(row)
-        found.append((1 - smoothing) * target + smoothing * spread)
-    return found
+        row_losses.append((1 - smoothing) * target + smoothing * spread)
+    return row_losses
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -117,8 +117,8 @@ def test_gating_by_groups(npu: Any, norm_type: int, group_select_mode: int) -> N
         plain = [1 / (1 + math.exp(-v)) if norm_type else math.exp(v) / total for v in values]
         biased = [score + float(b) for score, b in zip(plain, bias.double(), strict=True)]
         members = [range(start, start + 4) for start in (0, 4, 8)]
-        of_group = [sum(sorted((biased[e] for e in m), reverse=True)[: 1 + group_select_mode]) for m in members]
-        best = sorted(range(groups), key=lambda group: -of_group[group])[:k_group]
+        group_scores = [sum(sorted((biased[e] for e in m), reverse=True)[: 1 + group_select_mode]) for m in members]
+        best = sorted(range(groups), key=lambda group: -group_scores[group])[:k_group]
         chosen = sorted((e for group in best for e in members[group]), key=lambda expert: -biased[expert])[:k]
         assert experts[row].tolist() == chosen
         share = sum(plain[e] for e in chosen) if norm_type else 1.0
@@ -147,9 +147,9 @@ def test_what_gating_refuses(npu: Any, options: dict[str, int], message: str) ->
 
 def test_gemmas_norm(npu: Any) -> None:
     x, gamma = make(3, 8), make(8, seed=1)
-    found, rstd = npu.npu_gemma_rms_norm(x.npu(), gamma.npu(), epsilon=1e-5)
+    result, rstd = npu.npu_gemma_rms_norm(x.npu(), gamma.npu(), epsilon=1e-5)
     root = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    torch.testing.assert_close(found.cpu().double(), x.double() * root * (1 + gamma.double()), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(result.cpu().double(), x.double() * root * (1 + gamma.double()), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(rstd.cpu().double(), root, atol=1e-6, rtol=1e-6)
 
 
@@ -158,13 +158,13 @@ def test_rotation_in_place(npu: Any, layout: str) -> None:
     leading = (2, 3) if layout == "BSND" else (6,)
     query, key, angles = make(*leading, 4, 64), make(*leading, 2, 64, seed=1), make(*leading, 1, 64, seed=2)
     on_device = query.npu(), key.npu()
-    found = npu.npu_apply_rotary_pos_emb(*on_device, angles.cos().npu(), angles.sin().npu(), layout=layout)
+    results = npu.npu_apply_rotary_pos_emb(*on_device, angles.cos().npu(), angles.sin().npu(), layout=layout)
     cos, sin = angles.cos().double(), angles.sin().double()
-    for before, mine, result in zip((query, key), on_device, found, strict=True):
+    for before, operand, result in zip((query, key), on_device, results, strict=True):
         first, second = before.double().chunk(2, -1)
         expected = before.double() * cos + torch.cat((-second, first), -1) * sin
-        assert result.data_ptr() == mine.data_ptr()
-        torch.testing.assert_close(mine.cpu().double(), expected, atol=1e-6, rtol=1e-6)
+        assert result.data_ptr() == operand.data_ptr()
+        torch.testing.assert_close(operand.cpu().double(), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_what_rotation_in_place_refuses(npu: Any) -> None:

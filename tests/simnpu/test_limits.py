@@ -38,8 +38,8 @@ def test_heads_of_fused_attention(npu: Any) -> None:
 
 def test_lengths_of_fused_attention(npu: Any) -> None:
     q = zeros(4, 2, 2)
-    for wrong, what in ((torch.tensor([2, 4]), r"Tensor \(use actual_seq_qlen\.tolist\(\)\)"), (4, "int")):
-        with pytest.raises(TypeError, match=rf"argument 'actual_seq_qlen' must be tuple of ints, but found {what}"):
+    for wrong, kind in ((torch.tensor([2, 4]), r"Tensor \(use actual_seq_qlen\.tolist\(\)\)"), (4, "int")):
+        with pytest.raises(TypeError, match=rf"argument 'actual_seq_qlen' must be tuple of ints, but found {kind}"):
             npu.npu_fusion_attention(q, q, q, 2, "TND", actual_seq_qlen=wrong, actual_seq_kvlen=[2, 4])
     with pytest.raises(TypeError, match="argument 'query' must be Tensor, but found list"):
         npu.npu_fusion_attention([1.0], q, q, 2, "TND")
@@ -65,10 +65,10 @@ HALF = [
 def test_layouts_of_rotary_mul(npu: Any, x: tuple[int, ...], cos: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(1)
     values, angles = torch.randn(*x, generator=generator), torch.randn(*cos, generator=generator)
-    found = npu.npu_rotary_mul(values.npu(), angles.cos().npu(), angles.sin().npu())
+    result = npu.npu_rotary_mul(values.npu(), angles.cos().npu(), angles.sin().npu())
     first, second = values.double().chunk(2, -1)
     expected = values.double() * angles.double().cos() + torch.cat((-second, first), -1) * angles.double().sin()
-    torch.testing.assert_close(found.cpu().double(), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(result.cpu().double(), expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

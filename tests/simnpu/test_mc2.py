@@ -36,9 +36,9 @@ def on_ranks(body: Callable[[int, str], Any]) -> list[Any]:
     return run_distributed(start, WORLD, init=False, timeout_s=90)
 
 
-def close(found: Tensor, expected: Tensor) -> None:
+def close(actual: Tensor, expected: Tensor) -> None:
     """Equal but for one rounding to bfloat16."""
-    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7)
 
 
 def test_gather_before_and_scatter_and_reduce_behind() -> None:
@@ -62,14 +62,14 @@ def test_gather_before_and_scatter_and_reduce_behind() -> None:
         assert torch_npu.npu_all_gather_base_mm(x1, x2, hcom, WORLD, gather_output=False)[1].numel() == 0
         return [result.cpu() for result in results]
 
-    found = on_ranks(body)
+    outcomes = on_ranks(body)
     pairs = [[matrix.double() for matrix in matrices(rank)] for rank in range(WORLD)]
     rows = torch.cat([x1 for x1, _ in pairs])
     total = sum((x1 @ x2 for x1, x2 in pairs), torch.zeros(M, N, dtype=torch.float64))
-    for rank, (output, gathered, mine, reduced, summed, normalised) in enumerate(found):
+    for rank, (output, gathered, shard, reduced, summed, normalised) in enumerate(outcomes):
         assert torch.equal(gathered.double(), rows)
         close(output, rows @ pairs[rank][1])
-        close(mine, total[rank * M // WORLD : (rank + 1) * M // WORLD])
+        close(shard, total[rank * M // WORLD : (rank + 1) * M // WORLD])
         close(reduced, (total + WORLD).view(2, 3, N))  # every rank adds its x3 before the sum
         close(summed, total + 1)
         close(normalised, (total + 1) * ((total + 1).square().mean(-1, keepdim=True) + 1e-5).rsqrt() * 0.5)
@@ -92,9 +92,9 @@ def test_int8_matrices_are_reduced_with_their_scales() -> None:
         return torch_npu.npu_mm_all_reduce_base(x1, x2, hcom, dequant_scale=scale.npu()).cpu()
 
     expected = sum((a.double() @ b.double() for a, b in map(integers, range(WORLD))), torch.zeros(M, N).double())
-    for found in on_ranks(body):
-        assert found.dtype == torch.bfloat16
-        close(found, expected * scale.double())
+    for outcome in on_ranks(body):
+        assert outcome.dtype == torch.bfloat16
+        close(outcome, expected * scale.double())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -104,25 +104,25 @@ def test_parts_of_different_sizes(asynchronous: bool) -> None:
     def body(rank: int, hcom: str) -> list[Any]:
         uneven = torch_npu.distributed
         sizes = [3, 1]
-        mine = torch.full((sizes[rank], 2), float(rank + 1)).npu()
+        shard = torch.full((sizes[rank], 2), float(rank + 1)).npu()
         rows = torch.zeros(4, 2).npu()
-        gathering = uneven.all_gather_into_tensor_uneven(rows, mine, sizes, async_op=asynchronous)
+        gathering = uneven.all_gather_into_tensor_uneven(rows, shard, sizes, async_op=asynchronous)
         reduced = torch.zeros(sizes[rank], 2).npu()
-        whole = torch.arange(8.0).view(4, 2).npu() * (rank + 1)
-        scattering = uneven.reduce_scatter_tensor_uneven(reduced, whole, sizes, async_op=asynchronous)
+        joint = torch.arange(8.0).view(4, 2).npu() * (rank + 1)
+        scattering = uneven.reduce_scatter_tensor_uneven(reduced, joint, sizes, async_op=asynchronous)
         for work in (gathering, scattering):
             assert (work is None) != asynchronous
             if work is not None:
                 work.wait()
         with pytest.raises(ValueError, match=r"split sizes \[1, 1\] must be 2 numbers that sum to 4 rows"):
-            uneven.all_gather_into_tensor_uneven(rows, mine, [1, 1])
+            uneven.all_gather_into_tensor_uneven(rows, shard, [1, 1])
         assert uneven.is_available()
         assert uneven.is_hccl_available()
         assert uneven.reinit_process_group() is dist.group.WORLD
         return [rows.tolist(), reduced.tolist()]
 
-    found = on_ranks(body)
-    for rank, (rows, reduced) in enumerate(found):
+    outcomes = on_ranks(body)
+    for rank, (rows, reduced) in enumerate(outcomes):
         assert rows == [[1, 1]] * 3 + [[2, 2]]
         assert reduced == [[3 * (2 * row), 3 * (2 * row + 1)] for row in ((0, 1, 2), (3,))[rank]]
 

@@ -66,12 +66,12 @@ def test_rows_go_to_their_experts(npu: Any, start: int, end: int, row_idx_type: 
 def test_a_limit_on_all_rows_and_the_other_counts(npu: Any) -> None:
     x, experts = inputs()
     order = by_expert(experts, 0, EXPERTS)
-    found = npu.npu_moe_init_routing_v2(
+    results = npu.npu_moe_init_routing_v2(
         x.npu(), experts.npu(), active_num=4, expert_num=EXPERTS, expert_tokens_num_flag=True
     )
-    torch.testing.assert_close(found[0].cpu(), torch.stack([x[row] for _, row, _ in order[:4]]))
+    torch.testing.assert_close(results[0].cpu(), torch.stack([x[row] for _, row, _ in order[:4]]))
     sizes = [sum(e == expert for e, _, _ in order) for expert in range(EXPERTS)]
-    assert found[2].tolist() == [sum(sizes[: n + 1]) for n in range(EXPERTS)]
+    assert results[2].tolist() == [sum(sizes[: n + 1]) for n in range(EXPERTS)]
     pairs = npu.npu_moe_init_routing_v2(
         x.npu(), experts.npu(), expert_num=EXPERTS + 2, expert_tokens_num_type=2, expert_tokens_num_flag=True
     )[2]
@@ -87,15 +87,15 @@ def test_capacity_drops_and_pads(npu: Any) -> None:
         expert_tokens_num_type=1, expert_tokens_num_flag=True,
     )  # fmt: skip
     expected = torch.zeros(EXPERTS, capacity, HIDDEN)
-    where = torch.full((ROWS * K,), -1)
+    slots = torch.full((ROWS * K,), -1)
     used = [0] * EXPERTS
     for expert, row, copy in by_expert(experts, 0, EXPERTS):
         if used[expert] < capacity:
             expected[expert, used[expert]] = x[row]
-            where[copy] = expert * capacity + used[expert]
+            slots[copy] = expert * capacity + used[expert]
         used[expert] += 1
     torch.testing.assert_close(rows.cpu(), expected)
-    assert places.tolist() == where.tolist()
+    assert places.tolist() == slots.tolist()
     assert counts.tolist() == used
 
 
@@ -108,9 +108,9 @@ def test_dynamic_quantisation_to_int8(npu: Any, smooth: bool) -> None:
     )
     assert rows.dtype == torch.int8
     for number, (expert, row, _) in enumerate(by_expert(experts, 0, EXPERTS)):
-        wanted = x[row].double() * (factor[expert].double() if smooth else 1)
-        assert float(scales[number]) == pytest.approx(float(wanted.abs().max()) / 127, rel=1e-6)
-        assert (rows[number].cpu().double() * float(scales[number]) - wanted).abs().max() <= float(
+        smoothed = x[row].double() * (factor[expert].double() if smooth else 1)
+        assert float(scales[number]) == pytest.approx(float(smoothed.abs().max()) / 127, rel=1e-6)
+        assert (rows[number].cpu().double() * float(scales[number]) - smoothed).abs().max() <= float(
             scales[number]
         ) * 0.5001
 
@@ -158,8 +158,8 @@ def test_the_older_version_refuses_a_row_idx_that_is_no_numbering(npu: Any, faul
     """On such a row_idx the kernel writes only some of its outputs; the others keep what the memory held."""
     x, experts = inputs()
     numbers = torch.arange(ROWS * K, dtype=torch.int32).view(K, ROWS).t().contiguous()
-    rows, places, found = npu.npu_moe_init_routing(x.npu(), numbers.npu(), experts.npu(), ROWS)
-    for number, expert in enumerate(found.tolist()):  # copies of an expert come in the order of its rows
+    rows, places, row_experts = npu.npu_moe_init_routing(x.npu(), numbers.npu(), experts.npu(), ROWS)
+    for number, expert in enumerate(row_experts.tolist()):  # copies of an expert come in the order of its rows
         assert torch.equal(rows[number].cpu(), x[by_expert(experts, 0, EXPERTS)[number][1]])
         assert expert == by_expert(experts, 0, EXPERTS)[number][0]
     assert sorted(places.tolist()) == list(range(ROWS * K))

@@ -31,8 +31,8 @@ def test_the_device_can_be_named_after_a_chip(torch_npu: Any, monkeypatch: pytes
     assert torch_npu.npu.get_device_name() == "Simulated Ascend (CPU memory, simnpu)"
     assert (acl.get_soc_name(), torch_npu.npu.get_soc_version()) == ("Ascend910B1", 220)
     assert torch_npu.npu.get_device_properties().cube_core_num == 0  # nothing says which chip
-    for given in ("Ascend910B3", "910B3"):
-        monkeypatch.setenv(NAME_VARIABLE, given)
+    for alias in ("Ascend910B3", "910B3"):
+        monkeypatch.setenv(NAME_VARIABLE, alias)
         properties = torch_npu.npu.get_device_properties(0)
         assert torch_npu.npu.get_device_name(0)[:10] == "Ascend910B"  # as MindSpeed's tests ask
         assert properties.name == torch_npu.npu.get_device_name() == acl.get_soc_name() == "Ascend910B3"
@@ -51,9 +51,9 @@ def test_operators_are_found_in_torchs_dispatcher(torch_npu: Any) -> None:
     x = torch.tensor([[3.0, 4.0]]).npu().requires_grad_()
     gamma = torch.ones(2).npu()
     for call in (torch.ops.npu.npu_rms_norm, torch.ops.npu.npu_rms_norm.default):
-        found = call(x, gamma, epsilon=0.0)[0]
-        torch.testing.assert_close(found.detach().cpu(), x.detach().cpu() / 12.5**0.5)
-        (gradient,) = torch.autograd.grad(found[0, 0], x)
+        result = call(x, gamma, epsilon=0.0)[0]
+        torch.testing.assert_close(result.detach().cpu(), x.detach().cpu() / 12.5**0.5)
+        (gradient,) = torch.autograd.grad(result[0, 0], x)
         # d(x0 / r) / dx with r = sqrt((x0^2 + x1^2) / 2)
         expected = torch.tensor([[1 / 12.5**0.5 - 9 / 2 / 12.5**1.5, -12 / 2 / 12.5**1.5]])
         torch.testing.assert_close(gradient.cpu(), expected)
@@ -98,10 +98,10 @@ def test_memory_of_other_processes_and_the_toolkit(torch_npu: Any) -> None:
 
 
 def test_an_unknown_name_is_named(torch_npu: Any) -> None:
-    for place, where in ((torch_npu, "torch_npu"), (torch.npu, "torch.npu"), (torch_npu.optim, "torch_npu.optim")):
-        assert not hasattr(place, "fold_proteins")
-        with pytest.raises(NotSimulatedError, match=rf"{where}\.fold_proteins: .* not simulated by simnpu"):
-            _ = place.fold_proteins
+    for namespace, path in ((torch_npu, "torch_npu"), (torch.npu, "torch.npu"), (torch_npu.optim, "torch_npu.optim")):
+        assert not hasattr(namespace, "fold_proteins")
+        with pytest.raises(NotSimulatedError, match=rf"{path}\.fold_proteins: .* not simulated by simnpu"):
+            _ = namespace.fold_proteins
 
 
 def test_switches_are_kept_and_shown(torch_npu: Any) -> None:
@@ -123,10 +123,10 @@ def test_switches_are_kept_and_shown(torch_npu: Any) -> None:
     npu.set_per_process_memory_fraction(0.5)
     assert npu.get_per_process_memory_fraction() == 0.5
     npu.set_per_process_memory_fraction(1.0)
-    held = torch.zeros(256, device="npu")
+    allocated = torch.zeros(256, device="npu")
     nested = npu.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
-    assert nested["current"] >= held.nbytes
-    assert npu.memory_cached() >= held.nbytes
+    assert nested["current"] >= allocated.nbytes
+    assert npu.memory_cached() >= allocated.nbytes
     with torch.autocast("npu", dtype=torch.bfloat16):
         assert npu.is_autocast_enabled()
         assert npu.get_autocast_dtype() == torch.bfloat16
@@ -188,18 +188,18 @@ def test_the_table_of_names_says_what_is_there(torch_npu: Any) -> None:
         r"^### (?:operators in )?([\w.]+): (\d+) of (\d+)$(.*?)(?=^###|\Z)", table, re.MULTILINE | re.DOTALL
     )
     assert len(sections) == 7
-    for module, there, total, body in sections:
-        place = import_module(module)
-        found = {
+    for module, available, total, body in sections:
+        namespace = import_module(module)
+        rows = {
             kind: re.findall(r"`(\w+)`", names)
             for kind, names in re.findall(r"^\| ([\w ]+) \| \d+ \| (.*) \|$", body, re.MULTILINE)
         }
-        assert len(found["there"]) == int(there)
-        assert sum(map(len, found.values())) == int(total)
-        assert [name for name in found["there"] if not hasattr(place, name)] == []
-        for name in found["raises when looked up"]:
+        assert len(rows["there"]) == int(available)
+        assert sum(map(len, rows.values())) == int(total)
+        assert [name for name in rows["there"] if not hasattr(namespace, name)] == []
+        for name in rows["raises when looked up"]:
             with pytest.raises(NotSimulatedError, match=rf"\.{name}: this \w+ is not simulated"):
-                getattr(place, name)
-        for name in found.get("raises when called", []):
+                getattr(namespace, name)
+        for name in rows.get("raises when called", []):
             with pytest.raises(RuntimeError, match=f"{name} is not simulated"):
-                getattr(place, name)()
+                getattr(namespace, name)()

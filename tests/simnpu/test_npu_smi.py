@@ -21,10 +21,10 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def npu_smi(*arguments: str, check: bool = True, **changes: str) -> str:
-    done = subprocess.run(
+    completed = subprocess.run(
         ["npu-smi", *arguments], capture_output=True, text=True, env=environment(**changes), timeout=60, check=check
     )
-    return done.stdout if check else done.stderr
+    return completed.stdout if check else completed.stderr
 
 
 def test_it_is_on_the_path_of_what_runs_on_the_simulated_device() -> None:
@@ -34,9 +34,9 @@ def test_it_is_on_the_path_of_what_runs_on_the_simulated_device() -> None:
 def test_bus_ids_as_twinkle_reads_them() -> None:
     """twinkle.utils.platforms.npu: one address for each physical id."""
     pattern = re.compile(r"^\|\s*\d+\s+(\d+)\s*\|\s*([0-9A-F]{4}:[0-9A-F]{2}:[0-9A-F]{2}\.[0-9A-F])\s*\|", re.MULTILINE)
-    found = dict(pattern.findall(npu_smi("info")))
-    assert list(found) == ["0", "1", "2", "3"]
-    assert len(set(found.values())) == 4
+    bus_ids = dict(pattern.findall(npu_smi("info")))
+    assert list(bus_ids) == ["0", "1", "2", "3"]
+    assert len(set(bus_ids.values())) == 4
 
 
 def test_names_and_memory_as_monitors_read_them() -> None:

@@ -34,12 +34,12 @@ def agree(operator: Callable[..., Any], formula: Callable[..., Any], *tensors: T
     """Same first result and same gradients of all tensors, on the device and (in float64) on the CPU."""
     found_leaves = [t.npu().requires_grad_() for t in tensors]
     leaves = [t.double().requires_grad_() for t in tensors]
-    found, expected = operator(*found_leaves), formula(*leaves)
-    found = found if isinstance(found, Tensor) else found[0]
-    assert found.device.type == "npu"
-    torch.testing.assert_close(found.detach().cpu().double(), expected.detach(), atol=2e-6, rtol=2e-6)
+    actual, expected = operator(*found_leaves), formula(*leaves)
+    actual = actual if isinstance(actual, Tensor) else actual[0]
+    assert actual.device.type == "npu"
+    torch.testing.assert_close(actual.detach().cpu().double(), expected.detach(), atol=2e-6, rtol=2e-6)
     weight = make(*expected.shape, seed=99)
-    (found * weight.npu()).sum().backward()
+    (actual * weight.npu()).sum().backward()
     (expected * weight).sum().backward()
     for leaf, other in zip(found_leaves, leaves, strict=True):
         torch.testing.assert_close(leaf.grad.cpu().double(), other.grad, atol=5e-6, rtol=5e-6)
@@ -60,9 +60,9 @@ def test_rms_norm(npu: Any) -> None:
 
 def test_rms_norm_in_bfloat16_takes_the_root_in_float32(npu: Any) -> None:
     x, gamma = make(4, 64).bfloat16(), make(64, seed=1).bfloat16()
-    found = npu.npu_rms_norm(x.npu(), gamma.npu())[0]
+    result = npu.npu_rms_norm(x.npu(), gamma.npu())[0]
     wide = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * gamma.double()
-    torch.testing.assert_close(found.cpu(), wide.bfloat16())
+    torch.testing.assert_close(result.cpu(), wide.bfloat16())
 
 
 def test_add_rms_norm(npu: Any) -> None:
@@ -154,9 +154,9 @@ def test_grouped_matmul(npu: Any, kind: str) -> None:
     joined = npu.npu_grouped_matmul([x.npu()], [weight.npu()], split_item=3, **options)
     assert len(joined) == 1
     torch.testing.assert_close(joined[0].cpu(), torch.cat(expected))
-    several = npu.npu_grouped_matmul([x.npu()], [w.npu() for w in weight], bias=[b.npu() for b in bias], **options)
-    for found, part, row in zip(several, expected, bias, strict=True):
-        torch.testing.assert_close(found.cpu(), part + row)
+    separate = npu.npu_grouped_matmul([x.npu()], [w.npu() for w in weight], bias=[b.npu() for b in bias], **options)
+    for actual, part, row in zip(separate, expected, bias, strict=True):
+        torch.testing.assert_close(actual.cpu(), part + row)
 
     grad = make(7, 6, seed=3)
     if kind == "list":  # a list groups rows alone
@@ -265,7 +265,7 @@ def test_permute_and_unpermute_by_routing_map(npu: Any) -> None:
 @pytest.mark.parametrize("drop_and_pad", [False, True])
 @pytest.mark.parametrize("with_probs", [False, True])
 def test_gradient_operators_of_the_routing_map(npu: Any, drop_and_pad: bool, with_probs: bool) -> None:
-    """What MindSpeed's own autograd functions call: equal to the gradients of the forward operators."""
+    """Compare what MindSpeed's autograd functions call with the gradients of the forward operators."""
     tokens, routing_map, rows = make(4, 6), ROUTING.npu(), 6 if drop_and_pad else 8
     probs = make(4, 3, seed=1).npu().requires_grad_() if with_probs else None
     leaf = tokens.npu().requires_grad_()
@@ -273,12 +273,12 @@ def test_gradient_operators_of_the_routing_map(npu: Any, drop_and_pad: bool, wit
         leaf, routing_map, probs=probs, num_out_tokens=rows, drop_and_pad=drop_and_pad
     )
     d_permuted, d_weights = make(rows, 6, seed=5).npu(), make(rows, seed=6).npu() if with_probs else None
-    found, found_probs = npu.npu_moe_token_permute_with_routing_map_grad(
+    result, found_probs = npu.npu_moe_token_permute_with_routing_map_grad(
         d_permuted, d_weights, places, routing_map, 3, 4, drop_and_pad
     )
     outputs, seeds = ([permuted, weights], [d_permuted, d_weights]) if with_probs else ([permuted], [d_permuted])
     torch.autograd.backward(outputs, seeds)
-    torch.testing.assert_close(found, leaf.grad)
+    torch.testing.assert_close(result, leaf.grad)
     if probs is not None:
         torch.testing.assert_close(found_probs, probs.grad)
         probs.grad = None
@@ -288,11 +288,11 @@ def test_gradient_operators_of_the_routing_map(npu: Any, drop_and_pad: bool, wit
         copies, places, [4, 6], probs=probs, routing_map=routing_map, drop_and_pad=drop_and_pad
     )
     d_restored = make(4, 6, seed=8).npu()
-    found, found_probs = npu.npu_moe_token_unpermute_with_routing_map_grad(
+    result, found_probs = npu.npu_moe_token_unpermute_with_routing_map_grad(
         d_restored, out_index, token_id, routing_map, copies.detach(), probs, drop_and_pad, [4, 6]
     )
     restored.backward(d_restored)
-    torch.testing.assert_close(found, copies.grad)
+    torch.testing.assert_close(result, copies.grad)
     if probs is not None:
         torch.testing.assert_close(found_probs, probs.grad)
 
@@ -304,9 +304,9 @@ def test_init_routing(npu: Any) -> None:
     assert sorted_experts.tolist() == sorted(experts.flatten().tolist())
     for row in range(4):
         for k in range(2):
-            place = int(places[k * 4 + row])
-            torch.testing.assert_close(expanded[place].cpu(), x[row])
-            assert sorted_experts[place] == experts[row, k]
+            slot = int(places[k * 4 + row])
+            torch.testing.assert_close(expanded[slot].cpu(), x[row])
+            assert sorted_experts[slot] == experts[row, k]
 
 
 def test_adamw_steps_equal_torchs(npu: Any) -> None:
@@ -339,10 +339,10 @@ def test_ring_update_is_attention_over_both_parts(npu: Any) -> None:
         return npu.npu_fusion_attention(query.npu(), keys, values, 2, "SBH", scale=1 / math.sqrt(8))
 
     parts = [attend(slice(0, 5)), attend(slice(5, 8))]
-    whole = attend(slice(0, 8))
+    full = attend(slice(0, 8))
     merged = npu.npu_ring_attention_update(*parts[0][:3], *parts[1][:3])
-    for found, expected in zip(merged, whole[:3], strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(merged, full[:3], strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_an_operator_that_is_not_simulated_is_named(npu: Any) -> None:

@@ -43,8 +43,8 @@ def test_a_schedule_as_mindspeed_makes_it_records_its_steps(profiler: Any, tmp_p
             with torch.profiler.record_function(f"work {step}"):
                 torch.ones(2, device="npu").add(1)
             session.step()
-    found = events(tmp_path)
-    assert [f"work {step}" in found for step in range(5)] == [False, True, True, False, False]
+    names = events(tmp_path)
+    assert [f"work {step}" in names for step in range(5)] == [False, True, True, False, False]
     (info,) = tmp_path.glob("*_ascend_pt/profiler_info.json")
     assert "no kernel times" in json.loads(info.read_text())["simulated"]
 

@@ -22,11 +22,11 @@ SCRIPTS = ROOT / "scripts" / "npu_programs"
 
 
 def run_program(text: str, folder: Path, *, ranks: int = 0, timeout_s: int = 120) -> str:
-    """The output of a program of its own on the simulated device, under torchrun if it has ranks."""
+    """Return the output of a program of its own on the simulated device, under torchrun if it has ranks."""
     file = folder / "program.py"
     file.write_text(text)
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks else []
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *start, str(file)],
         capture_output=True,
         text=True,
@@ -35,8 +35,8 @@ def run_program(text: str, folder: Path, *, ranks: int = 0, timeout_s: int = 120
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return completed.stdout
 
 
 def python_path() -> str:
@@ -95,7 +95,7 @@ if __name__ == "__main__":
 
 
 def test_a_pool_of_a_forkserver_uses_the_device(tmp_path: Path) -> None:
-    """As MindSpeed's distributed tests do: pools of processes, each a rank, and the device in the parent too."""
+    """Run as MindSpeed's distributed tests do: pools of processes, each a rank, and the device in the parent too."""
     out = run_program(POOL, tmp_path)
     assert "FOUND [[6.0, 6.0], [6.0, 6.0]]" in out  # d/dw of w*w is 2w, on weights 1 and 2
     assert "DEVICE 1.0" in out
@@ -116,8 +116,8 @@ def test_half_precision_backward_is_right_and_overflows_where_the_cpus_does(sim_
         return leaf.grad.cpu()
 
     exact = gradient(1.0, torch.float64, "cpu").float()
-    found = gradient(16.0, torch.float16, "npu").float() / 16
-    assert (found - exact).abs().max() < 2e-3 * exact.abs().max()
+    actual = gradient(16.0, torch.float16, "npu").float() / 16
+    assert (actual - exact).abs().max() < 2e-3 * exact.abs().max()
     overflown = gradient(2.0**32, torch.float16, "npu")
     assert not overflown.isfinite().all()
     assert torch.equal(overflown.isfinite(), gradient(2.0**32, torch.float16, "cpu").isfinite())
@@ -125,8 +125,8 @@ def test_half_precision_backward_is_right_and_overflows_where_the_cpus_does(sim_
 
 def test_typed_constructors_take_a_size(sim_npu: None) -> None:
     """MindSpeed's tests call ``torch.cuda.LongTensor(size=(2, 3))``."""
-    made = torch.npu.LongTensor(size=(2, 3))  # type: ignore[attr-defined]
-    assert (tuple(made.shape), made.dtype, made.device.type) == ((2, 3), torch.int64, "npu")
+    tensor = torch.npu.LongTensor(size=(2, 3))  # type: ignore[attr-defined]
+    assert (tuple(tensor.shape), tensor.dtype, tensor.device.type) == ((2, 3), torch.int64, "npu")
 
 
 def script(name: str) -> ModuleType:
@@ -143,8 +143,8 @@ def test_a_program_runs_with_other_ids_and_is_otherwise_itself(tmp_path: Path) -
     recipe = tmp_path / "recipe.py"
     recipe.write_text(source)
     command = [sys.executable, str(SCRIPTS / "run_with_ids.py"), str(recipe)]
-    done = subprocess.run([*command, "MODEL_ID=/small"], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "/small 3 __main__ []\n"
+    completed = subprocess.run([*command, "MODEL_ID=/small"], capture_output=True, text=True, timeout=60, check=True)
+    assert completed.stdout == "/small 3 __main__ []\n"
     with pytest.raises(ValueError, match="assigns no DATA_ID at module level"):
         script("run_with_ids").with_constants(source, "recipe.py", {"DATA_ID": "x"})
 
@@ -154,17 +154,17 @@ def test_programs_without_a_checkout_are_said_to_be_missing(tmp_path: Path) -> N
     for name in ("MEGASCEND_TWINKLE", "MEGASCEND_MEGATRON_LM"):
         env.pop(name, None)
     command = [sys.executable, str(SCRIPTS), "twinkle_tp_npu", "mindspeed_tests"]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "MISSING (set MEGASCEND_TWINKLE)" in done.stdout
-    assert "MISSING (set MEGASCEND_MEGATRON_LM)" in done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert completed.returncode == 1, completed.stderr
+    assert "MISSING (set MEGASCEND_TWINKLE)" in completed.stdout
+    assert "MISSING (set MEGASCEND_MEGATRON_LM)" in completed.stdout
 
 
 def test_modules_that_cannot_be_imported_are_counted() -> None:
     command = [sys.executable, str(SCRIPTS / "import_modules.py"), "json", "json.nothing"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "RESULT not all 1 of 2 modules imported\n"
-    assert "json.nothing: ModuleNotFoundError" in done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert completed.stdout == "RESULT not all 1 of 2 modules imported\n"
+    assert "json.nothing: ModuleNotFoundError" in completed.stderr
 
 
 @pytest.mark.parametrize(

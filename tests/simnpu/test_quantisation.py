@@ -29,10 +29,10 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
 
 
-def check(codes: Tensor, scale: float, values: Tensor, most: int = 127) -> None:
-    """Every code is the whole number nearest to value / scale."""
+def check(codes: Tensor, scale: float, values: Tensor, limit: int = 127) -> None:
+    """Check that every code is the integer nearest to value / scale."""
     for code, value in zip(codes.flatten().tolist(), values.double().flatten().tolist(), strict=True):
-        assert abs(code) <= most
+        assert abs(code) <= limit
         assert abs(code - value / scale) <= 0.5 + 1e-4
 
 
@@ -50,10 +50,10 @@ def test_rows_over_their_largest(npu: Any, smooth: str) -> None:
     group = [0, 1, 1, 1, 2, 2]
     for row in range(6):
         factor = {"none": torch.ones(16), "columns": factors[0], "groups": factors[group[row]]}[smooth]
-        wanted = x.view(6, 16)[row].double() * factor.double()
+        smoothed = x.view(6, 16)[row].double() * factor.double()
         scale = float(scales.view(6)[row])
-        assert scale == pytest.approx(float(wanted.abs().max()) / 127, rel=1e-6)
-        check(codes.view(6, 16)[row].cpu(), scale, wanted)
+        assert scale == pytest.approx(float(smoothed.abs().max()) / 127, rel=1e-6)
+        check(codes.view(6, 16)[row].cpu(), scale, smoothed)
 
 
 def test_what_quantising_rows_refuses(npu: Any) -> None:
@@ -78,11 +78,11 @@ def test_blocks_over_their_largest(npu: Any, shape: tuple[int, ...]) -> None:
     x = make(*shape, dtype=torch.float16)
     codes, scales = npu.npu_dynamic_block_quant(x.npu())
     assert scales.shape == (*shape[:-1], 2)
-    for row, (values, found) in enumerate(zip(x.view(-1, shape[-1]), codes.cpu().view(-1, shape[-1]), strict=True)):
+    for row, (values, actual) in enumerate(zip(x.view(-1, shape[-1]), codes.cpu().view(-1, shape[-1]), strict=True)):
         for block, columns in enumerate((slice(0, 128), slice(128, None))):
             scale = float(scales.view(-1, 2)[row, block])
             assert scale == pytest.approx(float(values[columns].double().abs().max()) / 127, rel=1e-6)
-            check(found[columns], scale, values[columns])
+            check(actual[columns], scale, values[columns])
     assert (npu.npu_dynamic_block_quant(x.npu(), min_scale=1.0)[1] == 1.0).all()
     with pytest.raises(
         RuntimeError, match="to int8 row_block_size must be 1 and col_block_size 128, but got 128 and 128"
@@ -120,7 +120,7 @@ def test_shared_exponents(npu: Any, axis: int, kind: Any, dtype: torch.dtype, to
     assert (values.dtype, values.shape, codes.dtype) == (dtype, x.shape, torch.uint8)
     assert codes.shape == ((pairs, 100, 2) if axis == 0 else (70, pairs, 2))
     lines = x if axis != 0 else x.t()
-    found = (values if axis != 0 else values.t()).cpu().double()
+    quantised = (values if axis != 0 else values.t()).cpu().double()
     exponents = codes.cpu() if axis != 0 else codes.cpu().transpose(0, 1)
     for line in (0, 31, 32, len(lines) - 1):
         for block in range(-(-length // 32)):
@@ -131,7 +131,7 @@ def test_shared_exponents(npu: Any, axis: int, kind: Any, dtype: torch.dtype, to
             assert code == expected
             limit = torch.finfo(dtype).max
             nearest = (part / 2.0 ** (code - 127)).clamp(-limit, limit).float().to(dtype).double()
-            torch.testing.assert_close(found[line, block * 32 : block * 32 + 32], nearest, rtol=0, atol=0)
+            torch.testing.assert_close(quantised[line, block * 32 : block * 32 + 32], nearest, rtol=0, atol=0)
     assert exponents.flatten(-2)[:, -(-length // 32) :].sum() == 0  # what fills the last pair
 
 
@@ -148,9 +148,9 @@ def test_what_shared_exponents_refuse(npu: Any) -> None:
 def test_given_scales(npu: Any) -> None:
     x, scales = make(3, 4, dtype=torch.float32) * 30, torch.tensor([0.5, 1.0, 2.0, 4.0])
     zeros = torch.tensor([1, -2, 3, 0], dtype=torch.int32)
-    found = npu.npu_quantize(x.npu(), scales.npu(), zeros.npu(), torch.qint8, 1)
+    result = npu.npu_quantize(x.npu(), scales.npu(), zeros.npu(), torch.qint8, 1)
     expected = (x.double() / scales.double() + zeros).round().clamp(-128, 127)
-    assert torch.equal(found.cpu().double(), expected)
+    assert torch.equal(result.cpu().double(), expected)
     times = npu.npu_quantize(x.npu(), scales[:1].npu(), None, torch.quint8, -1, False)
     assert torch.equal(times.cpu().double(), (x.double() * 0.5).round().clamp(0, 255))
     with pytest.raises(RuntimeError, match=r"scales must have 1 or 3 elements, but got \[4\]"):
@@ -161,35 +161,35 @@ def test_given_scales(npu: Any) -> None:
 def test_products_of_int8(npu: Any, case: str) -> None:
     x1, x2 = integers(5, 40), integers(40, 6, seed=1)
     scale, tokens = torch.rand(6) / 500 + 0.001, torch.rand(5) + 0.5
-    whole = torch.arange(6, dtype=torch.int32) * 1000
+    bias = torch.arange(6, dtype=torch.int32) * 1000
     sums = x1.double() @ x2.double()
     options, expected = {
         "int8": ({"offset": torch.full((1,), 3.0)}, sums * scale.double() + 3),
-        "half": ({"output_dtype": torch.float16, "bias": whole}, (sums + whole) * scale.double()),
+        "half": ({"output_dtype": torch.float16, "bias": bias}, (sums + bias) * scale.double()),
         "brain": ({"output_dtype": torch.bfloat16, "bias": scale}, sums * scale.double() + scale.double()),
         "tokens": (
             {"output_dtype": torch.float16, "pertoken_scale": tokens},
             sums * scale.double() * tokens.double()[:, None],
         ),
         "packed scale": ({"output_dtype": torch.float16}, sums * scale.double()),
-        "sums": ({"output_dtype": torch.int32, "bias": whole}, ((sums + whole) * scale.double()).round()),
+        "sums": ({"output_dtype": torch.int32, "bias": bias}, ((sums + bias) * scale.double()).round()),
     }[case]
-    given = npu.npu_trans_quant_param(scale.npu()) if case == "packed scale" else scale.npu()
+    operand = npu.npu_trans_quant_param(scale.npu()) if case == "packed scale" else scale.npu()
     options = {name: value.npu() if isinstance(value, Tensor) else value for name, value in options.items()}
-    found = npu.npu_quant_matmul(x1.npu(), x2.npu(), given, **options)
+    result = npu.npu_quant_matmul(x1.npu(), x2.npu(), operand, **options)
     dtype = options.get("output_dtype", torch.int8)
-    assert found.dtype == dtype
+    assert result.dtype == dtype
     if dtype == torch.int8:
         expected = expected.round().clamp(-128, 127)
-        assert (found.cpu().double() - expected).abs().max() <= (case == "packed scale")
+        assert (result.cpu().double() - expected).abs().max() <= (case == "packed scale")
     else:
         rounding = {torch.float16: 2**-9, torch.bfloat16: 2**-8, torch.int32: 0}[dtype]
-        torch.testing.assert_close(found.cpu().double(), expected, rtol=rounding, atol=rounding)
+        torch.testing.assert_close(result.cpu().double(), expected, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("blocks", ["mx", "groups", "tensor"])
 def test_products_of_float8(npu: Any, blocks: str) -> None:
-    """As MindSpeed's recipes call it: quantise both, multiply; the result is the product of what was kept."""
+    """Quantise both and multiply, as MindSpeed's recipes do; the result is the product of the codes."""
     x, w = make(6, 160), make(5, 160, seed=1)
     kind = torch.float8_e4m3fn
     if blocks == "mx":
@@ -215,10 +215,10 @@ def test_products_of_float8(npu: Any, blocks: str) -> None:
         a, b = (t.float().div(s.item()).to(kind).npu() for t, s in ((x, sa), (w, sb)))
         options = {}
         scales = [torch.tensor(0.02).double(), torch.tensor(0.03).double()]
-    found = npu.npu_quant_matmul(a, b.t(), sb, pertoken_scale=sa, output_dtype=torch.bfloat16, **options)
-    kept = (a.cpu().double() * scales[0]) @ (b.cpu().double() * scales[1]).t()
-    torch.testing.assert_close(found.cpu().double(), kept, rtol=2**-7, atol=2**-7)
-    assert (found.cpu().double() - x.double() @ w.double().t()).abs().max() < 2.5  # and close to what was meant
+    result = npu.npu_quant_matmul(a, b.t(), sb, pertoken_scale=sa, output_dtype=torch.bfloat16, **options)
+    decoded = (a.cpu().double() * scales[0]) @ (b.cpu().double() * scales[1]).t()
+    torch.testing.assert_close(result.cpu().double(), decoded, rtol=2**-7, atol=2**-7)
+    assert (result.cpu().double() - x.double() @ w.double().t()).abs().max() < 2.5  # and close to what was meant
 
 
 @pytest.mark.parametrize(
@@ -238,9 +238,9 @@ def test_products_of_float8(npu: Any, blocks: str) -> None:
     ],
 )
 def test_what_a_quantised_product_refuses(npu: Any, options: dict[str, Any], message: str) -> None:
-    given = {"x1": integers(5, 40), "x2": integers(40, 6), "scale": torch.ones(6)} | options
-    given = {name: value.npu() if isinstance(value, Tensor) else value for name, value in given.items()}
+    arguments = {"x1": integers(5, 40), "x2": integers(40, 6), "scale": torch.ones(6)} | options
+    arguments = {name: value.npu() if isinstance(value, Tensor) else value for name, value in arguments.items()}
     with pytest.raises(RuntimeError, match=message):
-        npu.npu_quant_matmul(**given)
+        npu.npu_quant_matmul(**arguments)
     with pytest.raises(NotSimulatedError, match="int4"):
-        npu.npu_quant_matmul(given["x1"].int(), given["x2"].int(), given["scale"])
+        npu.npu_quant_matmul(arguments["x1"].int(), arguments["x2"].int(), arguments["scale"])

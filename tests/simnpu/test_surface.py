@@ -20,7 +20,7 @@ PATHS = [entry for entry in sys.path if entry and "simnpu" not in entry]
 
 
 def plain_environment(**changes: str) -> dict[str, str]:
-    """This process's environment without the simulated device."""
+    """Return this process's environment without the simulated device."""
     names = ("SIMNPU", "SIMNPU_DEVICES", "RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     base = {name: value for name, value in os.environ.items() if name not in names}
     return base | {"PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"} | changes
@@ -29,11 +29,11 @@ def plain_environment(**changes: str) -> dict[str, str]:
 def run_python(code: str, env: Mapping[str, str] | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a fresh interpreter, on the simulated device unless ``env`` says otherwise."""
     env = simnpu.environment(plain_environment()) if env is None else dict(env)
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=False
     )
-    assert not check or done.returncode == 0, done.stderr[-3000:]
-    return done
+    assert not check or completed.returncode == 0, completed.stderr[-3000:]
+    return completed
 
 
 def test_importing_the_package_imports_no_torch() -> None:
@@ -43,15 +43,15 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 def test_the_environment_puts_the_device_in_front_and_leaves_the_rest(tmp_path: Path) -> None:
     base = {"PYTHONPATH": "/somewhere", "ASCEND_HOME_PATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    found = simnpu.environment(base)
-    paths = found["PYTHONPATH"].split(os.pathsep)
+    changed = simnpu.environment(base)
+    paths = changed["PYTHONPATH"].split(os.pathsep)
     assert (Path(paths[0]) / "torch_npu" / "__init__.py").is_file()
     assert list(Path(paths[1]).glob("torch_npu-*.dist-info"))
     assert "/somewhere" in paths
-    assert found["SIMNPU"] == "1"
-    assert found["ASCEND_HOME_PATH"] == str(tmp_path)
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in found
-    assert simnpu.environment(found) == found
+    assert changed["SIMNPU"] == "1"
+    assert changed["ASCEND_HOME_PATH"] == str(tmp_path)
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in changed
+    assert simnpu.environment(changed) == changed
     assert base == {"PYTHONPATH": "/somewhere", "ASCEND_HOME_PATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     assert Path(simnpu.environment({})["ASCEND_HOME_PATH"]).is_dir()
 
@@ -72,8 +72,8 @@ import simnpu
 assert simnpu.is_active()
 simnpu.activate()
 """
-    done = run_python(code)
-    assert done.stderr.count("SIMULATED") == 1
+    completed = run_python(code)
+    assert completed.stderr.count("SIMULATED") == 1
 
 
 def test_other_ranks_and_ranks_under_a_launcher_that_spoke_are_silent() -> None:
@@ -95,25 +95,25 @@ from transformers.utils import is_torch_npu_available
 assert is_torch_npu_available()
 from transformers.integrations.npu_flash_attention import npu_fusion_attention
 """
-    done = run_python(code, plain_environment())
-    assert done.stderr.count("SIMULATED") == 1
+    completed = run_python(code, plain_environment())
+    assert completed.stderr.count("SIMULATED") == 1
 
 
 @pytest.mark.parametrize("early", ["megatron", "mindspeed", "mcore_bridge", "torch_npu"])
 def test_activation_after_what_it_must_precede_is_refused(early: str) -> None:
     code = f"import sys, types; sys.modules['{early}'] = types.ModuleType('{early}')\nimport simnpu; simnpu.activate()"
-    done = run_python(code, plain_environment(), check=False)
-    assert done.returncode == 1
-    assert f"ImportOrderError: simnpu.activate() must come before {early} (already imported)" in done.stderr
+    completed = run_python(code, plain_environment(), check=False)
+    assert completed.returncode == 1
+    assert f"ImportOrderError: simnpu.activate() must come before {early} (already imported)" in completed.stderr
 
 
 @pytest.mark.parametrize("call", ["environment", "activate"])
 def test_beside_a_torch_npu_that_works_both_refuse(tmp_path: Path, call: str) -> None:
     (tmp_path / "torch_npu.py").write_text("__version__ = '2.9.0'\n")
     env = plain_environment(PYTHONPATH=os.pathsep.join([str(tmp_path), *PATHS]))
-    done = run_python(f"import simnpu; simnpu.{call}()", env, check=False)
-    assert done.returncode == 1
-    assert f"PlatformError: a real torch_npu is installed and works ({tmp_path / 'torch_npu.py'})" in done.stderr
+    completed = run_python(f"import simnpu; simnpu.{call}()", env, check=False)
+    assert completed.returncode == 1
+    assert f"PlatformError: a real torch_npu is installed and works ({tmp_path / 'torch_npu.py'})" in completed.stderr
 
 
 def test_a_torch_npu_without_cann_is_shadowed_and_said_so(tmp_path: Path) -> None:
@@ -121,17 +121,19 @@ def test_a_torch_npu_without_cann_is_shadowed_and_said_so(tmp_path: Path) -> Non
     (tmp_path / "torch_npu.py").write_text(f"raise ImportError({reason!r})\n")
     env = plain_environment(PYTHONPATH=os.pathsep.join([str(tmp_path), *PATHS]))
     code = "import simnpu; simnpu.activate(); import torch_npu; print(torch_npu.__version__)"
-    done = run_python(code, env)
-    assert done.stdout.strip().endswith("+simnpu")
-    assert f"({tmp_path / 'torch_npu.py'}) cannot be imported and is shadowed: ImportError: {reason}" in done.stderr
+    completed = run_python(code, env)
+    assert completed.stdout.strip().endswith("+simnpu")
+    assert (
+        f"({tmp_path / 'torch_npu.py'}) cannot be imported and is shadowed: ImportError: {reason}" in completed.stderr
+    )
 
 
 def test_metadata_that_cannot_be_written_is_an_error_with_a_cure(tmp_path: Path) -> None:
     (tmp_path / "simnpu").write_text("a file where a folder should be")
     code = "import simnpu; simnpu.environment()"
-    done = run_python(code, plain_environment(XDG_CACHE_HOME=str(tmp_path)), check=False)
-    assert "PlatformError: simnpu cannot write its package metadata" in done.stderr
-    assert "set XDG_CACHE_HOME" in done.stderr
+    completed = run_python(code, plain_environment(XDG_CACHE_HOME=str(tmp_path)), check=False)
+    assert "PlatformError: simnpu cannot write its package metadata" in completed.stderr
+    assert "set XDG_CACHE_HOME" in completed.stderr
 
 
 def test_transfer_to_npu_makes_cudas_names_act_on_the_npu() -> None:

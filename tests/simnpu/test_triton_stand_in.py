@@ -37,8 +37,8 @@ except Exception as error:
 )
 def test_kernels_are_imported_not_run_and_torch_has_no_triton() -> None:
     env = simnpu.environment(os.environ | {"PYTHONPATH": os.pathsep.join(PATHS)})
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, env=env, timeout=120, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("NotSimulatedError")
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert completed.stdout.startswith("NotSimulatedError")

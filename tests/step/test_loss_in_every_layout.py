@@ -43,9 +43,9 @@ def with_fields(fields):
     sample_fields = ("old_logprobs", "advantages", "ref_logprobs")
     samples = []
     for base, values in zip(causal_samples(TOKENS), fields, strict=True):
-        named = {name: values[name] for name in values if name in sample_fields}
+        sample_values = {name: values[name] for name in values if name in sample_fields}
         extra = {name: values[name] for name in values if name not in sample_fields}
-        samples.append(Sample(base.input_ids, base.target_ids, base.weights, extra=extra, **named))
+        samples.append(Sample(base.input_ids, base.target_ids, base.weights, extra=extra, **sample_values))
     return samples
 
 
@@ -286,21 +286,21 @@ def test_in_fp16_its_gradient_is_autograds(checkpoint):
 
     def on_rank():
         backend = MegatronBackend(model=checkpoint, precision="fp16", optimizer=Adam(lr=0.0), timeout_s=60)
-        seen = []
+        observed = []
 
         def noted(logprobs, inputs):
-            seen.append(logprobs.requires_grad)
+            observed.append(logprobs.requires_grad)
             return -logprobs
 
         results = []
         for loss in ("cross_entropy", Loss("noted", noted, is_cross_entropy=True)):
             result = backend.forward_backward(causal_samples(TOKENS), loss)
             results.append((result.loss, backend.optimizer_step().grad_norm))
-        return results, seen
+        return results, observed
 
-    (((plain, with_function), seen),) = run_distributed(on_rank, 1, init=False)
+    (((plain, with_function), flags),) = run_distributed(on_rank, 1, init=False)
     assert with_function == pytest.approx(plain, rel=1e-6)
-    assert seen == [True] * len(seen)
+    assert flags == [True] * len(flags)
 
 
 def test_a_cross_entropy_is_of_tokens_by_their_log_probabilities():

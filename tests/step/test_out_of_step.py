@@ -131,8 +131,8 @@ def test_every_rank_raises_and_nothing_changes(checkpoint, tmp_path, layout):
             with pytest.raises(OutOfStepError) as caught:
                 calls(pair[backend.rank])
             messages.append(str(caught.value))
-        again = backend.forward(calls.samples).logprobs
-        assert all((a == b).all() for a, b in zip(first, again, strict=True))
+        repeated = backend.forward(calls.samples).logprobs
+        assert all((a == b).all() for a, b in zip(first, repeated, strict=True))
         with pytest.raises(ConfigError, match=r"save: call optimizer_step\(\) first"):
             backend.save(tmp_path / "a")
         backend.optimizer_step()

@@ -94,14 +94,14 @@ def test_gradients_are_those_of_transformers_with_the_same_experts(
 
     def on_rank() -> Any:
         with case_backend(replace(case, arch=arch), checkpoint) as backend:
-            everything = samples(arch)
-            plain = [replace(sample, routed_experts=None) for sample in everything]
+            routed = samples(arch)
+            plain = [replace(sample, routed_experts=None) for sample in routed]
             figures = []
-            for batch in (plain, everything):
+            for batch in (plain, routed):
                 logprobs = backend.forward(batch).logprobs
                 total = sum(-float((s.weights * values).sum()) for s, values in zip(batch, logprobs, strict=True))
                 figures.append(total / sum(float(sample.weights.sum()) for sample in batch))
-            result = backend.forward_backward(backend.shard(everything))
+            result = backend.forward_backward(backend.shard(routed))
             assert result.loss == pytest.approx(figures[1], abs=1e-5)
             return result.loss, backend.optimizer_step().grad_norm, result.metrics["router_replay_changed"], figures[0]
 

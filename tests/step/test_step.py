@@ -272,9 +272,9 @@ def test_gradient_beyond_float32_of_one_token_is_skipped_by_all_and_reported_onc
     for skipped, unchanged, loss, metrics, *_ in ranks:
         assert (skipped, unchanged, loss) == (True, True, -math.inf)
         assert math.isfinite(metrics["ratio"])
-    (*_, [message]), (*_, nothing) = ranks
+    (*_, [message]), (*_, no_messages) = ranks
     assert message.startswith("loss 'importance_sampling' is -inf: a token with a weight has a value beyond float32")
-    assert nothing == []
+    assert no_messages == []
 
 
 @every_layout

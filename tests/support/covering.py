@@ -67,8 +67,8 @@ def settings_of(case: Case) -> Settings:
 
 def chosen(cases: Sequence[Case]) -> list[Any]:
     """Return test parameters: cases that are not selected are nightly, except :data:`COMBINED` on the first stack."""
-    few = covering(cases, settings_of) + [case for case in cases if FIRST_STACK and case.name in COMBINED]
-    return [case if case in few else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
+    standard = covering(cases, settings_of) + [case for case in cases if FIRST_STACK and case.name in COMBINED]
+    return [case if case in standard else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
 
 
 def on_this_stack(cases: Sequence[Case], nightly: Collection[str] = ()) -> list[Any]:

@@ -31,7 +31,7 @@ def gradients_of(backend: Backend) -> list[Tensor]:
         chunks = backend.engine.bare_chunks  # type: ignore[reportAttributeAccessIssue]
         return [parameter.main_grad for chunk in chunks for parameter in chunk.parameters()]
     stacked = backend.engine.adapters.layers.stacked  # type: ignore[reportAttributeAccessIssue]
-    return [] if stacked is None else [of for stack in stacked.stacks for of in (stack.a_grads, stack.b_grads)]
+    return [] if stacked is None else [grads for stack in stacked.stacks for grads in (stack.a_grads, stack.b_grads)]
 
 
 class CaptureOnCpu:
@@ -122,7 +122,7 @@ class _Operations(TorchDispatchMode):
         """Run all operations again on the recorded memory."""
         for func, args, kwargs, result in self._calls:
             input_storages = {
-                of.untyped_storage().data_ptr() for of in tree_leaves((args, kwargs)) if isinstance(of, Tensor)
+                leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
             }
             for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.untyped_storage().data_ptr() not in input_storages:
@@ -216,8 +216,8 @@ def life_of_a_model(backend: Backend, layouts: Mapping[str, Sequence[int]] = LAY
                 outcome = backend.optimizer_step(lr=1e-4 / (1 + len(tensors)))
                 figures = [outcome.grad_norm, outcome.lr, result.loss, *result.metrics.values()]
                 tensors[f"{kind} {loss} {step}"] = torch.tensor(figures, dtype=torch.float64)
-            looked = backend.forward(backend.shard(samples(*lengths)), entropy=True)
-            local_outputs = [*looked.logprobs, *(looked.entropy or [])]
+            inspected = backend.forward(backend.shard(samples(*lengths)), entropy=True)
+            local_outputs = [*inspected.logprobs, *(inspected.entropy or [])]
             tensors[f"{kind} seen {step}"] = torch.cat([torch.zeros(0), *local_outputs])
     tensors["logits"] = torch.cat(backend.forward(samples(128, 128, 50), logits=True).logits or [])
     tensors["next"] = torch.cat(backend.next_token_logits(backend.shard(samples(128, 128, 40))))

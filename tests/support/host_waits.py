@@ -78,10 +78,10 @@ class HostWaits(TorchDispatchMode):
             return NotImplemented  # nested tensor: its operations on plain tensors are dispatched here too
         name = func.overloadpacket.__name__
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-        here = [value for value in tensors if self._holds(value)]
-        if name == "copy_" and len(here) < 2 and here and not kwargs.get("non_blocking"):
+        on_device = [value for value in tensors if self._holds(value)]
+        if name == "copy_" and len(on_device) < 2 and on_device and not kwargs.get("non_blocking"):
             self._wait("copy_")
-        elif name in READS and here:
+        elif name in READS and on_device:
             self._wait(name)
         elif name in ("index", "index_put_", "index_put") and self._holds(args[0]):
             indices = [value for value in args[1] if value is not None]
@@ -89,10 +89,10 @@ class HostWaits(TorchDispatchMode):
                 self._wait(f"{name} by a mask")
             elif any(not self._holds(value) and value.dim() for value in indices):
                 self._wait(f"{name} by indices of the host")
-        elif name == "repeat_interleave" and here and kwargs.get("output_size") is None:
+        elif name == "repeat_interleave" and on_device and kwargs.get("output_size") is None:
             self._wait(name)
         result = func(*args, **kwargs)
-        if here and not (name == "copy_" and args[0] not in here):
+        if on_device and not (name == "copy_" and args[0] not in on_device):
             self.mark(value for value in tree_iter(result) if isinstance(value, Tensor))
             if name.endswith("_"):
                 self.mark(value for value in tree_iter(args[0]) if isinstance(value, Tensor))

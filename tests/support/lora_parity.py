@@ -121,8 +121,10 @@ def peft_reference(
     config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
 
     def factors(prefix: str) -> dict[str, Factors]:
-        named = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-        return to_factors(named, config["r"], config.get("target_parameters") or [])
+        factors_of_adapter = {
+            key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+        }
+        return to_factors(factors_of_adapter, config["r"], config.get("target_parameters") or [])
 
     return PeftTrajectory(
         tensors["losses"].tolist() if steps else [],
@@ -219,10 +221,10 @@ def train_one(backend: Backend, adapter: Path, steps: int, out: Path) -> PeftTra
     from megascend.lora import peft_format
 
     backend.load_adapter("tenant", adapter, optimizer=False)
-    everything = causal_samples(token_lists())
-    samples = backend.shard(everything)
+    global_batch = causal_samples(token_lists())
+    samples = backend.shard(global_batch)
     unsharded = backend.topology.data == 1
-    logits = backend.forward(everything, logits=True, adapter="tenant").logits if unsharded else None
+    logits = backend.forward(global_batch, logits=True, adapter="tenant").logits if unsharded else None
     losses, norms = [], []
     for _ in range(steps):
         losses.append(backend.forward_backward(samples, adapter="tenant").loss)
@@ -360,15 +362,15 @@ ISOLATED_EMBEDDING_AND_HEAD = Case("embedding and head, TP2 + SP", 2, Parallel(t
 
 
 def tenant_samples(tenant: int, step: int) -> list[Sample]:
-    """Three samples of one tenant for one step, of lengths that differ between tenants and steps."""
+    """Build three samples of one tenant for one step, of lengths that differ between tenants and steps."""
     import torch
 
     from megascend.batch.sample import Sample
 
     generator = torch.Generator().manual_seed(1000 * tenant + step)
     lengths = [int(torch.randint(8, 32, (1,), generator=generator)) for _ in range(3)]
-    drawn = [torch.randint(0, 300, (length,), generator=generator) for length in lengths]
-    return [Sample.causal(ids, prompt_length=2) for ids in drawn]
+    token_ids = [torch.randint(0, 300, (length,), generator=generator) for length in lengths]
+    return [Sample.causal(ids, prompt_length=2) for ids in token_ids]
 
 
 class IsolationDifferences(NamedTuple):
@@ -384,7 +386,7 @@ class IsolationDifferences(NamedTuple):
 
 
 def differences_from_alone(case: Case, checkpoint: Path, tenants: int, steps: int) -> IsolationDifferences:
-    """One rank: train tenants mixed, then each alone, and compare their adapters.
+    """Run as one rank: train tenants mixed, then each alone, and compare their adapters.
 
     Raises:
         DistributedTestError: an adapter has not changed at all.

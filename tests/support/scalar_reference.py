@@ -66,7 +66,7 @@ def pairs_loss(model: Any, job: dict[str, Any]) -> Tensor:
     for sample in job["samples"]:
         score = model(torch.tensor([sample["token_ids"]])).logits[0, -1]
         scores.setdefault(sample["pair"], {})[sample["chosen"]] = score if score.dim() == 0 else score[0]
-    return torch.stack([-torch.log(torch.sigmoid(of[True] - of[False])) for of in scores.values()]).mean()
+    return torch.stack([-torch.log(torch.sigmoid(pair[True] - pair[False])) for pair in scores.values()]).mean()
 
 
 def values_loss(model: Any, job: dict[str, Any]) -> Tensor:

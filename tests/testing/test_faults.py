@@ -38,24 +38,24 @@ def test_fault_fires_once_at_its_phase_and_step(caplog: pytest.LogCaptureFixture
             pytest.fail("the body ran")
         with monitor.phase("update"):
             pass
-        again = HangMonitor(0, 1, 10.0)  # created again in the same process
-        again.step = 2
-        with again.phase("update"):
+        repeated = HangMonitor(0, 1, 10.0)  # created again in the same process
+        repeated.step = 2
+        with repeated.phase("update"):
             pass
     assert faults.VARIABLE not in os.environ
 
 
 def test_rank_and_attempt_select_their_faults() -> None:
-    several = [Fault("raise", 1, "update"), Fault("skip", 1, "grad reduce"), Fault("raise", 1, "update", attempt=1)]
-    assert armed(*several, rank=0)._faults is None
-    monitor = armed(*several, rank=1)
+    faults_ = [Fault("raise", 1, "update"), Fault("skip", 1, "grad reduce"), Fault("raise", 1, "update", attempt=1)]
+    assert armed(*faults_, rank=0)._faults is None
+    monitor = armed(*faults_, rank=1)
     ran = []
     monitor.call("grad reduce", ran.append, 1)
     monitor.call("grad reduce", ran.append, 2)
     assert ran == [2]
     with pytest.raises(RuntimeError, match="injected fault"):
         monitor.call("update", ran.append, 3)
-    assert str(armed(*several, rank=1, attempt=1)._faults) == "raise in update on rank 1"
+    assert str(armed(*faults_, rank=1, attempt=1)._faults) == "raise in update on rank 1"
 
 
 def test_fault_that_never_fires_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,12 +17,12 @@ def waits_of(work: Callable[[torch.Tensor, torch.Tensor], object]) -> list[str]:
     """Return the waits of ``work``, which is called with equal tensors on the device and on the host."""
     host = torch.arange(4.0)
     with HostWaits() as waits:
-        there = host_copy.to_device(host, CPU)
-        work(there, host)
-    assert all(f"{__file__.split('/')[-1]}:" in where for where in waits.found), (
+        device_copy = host_copy.to_device(host, CPU)
+        work(device_copy, host)
+    assert all(f"{__file__.split('/')[-1]}:" in location for location in waits.found), (
         "every wait names its line in this file"
     )
-    return [where.partition(" at ")[0] for where in waits.found.elements()]
+    return [location.partition(" at ")[0] for location in waits.found.elements()]
 
 
 WAITING = {
@@ -64,18 +64,18 @@ def test_host_work_and_queued_work_are_no_waits(case: str) -> None:
 
 
 def test_a_copy_that_is_read_after_a_wait_has_arrived() -> None:
-    def work(there: torch.Tensor, host: torch.Tensor) -> list[float]:
-        copy = host_copy.HostCopy(there)
-        there.sum().item()
+    def work(device_copy: torch.Tensor, host: torch.Tensor) -> list[float]:
+        copy = host_copy.HostCopy(device_copy)
+        device_copy.sum().item()
         assert copy.read().tolist() == host.tolist()
 
     assert waits_of(work) == ["_local_scalar_dense"]
 
 
 def test_copy_of_the_host_is_no_wait_at_the_address_of_a_freed_one() -> None:
-    def work(there: torch.Tensor, host: torch.Tensor) -> None:
+    def work(device_copy: torch.Tensor, host: torch.Tensor) -> None:
         for _ in range(8):
-            host_copy.HostCopy(there)  # never read
+            host_copy.HostCopy(device_copy)  # never read
             host_copy.HostCopy(host).read()
 
     assert waits_of(work) == []

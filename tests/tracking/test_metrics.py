@@ -24,7 +24,7 @@ def test_fields_of_records_are_declared(record: type[MetricsRecord]) -> None:
 
 @pytest.mark.parametrize(("panels", "record"), [(PANELS, StepRecord), (RL_PANELS, RlRecord)])
 def test_panels_draw_declared_metrics(panels: tuple, record: type[MetricsRecord]) -> None:
-    keys = {panel.key for panel in panels} | {panel.beside[0] for panel in panels if panel.beside is not None}
+    keys = {panel.key for panel in panels} | {panel.second[0] for panel in panels if panel.second is not None}
     assert keys <= declared_metrics(record).keys()
 
 

@@ -60,8 +60,8 @@ def config(path: Path, *trackers: object, **changes: object) -> RunConfig:
 
 
 def test_trackers_are_named_with_options_or_without(tmp_path: Path) -> None:
-    named = config(tmp_path, "mlflow", {"wandb": {"project": "mine"}}, tensorboard=True)
-    assert named.tracker_options == {"tensorboard": {}, "mlflow": {}, "wandb": {"project": "mine"}}
+    settings = config(tmp_path, "mlflow", {"wandb": {"project": "mine"}}, tensorboard=True)
+    assert settings.tracker_options == {"tensorboard": {}, "mlflow": {}, "wandb": {"project": "mine"}}
     assert config(tmp_path).tracker_options == {}
     with pytest.raises(ConfigError, match="wandb is listed twice"):
         config(tmp_path, "wandb", {"wandb": {}})

@@ -19,8 +19,8 @@ from weightwire.keys import generate_key
 from weightwire.sender import spec_of
 from weightwire.transports.choice import Location
 
-HERE = Location.of(torch.device("cpu"))
-ON_A_GPU = replace(HERE, device="cuda", gpu="GPU-b", visible=("GPU-b",))
+FOLDER = Location.of(torch.device("cpu"))
+ON_A_GPU = replace(FOLDER, device="cuda", gpu="GPU-b", visible=("GPU-b",))
 SPECS = (spec_of("w", torch.zeros(4)),)
 
 
@@ -60,7 +60,7 @@ def delivery(transport: str, **changes: Any) -> Iterator[Delivery]:
 
 @pytest.mark.parametrize(
     ("location", "expected"),
-    [(HERE, "gloo"), (replace(HERE, host="other", space="other"), "gloo"), (ON_A_GPU, "shared_memory")],
+    [(FOLDER, "gloo"), (replace(FOLDER, host="other", space="other"), "gloo"), (ON_A_GPU, "shared_memory")],
     ids=["CPU", "CPU of another host", "GPU of this host"],
 )
 def test_the_default_transport_reaches_the_engine(location: Location, expected: str) -> None:
@@ -75,9 +75,9 @@ def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
         locations = InferenceEngine.locations
 
     with delivery("auto") as opened, pytest.raises(WeightSyncError, match="offered over gloo"):
-        opened.begin(Update(), [Plain("engine", HERE)], 1, SPECS)
+        opened.begin(Update(), [Plain("engine", FOLDER)], 1, SPECS)
     with delivery("shared_memory") as opened, pytest.raises(WeightSyncError, match="offered over shared_memory"):
-        opened.begin(Update(), [Plain("engine", HERE)], 1, SPECS)
+        opened.begin(Update(), [Plain("engine", FOLDER)], 1, SPECS)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
     [
         ("gloo", ON_A_GPU, "'gloo' moves memory of cpu, and engine keeps weights on cuda; .* what fits: shared_memory"),
         ("auto", replace(ON_A_GPU, space="other"), "no transport brings bytes .* WEIGHTWIRE_STAGING=cpu"),
-        ("shared_memory", replace(HERE, space="other"), "all members on one machine.* what fits: gloo"),
+        ("shared_memory", replace(FOLDER, space="other"), "all members on one machine.* what fits: gloo"),
     ],
 )
 def test_a_transport_that_does_not_fit_raises_before_anything_begins(

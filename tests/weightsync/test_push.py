@@ -108,14 +108,14 @@ def test_push_of_merged_and_separate_adapters(parity_folder, tmp_path):
                 backend.optimizer_step()
             with megascend.WeightSync(backend, served) as sync:
                 merged, factors = sync.push(1, "a"), sync.push(1, "a", alone=True)
-                again = sync.push(2, "a", alone=True)
+                repeated = sync.push(2, "a", alone=True)
                 with pytest.raises(ConfigError, match="unknown adapter 'b'; loaded: a"):
                     sync.push(3, "b")
                 with pytest.raises(ConfigError, match="name the adapter"):
                     sync.push(3, alone=True)
             backend.save_adapter("a", tmp_path / "adapter", optimizer=False)
             backend.export_hf(tmp_path / "merged", adapter="a")
-            return merged.nbytes, factors.nbytes, again.version
+            return merged.nbytes, factors.nbytes, repeated.version
 
         (merged, factors, version), _ = run_distributed(on_rank, 2, init=False, timeout_s=120)
         weights, adapters = served[0].weights()

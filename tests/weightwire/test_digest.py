@@ -15,8 +15,8 @@ from weightwire.errors import ManifestError
 
 def by_hand(content: bytes) -> str:
     """Compute multilinear64 from its definition with Python integers."""
-    drawn = hashlib.shake_128(b"weightwire multilinear64").digest(8 * TILE)
-    keys = [int.from_bytes(drawn[8 * k : 8 * k + 8], "little", signed=True) | 1 for k in range(TILE)]
+    key_bytes = hashlib.shake_128(b"weightwire multilinear64").digest(8 * TILE)
+    keys = [int.from_bytes(key_bytes[8 * k : 8 * k + 8], "little", signed=True) | 1 for k in range(TILE)]
 
     def level(data: bytes) -> list[int]:
         data += bytes(-len(data) % 4)

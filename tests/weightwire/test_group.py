@@ -174,10 +174,10 @@ def test_silent_member_is_named_with_its_progress(tmp_path):
         try:
             medium.send(big).wait(1.5)
         except WireError as error:
-            explained = group.explain(error, "sending bucket 2 of 2")
+            explanation = group.explain(error, "sending bucket 2 of 2")
         (tmp_path / "named").touch()
         medium.close()
-        return type(explained).__name__, str(explained)
+        return type(explanation).__name__, str(explanation)
 
     kind, text = run_members(on_member, 2)[0]
     assert kind in ("DeadlineError", "TransportError"), text

@@ -60,9 +60,9 @@ def test_buckets_hold_every_byte_once(tensors, bucket_bytes):
 
 @given(manifests)
 def test_a_manifest_survives_json(manifest):
-    again = Manifest.from_json(json.loads(json.dumps(manifest.to_json())))
-    assert again == manifest
-    assert again.identity == manifest.identity
+    repeated = Manifest.from_json(json.loads(json.dumps(manifest.to_json())))
+    assert repeated == manifest
+    assert repeated.identity == manifest.identity
 
 
 json_values = st.recursive(
@@ -194,9 +194,9 @@ def test_errors_survive_pickle_and_json():
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.WireError):
             error = kind("engine-1 did it")
-            for again in (pickle.loads(pickle.dumps(error)), errors.from_json(errors.to_json(error))):
-                assert type(again) is kind
-                assert str(again) == "engine-1 did it"
+            for repeated in (pickle.loads(pickle.dumps(error)), errors.from_json(errors.to_json(error))):
+                assert type(repeated) is kind
+                assert str(repeated) == "engine-1 did it"
     assert str(errors.from_json({"error": "KeyError", "message": "x"}, "engine-1")) == "engine-1: x"
     assert type(errors.from_json("no mapping")) is errors.WireError
 

@@ -104,9 +104,9 @@ def test_files_reach_every_device_and_are_never_chosen() -> None:
 
 def test_locations_survive_json_and_malformed_ones_raise() -> None:
     assert Location.from_json(json.loads(json.dumps(TRAINER.to_json()))) == TRAINER
-    here = Location.of(torch.device("cpu"))
-    assert (here.device, here.gpu) == ("cpu", "")
-    assert here.space
+    cpu = Location.of(torch.device("cpu"))
+    assert (cpu.device, cpu.gpu) == ("cpu", "")
+    assert cpu.space
     for data in ({}, {"visible": []}, {"visible": [], "device": "cpu", "more": 1}, None):
         with pytest.raises(ManifestError):
             Location.from_json(data)

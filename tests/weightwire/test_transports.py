@@ -73,10 +73,10 @@ def test_a_killed_member_is_named(name, dying):
                 (medium.send if group.rank == 0 else medium.receive)(buffer).wait(20)
                 group.progress(number + 1)
         except WireError as error:
-            explained = group.explain(error, "busy")
+            explanation = group.explain(error, "busy")
             group.fail(str(error), at_fault=False)
             medium.close()
-            return type(explained).__name__, str(explained)
+            return type(explanation).__name__, str(explanation)
         return "nothing", ""
 
     results = run_members(on_member, 3, expect_lost={dying})

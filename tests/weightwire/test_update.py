@@ -366,12 +366,12 @@ class _Deaf(Receiver):
 
 
 def test_check_receives_the_manifest():
-    seen: list[Manifest] = []
-    receiver = Receiver("engine", check=seen.append)
+    observed: list[Manifest] = []
+    receiver = Receiver("engine", check=observed.append)
     manifest = manifest_of(NEW, 5)
     seal = Trainer([receiver]).send(manifest, NEW.items())
     receiver.verify(seal, TIMEOUT_S)
-    assert seen == [manifest]
+    assert observed == [manifest]
 
 
 def test_many_updates_leak_no_threads_or_files():

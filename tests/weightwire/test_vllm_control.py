@@ -357,8 +357,8 @@ def test_tied_head_is_optional_and_untied_head_is_required(tmp_path):
     for stored in (body, body | head):
         save_file(dict(stored), tmp_path / "model.safetensors")
         tied = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=True))
-        for offered in (body, body | head):
-            tied.check(Manifest(1, tuple(spec_of(*item) for item in offered.items())))
+        for manifest_parts in (body, body | head):
+            tied.check(Manifest(1, tuple(spec_of(*item) for item in manifest_parts.items())))
     untied = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False))
     with pytest.raises(ManifestError, match=r"lm_head\.weight is missing"):
         untied.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
@@ -372,14 +372,14 @@ def test_prediction_head_comes_whole_or_not_at_all(tmp_path):
     save_file(body | head, tmp_path / "model.safetensors")
     config = SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=2, num_nextn_predict_layers=1)
     expected = Expected(str(tmp_path), config)
-    for offered in (body, body | head):
-        expected.check(Manifest(1, tuple(spec_of(*item) for item in offered.items())))
+    for manifest_parts in (body, body | head):
+        expected.check(Manifest(1, tuple(spec_of(*item) for item in manifest_parts.items())))
     part = {name: tensor for name, tensor in (body | head).items() if "enorm" not in name}
     with pytest.raises(ManifestError, match=r"model\.layers\.2\.enorm\.weight is missing"):
         expected.check(Manifest(1, tuple(spec_of(*item) for item in part.items())))
-    without = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=3))
+    baseline = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=3))
     with pytest.raises(ManifestError, match=r"model\.layers\.2\.\S+ is missing"):
-        without.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
+        baseline.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
 
 
 async def locations_of(control: Control, engine: Engine) -> tuple[list[Location], list[str]]:

@@ -165,12 +165,14 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     samples, objective = training.samples, training.objective
     first = objective.members(next(samples.batches(config, objective)))
     hf_config, kernels = read_config(config.model), "plain" if runtime.platform.name == "cpu" else "fused"
+    # On a CPU all ranks share this machine's memory.
     device_memory = runtime.platform.memory().total // (plan.world_size if runtime.platform.name == "cpu" else 1)
     longest = samples.longest_unit(layout)
 
     def fits(tokens: int) -> bool:
         workload = Workload(tokens, micro_batches=2, longest=longest)
         need = estimate(config, info, hf_config, topology, workload, kernels)
+        # None: an engine from another package, of whose memory nothing is known.
         return need is None or need.tensors <= SHARE * device_memory
 
     budget = config.batching.micro_batch_tokens
@@ -256,7 +258,7 @@ def plan_steps(
     """
     lengths = samples.learned.lengths.tolist()
     steps = min(config.steps, PLANNED)
-    most = largest = largest_samples = longest = total = padded = 0
+    micro_batches = largest = largest_samples = longest = total = padded = 0
     idle = packed = False
     # The run's own stream: these are its very batches.
     for batch in islice(samples.batches(config, objective), steps):
@@ -265,14 +267,14 @@ def plan_steps(
         pairs = [pair for _, pair in members]
         for share in shard(batch_lengths, pairs, topology.data):
             planned = _micro_batches([batch_lengths[i] for i in share], [pairs[i] for i in share], layout, budget)
-            most, idle = max(most, len(planned)), idle or not planned
+            micro_batches, idle = max(micro_batches, len(planned)), idle or not planned
             for tokens, count, top in planned:
                 packed |= layout.packing and tokens < top * count
                 if tokens > largest:
                     largest, largest_samples = tokens, count
                 longest, padded = max(longest, top), padded + tokens
             total += sum(batch_lengths[i] for i in share)
-    return StepPlan(steps, budget, most, largest, largest_samples, longest, 1 - total / padded, packed, idle)
+    return StepPlan(steps, budget, micro_batches, largest, largest_samples, longest, 1 - total / padded, packed, idle)
 
 
 def _micro_batches(

@@ -68,8 +68,8 @@ class EventLog:
         self.active = self.started = True
         # Nothing may be written beside an earlier run's files before this run has done a step.
         self._waiting = [] if wait else None
-        where = {"world_size": self._launch.world_size, "agent": self._agent, "command": command(self._launch)}
-        self.event("start", **where, directory=os.getcwd(), **values)
+        launch = {"world_size": self._launch.world_size, "agent": self._agent, "command": command(self._launch)}
+        self.event("start", **launch, directory=os.getcwd(), **values)
 
     def write_waiting(self) -> None:
         """Write the lines that wait since :meth:`start`: the directory is this run's now. On every rank."""
@@ -103,7 +103,7 @@ class EventLog:
         Args:
             step: the step that was being worked on, from 1; 0: none yet.
         """
-        where = self._output / ERRORS / f"attempt-{self._launch.attempt}-rank-{self._launch.rank}.json"
+        path = self._output / ERRORS / f"attempt-{self._launch.attempt}-rank-{self._launch.rank}.json"
         values = {
             "rank": self._launch.rank,
             "world_size": self._launch.world_size,
@@ -115,7 +115,7 @@ class EventLog:
             "message": str(error),
             "traceback": "".join(traceback.format_exception(error)),
         }
-        self._write(where, values)
+        self._write(path, values)
 
     def _write(self, path: Path, values: dict[str, Any]) -> None:
         if not self.active:

@@ -117,8 +117,8 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatT
     """Return the tokens that end an answer: the tokenizer's, the model's (generation_config.json), what closes a turn."""
     stops: list[Any] = [tokenizer.eos_token_id]
     try:
-        named = json.loads((model / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
-        stops += named if isinstance(named, list) else [named]
+        eos = json.loads((model / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+        stops += eos if isinstance(eos, list) else [eos]
     except (OSError, ValueError, AttributeError):
         pass  # many models have none
     if template is not None:

@@ -46,7 +46,7 @@ class Panel:
     smoothed: bool = False
     decades: bool = False
     from_zero: bool = True
-    beside: tuple[str, str] | None = None
+    second: tuple[str, str] | None = None
 
 
 def plot_metrics(
@@ -68,10 +68,10 @@ def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) ->
     figure = Figure(figsize=(5.2 * across if across == 2 else 4 * across, 3.4 * lines), layout="constrained")
     # Not pyplot, which keeps figures in globals and may look for a display.
     FigureCanvasAgg(figure)
-    drawn = figure.subplots(lines, across, squeeze=False).flatten()
-    for axes in drawn[len(panels) :]:
+    grid = figure.subplots(lines, across, squeeze=False).flatten()
+    for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    for axes, panel in zip(drawn, panels, strict=False):
+    for axes, panel in zip(grid, panels, strict=False):
         draw_panel(axes, rows, panel)
     figure.suptitle(title, fontsize=11)
     return figure
@@ -81,10 +81,10 @@ def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None
     """Draw one panel over the steps; a metric of less than half of them, such as an evaluation's, over those that have it."""
     present = [row for row in rows if row.get(panel.key) is not None]
     sparse = 2 * len(present) < len(rows)
-    drawn = present if sparse else rows
-    steps, values = [row["step"] for row in drawn], column(drawn, panel.key)
-    measured = [row for row in rows if panel.beside is not None and row.get(panel.beside[0]) is not None]
-    second_values = column(measured, panel.beside[0]) if panel.beside is not None else []
+    shown_rows = present if sparse else rows
+    steps, values = [row["step"] for row in shown_rows], column(shown_rows, panel.key)
+    measured = [row for row in rows if panel.second is not None and row.get(panel.second[0]) is not None]
+    second_values = column(measured, panel.second[0]) if panel.second is not None else []
     logarithmic = panel.decades and spans_decades([*values, *second_values])
     if panel.smoothed and not sparse and len(rows) >= SMOOTHED_FROM:
         reach = len(rows) // SMOOTHED_FROM
@@ -96,9 +96,9 @@ def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None
         # Without a line to its neighbours, a point is visible only with a marker.
         marker = "." if sparse or len(rows) < MARKED_BELOW else None
         axes.plot(steps, values, color=panel.colour, linewidth=1.4, marker=marker, label="each step")
-    if panel.beside is not None and measured:
-        where = [row["step"] for row in measured]
-        axes.plot(where, second_values, "o-", color=BESIDE, markersize=3, label=panel.beside[1])
+    if panel.second is not None and measured:
+        measured_steps = [row["step"] for row in measured]
+        axes.plot(measured_steps, second_values, "o-", color=SECOND_COLOUR, markersize=3, label=panel.second[1])
     if len(axes.lines) > 1:
         axes.legend(frameon=False, fontsize=9)
     axes.set_title(panel.label, loc="left", fontsize=11)
@@ -140,7 +140,7 @@ SMOOTHED_FROM = 40
 """Steps from which on a line is smoothed; a mean reaches a part in so many of the run to either side."""
 MARKED_BELOW = 30
 """Steps below which each has a dot."""
-BESIDE = "tab:red"
+SECOND_COLOUR = "tab:red"
 PANELS = (
     Panel(
         "loss",
@@ -149,7 +149,7 @@ PANELS = (
         smoothed=True,
         decades=True,
         from_zero=False,
-        beside=("validation_loss", "validation"),
+        second=("validation_loss", "validation"),
     ),
     Panel("lr", "learning rate", "tab:purple"),
     Panel("grad_norm", "gradient norm, before clipping", "tab:orange", smoothed=True, decades=True),

@@ -37,7 +37,7 @@ Event = dict[str, Any]
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of what a GPU did, as torch.profiler calls them."""
 OPERATOR = "cpu_op"
-SHOWN = 25
+MAX_ROWS = 25
 NAME_WIDTH = 72
 
 
@@ -65,7 +65,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step. Local: ranks that record and ranks that do not meet as ever."""
+        """Surround a step. Local: ranks that record and ranks that do not meet as ever."""
         # One step earlier, for the warm-up.
         if self._session is None and self._recorded and number >= self._recorded.start - 1:
             self._begin(number)
@@ -151,8 +151,8 @@ class StepProfiler:
             with replacing(table) as fresh:
                 fresh.write_text(text, encoding="utf-8")
         if self._rank == 0:
-            where = f"{trace} (open it in https://ui.perfetto.dev); what took the time: {table}"
-            print(f"profile: steps {steps.start} to {steps.stop - 1} in {where}", flush=True)
+            files = f"{trace} (open it in https://ui.perfetto.dev); what took the time: {table}"
+            print(f"profile: steps {steps.start} to {steps.stop - 1} in {files}", flush=True)
         return size
 
 
@@ -167,7 +167,7 @@ def recorded(steps: range, after: int, count: int) -> range:
 
 @dataclass(frozen=True)
 class ProfileRow:
-    """Everything of one name: how often it was called and how long it took in all, in microseconds, without what it called."""
+    """Calls of one name: their count and total time in microseconds, without the time of what they called."""
 
     name: str
     calls: int
@@ -219,14 +219,14 @@ def render(events: Sequence[Event], steps: int, seconds: float) -> str:
 
 def _table(rows: Sequence[ProfileRow], steps: int, seconds: float) -> list[str]:
     lines = [f"{'ms a step':>10}  {'of step':>7}  {'calls a step':>12}  name"]
-    for row in rows[:SHOWN]:
+    for row in rows[:MAX_ROWS]:
         name = row.name if len(row.name) <= NAME_WIDTH else f"{row.name[: NAME_WIDTH - 3]}..."
         share = row.micros / (1e6 * seconds)
         lines.append(f"{row.micros / 1000 / steps:>10.3f}  {share:>7.1%}  {row.calls / steps:>12.1f}  {name}")
-    if len(rows) > SHOWN:
-        rest = sum(row.micros for row in rows[SHOWN:])
+    if len(rows) > MAX_ROWS:
+        rest = sum(row.micros for row in rows[MAX_ROWS:])
         lines.append(
-            f"{rest / 1000 / steps:>10.3f}  {rest / (1e6 * seconds):>7.1%}  {'':>12}  {len(rows) - SHOWN} others"
+            f"{rest / 1000 / steps:>10.3f}  {rest / (1e6 * seconds):>7.1%}  {'':>12}  {len(rows) - MAX_ROWS} others"
         )
     return lines
 

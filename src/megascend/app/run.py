@@ -195,13 +195,13 @@ def run(
         stack.enter_context(event_log.recording_errors(lambda: 0))
         # Before the checks: plug-ins register engines, trackers and architectures.
         import_plugins(config.plugins)
-        if plan is None or config.plugins:  # which may bring the architecture of the model
+        if plan is None or config.plugins:  # plug-ins may register the model's architecture
             plan = check_run(config, launch.world_size, overwrite, plugins_pending=False)
             training.check(config, launch)
         self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
-        kernels = stack.enter_context(ExitStack())
-        kernels.enter_context(compiling_kernels(plan, launch))
+        kernel_compilation = stack.enter_context(ExitStack())
+        kernel_compilation.enter_context(compiling_kernels(plan, launch))
         phases.ended("settings")
         # Before torch and Megatron are used: providers patch them while they are imported.
         runtime = bootstrap(config)
@@ -211,7 +211,7 @@ def run(
 
         phases.ended("transformers")
 
-        # Data: what cannot be trained on is found before the model is built
+        # Data: before the model is built, which may take minutes
         config = training.prepare(World(plan, launch, runtime, resume))
         if launch.rank == 0 and (warning := disk_warning(config, plan.info)):
             logger.warning(warning)
@@ -237,7 +237,7 @@ def run(
         adapter = None if config.lora is None else ADAPTER
         if adapter is not None:
             backend.add_adapter(adapter, config.lora)
-        # The watchdog ends a process that cannot raise; the error file is then all that is left.
+        # The watchdog ends a process that is blocked in a collective and cannot raise: the error file is its only trace.
         backend.groups.monitor.on_fatal = lambda error: event_log.error(error, backend.step_count + 1)
         backend.chat_template = training.chat_template
         # Before the first step: an export that fails after the last one would cost the run.
@@ -251,7 +251,7 @@ def run(
             print(f"ready after {phases}", flush=True)
 
         # Loop
-        number = done = backend.step_count
+        number = steps_done = backend.step_count
         saves = CheckpointPolicy(
             backend, config, event_log, training.progress, directory.take_over, lambda: not directory.waiting
         )
@@ -259,7 +259,7 @@ def run(
             config.tracker_options,
             config.output,
             config.model_dump(mode="json"),
-            done,
+            steps_done,
             lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
         )
         # The peak while loading is not the peak of training.
@@ -269,15 +269,16 @@ def run(
             config.steps,
             trackers,
             enabled=this_run.main_rank,
-            done=done,
+            steps_done=steps_done,
             waiting=lambda: directory.waiting,
         ) as log:
             training.start_loop(log)
             in_step = False
             try:
-                for number in range(done + 1, config.steps + 1):
+                for number in range(steps_done + 1, config.steps + 1):
                     batch = training.next_batch(number, lambda: signals.received is not None)
                     if batch is None:
+                        # The batch of this step never came: the checkpoint is that of the step before.
                         number -= 1
                         saves.after_step(number, True)
                         break
@@ -291,11 +292,11 @@ def run(
                         log.write(record)
                         # After the row is written: an evaluation that fails must not cost the step's figures.
                         training.after_step(number)
-                    if number == done + 1:
+                    if number == steps_done + 1:
                         phases.ended("first step")
                         # The first step has compiled what it needed; a compiler beside it would only take the
                         # processor.
-                        kernels.close()
+                        kernel_compilation.close()
                         event_log.event("first_step", **phases.record())
                     if saves.after_step(number, signals.received is not None):
                         break
@@ -304,10 +305,11 @@ def run(
                 complete = not in_step or backend.step_count == number
                 everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
                 last = not isinstance(error, (CheckpointError, NonFiniteError))
-                if complete and everywhere and last and backend.step_count > done:
+                if complete and everywhere and last and backend.step_count > steps_done:
                     saves.save_last(backend.step_count)
                 raise
             training.end_loop()
+            # A run that was resumed at its end has no step to take the directory over with.
             if number == config.steps:
                 directory.take_over()
         saves.finish(number)
@@ -319,6 +321,7 @@ def run(
             return RunResult(number, None, stopped)
         exported = export(this_run, saves, number) if config.export else None
         if this_run.main_rank and config.plot:
+            # An error of the plot must not turn a finished run into a failed one.
             path = config.output / "metrics.png"
             try:
                 plot_metrics(log.rows, path, training.title(this_run), training.panels)
@@ -357,33 +360,21 @@ def make_backend(config: TrainerConfig) -> Backend:
 
 
 def backend_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Return those of a run's settings that its engine's backend is constructed with."""
+    """Select the settings of a run with which its engine's backend is constructed."""
     from megascend import backends
 
     lora = config.lora
     common_fields = (
-        *(
-            "precision",
-            "tf32",
-            "optimizer",
-            "schedule",
-            "recompute",
-            "moe",
-            "mtp",
-            "mtp_loss_weight",
-            "batching",
-            "platform",
-            "seed",
-            "timeout_s",
-        ),
-    )
+        "precision", "tf32", "optimizer", "schedule", "recompute", "moe", "mtp", "mtp_loss_weight", "batching", "platform",
+        "seed", "timeout_s",
+    )  # fmt: skip
     engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
     settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
     settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
     settings["save_timeout_s"] = config.checkpoint.timeout_s
-    # What the engine does not know stays away as long as the run file has not set it; else it is for the engine to refuse.
+    # A setting that the engine does not have is left out while it has its default. Otherwise the engine refuses it by name.
     defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
-    # These two are not fields of the run file under their names.
+    # The run file has these two under other names.
     defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
     accepted = backends.settings_of(config.engine)
     return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}

@@ -42,7 +42,7 @@ WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "tensorboard", "track
 """What a run leaves that has failed in its first step."""
 EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
 """What a run exports, and the file by which that is known."""
-GOING, GONE = ".earlier-run", ".earlier-run-gone"
+MOVING, REMOVING = ".earlier-run", ".earlier-run-gone"
 """In the output directory: the files while they are being moved away, and while they are being removed."""
 SHARED_WAIT_S = 10.0
 """How long a file of another host may take to be seen here: network file systems remember what was not there."""
@@ -62,13 +62,13 @@ class OutputDirectory:
     event_log: EventLog
     cleared: tuple[str, ...] = ()
     waiting: bool = False
-    _taken: bool = field(default=False, init=False)
+    _owned: bool = field(default=False, init=False)
 
     def take_over(self) -> None:
         """Make the directory this run's own, which has done a step or has something to keep. Once."""
-        if self._taken:
+        if self._owned:
             return
-        self._taken = True
+        self._owned = True
         if self.waiting:
             self.clear()
             self.waiting = False
@@ -205,35 +205,35 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
     present = [output / name for name in names if os.path.lexists(output / name)]
     staying = [path for path in present if stays(path)]
     # Two names: a restart must know whether the removal had been decided (gone) or was under way (going).
-    going, gone = output / GOING, output / GONE
-    remove(gone)
-    going.mkdir()
+    moving, removing = output / MOVING, output / REMOVING
+    remove(removing)
+    moving.mkdir()
     try:
         for path in present:
             if path in staying:
                 continue
             try:
                 # A rename: all of it is there or none, and it needs no room on a full disk.
-                os.replace(path, going / path.name)
+                os.replace(path, moving / path.name)
             except OSError as error:
                 # A mount point cannot be renamed; its content is removed below instead.
                 if error.errno not in NOT_RENAMED or not path.is_dir():
                     raise
                 staying.append(path)
-        os.replace(going, gone)
+        os.replace(moving, removing)
     except OSError:
         restore(output)
         raise
     # After the rename: from here on the removal is completed, and what cannot be put back may be touched.
     for path in staying:
         _empty(path)
-    remove(gone)
+    remove(removing)
 
 
 def restore(output: Path) -> None:
     """Put back what a process that was killed within :func:`clear_output` had moved away, and remove what it had not."""
-    remove(output / GONE)
-    going = output / GOING
+    remove(output / REMOVING)
+    going = output / MOVING
     if going.is_dir():
         for entry in going.iterdir():
             # A file of the same name that is there already is newer.
@@ -289,20 +289,20 @@ def check_shared(backend: Backend, output: Path) -> None:
 
     name = backend.from_rank_0(mark)
     try:
-        seen = gather_objects(
+        reports = gather_objects(
             (socket.gethostname(), _appears(output / name)), "world", backend.groups, "check_shared()"
         )
     finally:
         if backend.rank == 0:
             (output / name).unlink(missing_ok=True)
-    if problem := not_shared(output, seen):
+    if problem := not_shared(output, reports):
         raise ConfigError(problem)
 
 
-def not_shared(output: Path, seen: list[tuple[str, bool]]) -> str | None:
-    """Return what is wrong if a rank does not see rank 0's file; ``seen``: host and whether it does, by rank. Pure."""
+def not_shared(output: Path, reports: list[tuple[str, bool]]) -> str | None:
+    """Return what is wrong if a rank does not see rank 0's file; ``reports``: host and whether it does, by rank. Pure."""
     blind: dict[str, list[int]] = {}
-    for rank, (host, sees) in enumerate(seen):
+    for rank, (host, sees) in enumerate(reports):
         if not sees:
             blind.setdefault(host, []).append(rank)
     if not blind:
@@ -311,7 +311,7 @@ def not_shared(output: Path, seen: list[tuple[str, bool]]) -> str | None:
         f"{host} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})" for host, ranks in blind.items()
     )
     return (
-        f"output: {output.absolute()} on {seen[0][0]} (rank 0) is another directory than on {hosts}. Every rank writes its "
+        f"output: {output.absolute()} on {reports[0][0]} (rank 0) is another directory than on {hosts}. Every rank writes its "
         "part of a checkpoint there: set output to a directory that all hosts share (NFS, Lustre...), at the same path on each"
     )
 

@@ -30,7 +30,7 @@ PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
 WIDEST = 100
 """Columns of a terminal that the progress bar and what is beside it take at most."""
-SHOWN = 400
+MAX_CHARACTERS = 400
 """Characters of a prompt and of an answer that are shown; events.jsonl has them whole."""
 PROGRESS_S = 30.0
 """Seconds between lines about the micro batches of a step that takes longer."""
@@ -75,7 +75,7 @@ class RunLog:
         steps: int,
         trackers: Trackers | None = None,
         enabled: bool = True,
-        done: int = 0,
+        steps_done: int = 0,
         waiting: Callable[[], bool] = lambda: False,
     ) -> None:
         """
@@ -89,10 +89,10 @@ class RunLog:
         self._enabled = enabled
         self._trackers = trackers if enabled else None
         self._steps = steps
-        self._clock = StepClock(steps, done)
+        self._clock = StepClock(steps, steps_done)
         self._display = BarDisplay(self._clock) if sys.stdout.isatty() else PlainDisplay(self._clock)
         self._file: AppendFile | None = None
-        self._done, self._waiting = done, waiting
+        self._steps_done, self._waiting = steps_done, waiting
         self._unwritten: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         self._earlier_bytes = 0  # of the metrics of steps before this process
@@ -100,8 +100,8 @@ class RunLog:
     def __enter__(self) -> RunLog:
         if self._enabled:
             # Also of a run that is resumed at its last step and takes none: its plot shows them.
-            if self._done:
-                self.rows, self._earlier_bytes = rows_until(self._output / METRICS, self._done)
+            if self._steps_done:
+                self.rows, self._earlier_bytes = rows_until(self._output / METRICS, self._steps_done)
             self._clock.start()
             self._display.start()
         return self
@@ -144,9 +144,9 @@ class RunLog:
         if self._trackers is not None and not self._waiting():
             self._trackers.log_texts(step, texts)
 
-    def micro_batch(self, done: int, count: int) -> None:
-        """Note that the next of a step's ``count`` micro batches begins, after ``done``; for ``Backend.on_micro_batch``."""
-        if self._enabled and (line := self._clock.micro_batch(done, count)) is not None:
+    def micro_batch(self, finished: int, count: int) -> None:
+        """Note that the next of a step's ``count`` micro batches begins, after ``finished``; for ``Backend.on_micro_batch``."""
+        if self._enabled and (line := self._clock.micro_batch(finished, count)) is not None:
             self._display.show_line(line)
 
     def _write_rows(self) -> None:
@@ -193,8 +193,8 @@ class AppendFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
         if self._waiting:
-            lost = self._waiting.count(b"\n")
-            logger.warning("%s: the last %d lines could not be written", self._path, lost)
+            unwritten = self._waiting.count(b"\n")
+            logger.warning("%s: the last %d lines could not be written", self._path, unwritten)
 
     def _open(self) -> int:
         make_directory(self._path.parent)
@@ -229,13 +229,13 @@ class StepClock:
         now: a clock in seconds.
     """
 
-    def __init__(self, steps: int, done: int = 0, now: Callable[[], float] = time.monotonic) -> None:
-        self.steps, self.step, self._done, self._now = steps, done, done, now
+    def __init__(self, steps: int, steps_done: int = 0, now: Callable[[], float] = time.monotonic) -> None:
+        self.steps, self.step, self._steps_done, self._now = steps, steps_done, steps_done, now
         self.start()
 
     def start(self) -> None:
         """Begin with the first step."""
-        self._began = self._step_began = self._reported = self._now()
+        self._start = self._step_began = self._reported = self._now()
 
     def step_done(self, step: int) -> None:
         """End a step."""
@@ -245,15 +245,15 @@ class StepClock:
     @property
     def elapsed_s(self) -> float:
         """Seconds since the first step of this process began, with everything between steps."""
-        return self._now() - self._began
+        return self._now() - self._start
 
     @property
     def remaining_s(self) -> float | None:
         """Seconds that are left if the other steps take as long as those so far; None before the first one."""
-        here = self.step - self._done
-        return self.elapsed_s / here * (self.steps - self.step) if here > 0 else None
+        local_steps = self.step - self._steps_done
+        return self.elapsed_s / local_steps * (self.steps - self.step) if local_steps > 0 else None
 
-    def micro_batch(self, done: int, count: int) -> str | None:
+    def micro_batch(self, finished: int, count: int) -> str | None:
         """Return a line, if one is due, when the next micro batch of a step begins.
 
         Args:
@@ -262,17 +262,17 @@ class StepClock:
         """
         now = self._now()
         # Without a micro batch that is done, nothing is known of the others.
-        if not done or now - self._reported < PROGRESS_S:
+        if not finished or now - self._reported < PROGRESS_S:
             return None
         self._reported = now
-        here, seconds = self.step - self._done, now - self._step_began
-        left = seconds / done * (count - done)
+        local_steps, seconds = self.step - self._steps_done, now - self._step_began
+        left = seconds / finished * (count - finished)
         # In the first step there is no earlier one: it is extrapolated from its own micro batches.
-        mean = (self._step_began - self._began) / here if here else seconds + left
+        mean = (self._step_began - self._start) / local_steps if local_steps else seconds + left
         run_left = left + (self.steps - self.step - 1) * mean
         return (
-            f"step {self.step + 1}/{self.steps}  micro batch {done}/{count}  {clock(seconds)} in the step, {clock(left)} to its "
-            f"end  ETA {clock(run_left)}"
+            f"step {self.step + 1}/{self.steps}  micro batch {finished}/{count}  {clock(seconds)} in the step, {clock(left)} "
+            f"to its end  ETA {clock(run_left)}"
         )
 
 
@@ -281,7 +281,7 @@ class PlainDisplay:
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
-        self._every = max(1, clock.steps // PLAIN_LINES)
+        self._interval = max(1, clock.steps // PLAIN_LINES)
 
     def start(self) -> None:
         """Show nothing before the first step."""
@@ -292,7 +292,7 @@ class PlainDisplay:
     def show(self, record: MetricsRecord) -> None:
         """Print the step if it is the first, the last, skipped, or due."""
         steps = self._clock.steps
-        if record.step in (1, steps) or record.skipped or record.step % self._every == 0:
+        if record.step in (1, steps) or record.skipped or record.step % self._interval == 0:
             elapsed, remaining = self._clock.elapsed_s, self._clock.remaining_s or 0.0
             print(
                 f"step {record.step}/{steps}  {record.progress()}{record.summary()}  elapsed {clock(elapsed)}  "
@@ -366,7 +366,9 @@ class BarDisplay:
 
 def quoted(prompt: str, answer: str) -> str:
     """Write a prompt and its answer for a terminal: both begin a line, are cut to a few, and hold no control characters."""
-    short = [text if len(text) <= SHOWN else f"{text[:SHOWN].rstrip()}..." for text in (prompt, answer)]
+    short = [
+        text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS].rstrip()}..." for text in (prompt, answer)
+    ]
     # A model may answer with escape sequences, which would act on the terminal.
     plain = ["".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text) for text in short]
     question, reply = (text.strip().replace("\n", "\n    ") for text in plain)

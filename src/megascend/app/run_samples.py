@@ -124,8 +124,8 @@ class RunSamples:
 
         # Fingerprints travel, not samples.
         prints = [part.fingerprint for part in (self.learned, self.held_out) if part is not None]
-        here = (socket.gethostname(), prints, self.learned.sources)
-        ranks = gather_objects(here, "world", backend.groups, "check_alike()")
+        local = (socket.gethostname(), prints, self.learned.sources)
+        ranks = gather_objects(local, "world", backend.groups, "check_alike()")
         host, first, sources = ranks[0]
         for rank, (other_host, other, other_sources) in enumerate(ranks):
             if other != first:
@@ -136,7 +136,7 @@ class RunSamples:
                     "files, and set template_date where they were started around midnight or in several time zones"
                 )
 
-    def drawn(self, config: RunConfig, objective: LearningObjective) -> set[int]:
+    def drawn_units(self, config: RunConfig, objective: LearningObjective) -> set[int]:
         """Return the indices drawn in the steps of this run."""
         # The same stream as in training, so these are the very units that it will draw.
         return {unit for batch in islice(self.batches(config, objective), config.steps) for unit in batch}

@@ -25,7 +25,7 @@ from megascend.bootstrap.providers import packages
 from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.models import register_architecture
 from megascend.models.registry import from_reference
-from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise, settings
+from megascend.selfcheck.trial_inputs import choose_samples, description, difference, randomise, settings
 from megascend.surroundings import die_with_parent
 
 HIDDEN_PACKAGES = ("torch_npu", *packages())
@@ -55,7 +55,8 @@ def main() -> None:
 
     megascend.bootstrap("cpu")
     findings = [
-        found if "samples" not in found else compare(found, folder / str(i)) for i, found in enumerate(references)
+        finding if "samples" not in finding else compare(finding, folder / str(i))
+        for i, finding in enumerate(references)
     ]
     result = {
         "findings": findings,
@@ -89,7 +90,7 @@ def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
         chosen = choose_samples(model, config.vocab_size, sorted(trial["lengths"]), trial["seed"])
         model.save_pretrained(folder, safe_serialization=True)
     except Exception as error:  # noqa: BLE001  any architecture's code may raise anything; the report carries it
-        return {"transformers_problem": described(error)}
+        return {"transformers_problem": description(error)}
     # As the user's file has it: transformers writes the configuration in its own words.
     (folder / "config.json").write_text(json.dumps(trial["config"]), encoding="utf-8")
     return chosen | {"full": settings(config), "default": settings(type(config)())}
@@ -116,7 +117,7 @@ def compare(reference: dict[str, Any], folder: Path) -> dict[str, Any]:
             separate = [part for sample in samples for part in scores(backend, [sample])]
             batched = scores(backend, samples)
     except Exception as error:  # noqa: BLE001  mcore-bridge raises anything; the report carries it
-        return {"megatron_problem": described(error)}
+        return {"megatron_problem": description(error)}
     expected = [(logits, ids[1:]) for logits, ids in zip(reference["logits"], reference["samples"], strict=True)]
     largest = max(float(logits.abs().max()) for logits, _ in expected)
     return {

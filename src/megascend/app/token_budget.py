@@ -83,13 +83,13 @@ class TokenBudget:
         self._layout = _layout_of(config, backend)
         # The same batches as before: another budget would sum in another order.
         if saved and saved["layout"] == self._layout:
-            self.tokens, how = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
+            self.tokens, origin = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
         else:
-            self.tokens, how = find(config, backend, samples, adapter)
+            self.tokens, origin = find(config, backend, samples, adapter)
         backend.set_micro_batch_tokens(self.tokens)
         event_log.event("micro_batch_tokens", found=self.tokens)
         if backend.rank == 0:
-            print(f"batching.micro_batch_tokens: auto is {self.tokens}, {how}", flush=True)
+            print(f"batching.micro_batch_tokens: auto is {self.tokens}, {origin}", flush=True)
 
 
 def _layout_of(config: RunConfig, backend: Backend) -> str:
@@ -142,17 +142,19 @@ def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str 
         )
     peak = dict(search.fitted)[search.best]
     trials = len(search.fitted) + len(search.failed)
-    how = f"measured in {trials} trial{'s' if trials > 1 else ''}: peak {peak / 2**30:.2f} of {room / 2**30:.2f} GiB on rank 0"
-    return search.best, how
+    origin = f"measured in {trials} trial{'s' if trials > 1 else ''}: peak {peak / 2**30:.2f} of {room / 2**30:.2f} GiB on rank 0"
+    return search.best, origin
 
 
 def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayout, topology: Topology) -> int:
     """Return the most tokens of a step for a data parallel rank; with pipeline parallelism so many that stages stay busy."""
     lengths = np.sort(samples.learned.lengths)[::-1]
     sides = 2 if samples.learned.has_pairs else 1
+    # More would change nothing: a micro batch never holds more than a data parallel rank has in a step.
     samples_of_step = -(-config.data.global_batch_size * sides // topology.data)
     tokens = sum(layout.padded_length(int(length)) for length in lengths[:samples_of_step])
     if topology.pipeline > 1:
+        # Fewer, larger micro batches leave stages idle at the start and the end of a step.
         tokens //= PIPELINE_FILL * topology.pipeline
     return max(tokens, samples.longest_unit(layout))
 
@@ -185,6 +187,7 @@ def trial(backend: Backend, samples: SampleSubset, tokens: int, adapter: str | N
             raise  # the others are in a collective
         backend.engine.trainable.abandon()
         return math.inf
+    # The peak is that of kernels which have run, and kernels are only queued when the call returns.
     backend.platform.synchronize()
     return float(backend.platform.memory().peak)
 

@@ -180,7 +180,9 @@ class SupervisedTraining(Training[RunConfig]):
         samples.check_alike(backend)
         samples.check_lengths(backend)
         size = config.data.global_batch_size
-        objective.prepare(backend, samples.learned, samples.drawn(config, objective), size)
+        objective.prepare(backend, samples.learned, samples.drawn_units(config, objective), size)
+        # A reference model's scores of the validation set, too: once a step has been done, the model is no reference
+        # any more.
         if samples.held_out is not None:
             objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
 

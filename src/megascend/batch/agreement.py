@@ -103,8 +103,8 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
     problems = [(rank, entry.problem) for rank, entry in enumerate(reports) if entry.problem is not None]
     if problems:
         rank, problem = problems[0]
-        more = f" ({len(problems)} ranks have problems)" if len(problems) > 1 else ""
-        raise DataError(f"rank {rank}: {problem}{more}")
+        suffix = f" ({len(problems)} ranks have problems)" if len(problems) > 1 else ""
+        raise DataError(f"rank {rank}: {problem}{suffix}")
     leaders: dict[int, int] = {}
     for rank, entry in enumerate(reports):
         # The lowest rank of each replica stands for it; the replica's other ranks must have the same samples.

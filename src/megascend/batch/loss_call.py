@@ -147,8 +147,8 @@ class LossCall:
                 reduce_context=self._reduce_context(inputs.reduce_context),
             )
             values, metrics = split_output(loss, loss(visible[0], inputs), count)
-            counted = weighted(values, weights * factors) if loss.per == "token" else values * factors
-            total = counted.sum()
+            weighted_values = weighted(values, weights * factors) if loss.per == "token" else values * factors
+            total = weighted_values.sum()
         _check_graph(loss, total, leaves)
         # A function may use only one of the two.
         raw_gradients = torch.autograd.grad(total, leaves, allow_unused=True)
@@ -218,9 +218,9 @@ def _finite_at_weight_0(weights: Tensor) -> Callable[[Tensor], Tensor]:
 def _finite_fields(inputs: LossInputs) -> LossInputs:
     """Return ``inputs`` with fields whose values at tokens of weight 0 are finite."""
     finite = _finite_at_weight_0(inputs.weights)
-    named = {name: getattr(inputs, name) for name in TOKEN_FIELDS if getattr(inputs, name) is not None}
+    fields = {name: getattr(inputs, name) for name in TOKEN_FIELDS if getattr(inputs, name) is not None}
     extra = None if inputs.extra is None else {name: finite(values) for name, values in inputs.extra.items()}
-    return replace(inputs, extra=extra, **{name: finite(values) for name, values in named.items()})
+    return replace(inputs, extra=extra, **{name: finite(values) for name, values in fields.items()})
 
 
 def weighted(values: Tensor, weights: Tensor) -> Tensor:
@@ -235,9 +235,9 @@ def raise_together(problems: Sequence[LossProblem | None], local_call: LossCall)
         return
     # The rank on which it was raised has the traceback.
     rank, problem = next((entry for entry in present if entry[1].local), present[0])
-    more = f" ({len(present)} ranks stopped)" if len(present) > 1 else ""
+    suffix = f" ({len(present)} ranks stopped)" if len(present) > 1 else ""
     raise LossFunctionError(
-        f"rank {rank}: {problem.text}{more}\nThe step has ended on all ranks; no gradient of it is kept"
+        f"rank {rank}: {problem.text}{suffix}\nThe step has ended on all ranks; no gradient of it is kept"
     ) from local_call.cause
 
 

@@ -66,8 +66,8 @@ class LossInputs:
     def sum_per_sample(self, values: Tensor) -> Tensor:
         """Return the weighted sum of per-token ``values`` [n] over each sample, across context parallel ranks: [samples]."""
         # where, not a product: infinity at weight 0 must not become NaN.
-        counted = torch.where(self.weights != 0, values * self.weights, 0.0)
-        totals = values.new_zeros(self.sample_count).index_add(0, self.sample, counted)
+        weighted_values = torch.where(self.weights != 0, values * self.weights, 0.0)
+        totals = values.new_zeros(self.sample_count).index_add(0, self.sample, weighted_values)
         return self.reduce_context(totals)
 
     def at_last(self, values: Tensor) -> Tensor:
@@ -183,16 +183,16 @@ def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high
     The ratio of a sequence is the geometric mean over its tokens with a weight; each token gets it.
     """
     # The ratio is a mean over tokens, whatever their weights.
-    counted = (inputs.weights != 0).to(logprobs.dtype)
+    trained = (inputs.weights != 0).to(logprobs.dtype)
 
     def per_sample(values: Tensor) -> Tensor:
         totals = values.new_zeros(inputs.sample_count).index_add(
-            0, inputs.sample, torch.where(counted > 0, values, 0.0)
+            0, inputs.sample, torch.where(trained > 0, values, 0.0)
         )
         return inputs.reduce_context(totals)
 
     # At least 1: a sample without weights has ratio 1, not 0 / 0.
-    mean = per_sample(logprobs - inputs.old_logprobs) / per_sample(counted).clamp_min(1.0)
+    mean = per_sample(logprobs - inputs.old_logprobs) / per_sample(trained).clamp_min(1.0)
     log_ratio = mean[inputs.sample]
     surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
     return -surrogate, {"ratio": _ratio_figure(log_ratio), "clip_fraction": was_clipped.float()}
@@ -237,6 +237,7 @@ class _RatioTimes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_ratio: Tensor, factor: Tensor) -> Tensor:
+        # Times the factor between the two roots: exp(100) * 1e-30 fits float32, and exp(100) alone does not.
         root = torch.exp(0.5 * log_ratio)
         ctx.save_for_backward(root, factor)
         return root * factor * root
@@ -283,6 +284,8 @@ def _kl_figure(log_ratio: Tensor) -> Tensor:
 
 def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     """Direct preference optimisation (Rafailov et al. 2023, eq. 7); needs ``ref_logprobs`` and complete pairs."""
+    # Differences are summed, not sums subtracted: two sums over thousands of tokens would cancel most of their
+    # digits.
     margins = inputs.sum_per_sample(logprobs - inputs.ref_logprobs)
     chosen, rejected = margins[inputs.pairs[:, 0]], margins[inputs.pairs[:, 1]]
     logits = beta * (chosen - rejected)
@@ -305,6 +308,7 @@ def clipped_value(values: Tensor, inputs: LossInputs, clip: float = 0.2) -> tupl
     clipped_values = inputs.old_values + (values - inputs.old_values).clamp(-clip, clip)
     # Distances are compared, not their squares: two squares that overflow are equal.
     plain, clipped = (values - inputs.returns).abs(), (clipped_values - inputs.returns).abs()
+    # The larger loss is the pessimistic one: a value that moves away from the return is not rewarded by the clip.
     larger = torch.maximum(plain, clipped)
     return 0.5 * larger * larger, {
         "value": values.detach(),

@@ -61,6 +61,9 @@ class SequenceLayout:
         if self.contiguous:
             size = length // self.context_size
             return [slice(self.context_rank * size, (self.context_rank + 1) * size)]
+        # Two chunks a rank, one from each end: with causal attention a token's cost grows with its position, and so
+        # every rank has the same work. It is the division that Megatron's and Transformer Engine's ring attention
+        # expect.
         chunk = length // (2 * self.context_size)
         first, second = self.context_rank, 2 * self.context_size - 1 - self.context_rank
         return [slice(first * chunk, (first + 1) * chunk), slice(second * chunk, (second + 1) * chunk)]
@@ -179,6 +182,7 @@ def build(
     if len(set(indices)) == 1:  # layers need tokens sorted by adapter, but a plain batch interleaves samples
         layout = layout_for_lengths(layout, lengths)
     padded = _padded_lengths(lengths, layout)
+    # Columns of their own above; the others are only for the loss.
     names = [name for name in _field_names(selected, loss) if name not in ("input_ids", "target_ids", "weights")]
 
     columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
@@ -194,10 +198,12 @@ def build(
             padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
             columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         for name in shifted:
+            # Shifted before it is cut into chunks: under context parallelism the next token may be on another rank.
             padded_values = F.pad(values[name][1:], (0, total - len(sample) + 1))
             shifted[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
         local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
         if routed is not None:
+            # -1 lets the router choose: padding has no recorded experts.
             padded_choices = F.pad(routed[number], (0, 0, 0, 0, 0, total - len(sample)), value=-1)
             routed_parts.append(torch.cat([padded_choices[chunk] for chunk in chunks]))
         sample_of.append(torch.full_like(local, number))
@@ -316,6 +322,7 @@ def _packed(padded: list[int], layout: SequenceLayout, device: torch.device) -> 
     # Imported here: engines without Megatron take PackedLengths.
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    # int32, since the attention kernels take no other type for these.
     ends = torch.tensor(padded, dtype=torch.int32).cumsum(0)
     if layout.lengths_on_host:
         # The NPU kernel takes ends only, without a leading 0, and on the CPU, where reading them does not synchronise.
@@ -339,6 +346,7 @@ def unpack(values: Tensor, batch: MicroBatch) -> list[Tensor]:
 
 def last_tokens(batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the last tokens of samples among this rank's n, ascending, and their positions in ``members``; on the host."""
+    # By positions and not by row: under context parallelism this rank may hold the last token of some samples only.
     last = torch.cat([part == length - 1 for part, length in zip(batch.positions, batch.lengths, strict=True)])
     owners = torch.cat([torch.full_like(part, number) for number, part in enumerate(batch.positions)])
     rows = last.nonzero()[:, 0]

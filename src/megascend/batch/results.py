@@ -146,6 +146,7 @@ class ForwardBackwardResult:
 
     def _sums(self) -> list[list[float]]:
         if self._read is None:
+            # Kept: the device is waited for once, however many figures are read.
             self._read = [[total / self._scale for total in row] for row in self._totals.tolist()]
             if self._warns:
                 self._warn_of_overflow(self._read)
@@ -196,6 +197,7 @@ class StepResult:
         """Build the result of a step of several adapters."""
         results = adapters.values()
         return cls(
+            # Adapters have disjoint parameters, so their squared norms add up to that of all gradients.
             grad_norm=math.sqrt(sum(result.grad_norm**2 for result in results)),
             lr=max(result.lr for result in results),
             skipped=any(result.skipped for result in results),

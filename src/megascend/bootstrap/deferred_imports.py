@@ -20,7 +20,7 @@ from megascend.changes import changed, patch
 
 
 @dataclass(frozen=True)
-class Called:
+class LateCalls:
     """Functions that module ``user``, or one of its imports, takes from module ``source`` and only calls later."""
 
     user: str
@@ -88,10 +88,10 @@ class LeftOut:
         changed(self.user, f"does not import {self.source} by itself")
 
 
-DEFERRED: tuple[Called | PassedOn | LeftOut, ...] = (
-    Called("mcore_bridge.utils.torch_utils", "datasets.utils.filelock", ("FileLock",)),
-    Called("mcore_bridge.utils.torch_utils", "modelscope.hub.utils.utils", ("get_cache_dir",)),
-    Called("transformers.loss.loss_utils", "scipy.optimize", ("linear_sum_assignment",)),
+DEFERRED: tuple[LateCalls | PassedOn | LeftOut, ...] = (
+    LateCalls("mcore_bridge.utils.torch_utils", "datasets.utils.filelock", ("FileLock",)),
+    LateCalls("mcore_bridge.utils.torch_utils", "modelscope.hub.utils.utils", ("get_cache_dir",)),
+    LateCalls("transformers.loss.loss_utils", "scipy.optimize", ("linear_sum_assignment",)),
     # onnxscript and onnx, for an export to ONNX
     PassedOn("transformer_engine.pytorch.export", "transformer_engine.pytorch.onnx_extensions"),
     # JAX, where it is installed
@@ -100,7 +100,7 @@ DEFERRED: tuple[Called | PassedOn | LeftOut, ...] = (
 
 
 @contextlib.contextmanager
-def deferring(deferred: tuple[Called | PassedOn | LeftOut, ...] = DEFERRED) -> Iterator[None]:
+def deferring(deferred: tuple[LateCalls | PassedOn | LeftOut, ...] = DEFERRED) -> Iterator[None]:
     """Defer these imports for modules that are imported within the context, on any thread."""
     undo: list[Callable[[], None]] = []
     try:

@@ -205,6 +205,7 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
             raise ConfigError(f"no provider is registered for platform {platform!r}; registered: {', '.join(names())}")
         name = suitable[0]
     if ":" in name:
+        # A provider that is given by import path names no platforms, so it suits all.
         entry = ProviderEntry(name)
     elif name not in _registry:
         raise ConfigError(
@@ -219,6 +220,7 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
             f"for {platform!r}: {', '.join(names(platform)) or 'none'}"
         )
     provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
+    # A factory from outside may return anything; a missing method would fail only after others have patched.
     if not isinstance(provider, PatchProvider):
         raise ConfigError(
             f"provider {name!r}: its factory returned a {type(provider).__name__}, not a megascend.PatchProvider"

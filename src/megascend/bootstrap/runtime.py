@@ -20,7 +20,7 @@ from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import PatchProvider, ProviderSetup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
 from megascend.bootstrap.versions import Stack, installed_versions, require_supported
-from megascend.changes import changed, listed, record
+from megascend.changes import change_list, changed, record
 from megascend.errors import ConfigError, ImportOrderError
 from megascend.surroundings import set_user_variables
 
@@ -60,7 +60,7 @@ class Runtime:
     @property
     def changes(self) -> list[str]:
         """Return one line for each change that megascend has made to the process so far, in order."""
-        return listed()
+        return change_list()
 
     def load_megatron(self) -> None:
         """Import megatron.core and mcore_bridge for a megascend engine, without their warnings. Idempotent.
@@ -81,10 +81,13 @@ class Runtime:
             # Deprecations inside these packages, a missing Apex, parts of a dummy Transformer Engine that mcore-bridge could
             # not patch: a user cannot act on any of them.
             warnings.simplefilter("ignore")
+            # By name, inside the function: an import at the top of this file would load Megatron before it is
+            # patched.
             mcore_bridge = import_module("mcore_bridge")
             mcore_bridge.get_logger().setLevel(logging.WARNING)  # before its modules report settings at import
             for module in ("mcore_bridge.bridge", "mcore_bridge.model", "megatron.core.models.gpt"):
                 import_module(module)
+        # Again for the time after the imports: these modules also warn when they are called, once for every rank.
         for pattern in QUIET_MODULES:
             warnings.filterwarnings("ignore", module=pattern)
         changed(f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only")
@@ -141,6 +144,8 @@ class Runtime:
                 f"this process was bootstrapped with affinity={self.affinity!r}; it cannot become {affinity!r}: threads have "
                 f"been started since. Pass it in the first call: megascend.bootstrap(affinity={affinity!r})"
             )
+        # These two share one patched Megatron-Core; two engines without Megatron share an unpatched process. All
+        # other pairs would put the patches of one engine under the other.
         on_megatron_core = {engines.DEFAULT, engines.MEGATRON_CORE}
         if (
             engine not in (None, self.engine)
@@ -288,12 +293,15 @@ def bootstrap(
     setup = ProviderSetup(chosen, stack, parallel or Parallel(), precision)
     patcher = _create_provider(provider, setup) if needs.megatron else None
     with gc_paused():
+        # First: what it sets (NVIDIA_TF32_OVERRIDE, ONEDNN_MAX_CPU_ISA) is read once, by the first product of the
+        # process.
         record(chosen.configure_products(bool(tf32)))
         if patcher is not None:
             record(patcher.before_megatron())
         record(chosen.prepare())
         if chosen.device_type == "cpu":
             record(reference_fla.install())
+        # Before the large imports: threads that they start inherit the binding.
         if affinity == "numa":
             record([_bind_to_numa_node(chosen)])
         if patcher is not None:

@@ -68,8 +68,8 @@ class PackageCheck:
     """Result of comparing one installed package with a row of the table."""
 
     package: str
-    found: str | None
-    wanted: str
+    installed: str | None
+    required: str
     level: Literal["ok", "error"]
     message: str
 

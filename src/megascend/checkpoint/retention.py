@@ -42,7 +42,7 @@ class Retention:
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, ascending."""
-        return [step for step in self._named() if (self.path(step) / manifest.NAME).exists()]
+        return [step for step in self._named_steps() if (self.path(step) / manifest.NAME).exists()]
 
     def latest(self) -> int | None:
         """Return the step that ``latest`` names, or None if the file is missing or names no checkpoint."""
@@ -55,7 +55,9 @@ class Retention:
     def candidates(self) -> list[Path]:
         """Return the checkpoints to resume from, best first; last those without a manifest, whose loading reports the problem."""
         best = by_preference(self.steps(), self.latest())
-        return [self.path(step) for step in [*best, *(step for step in reversed(self._named()) if step not in best)]]
+        return [
+            self.path(step) for step in [*best, *(step for step in reversed(self._named_steps()) if step not in best)]
+        ]
 
     def committed(self, path: Path) -> None:
         """Point ``latest`` to a checkpoint that has just been completed, and remove superseded ones.
@@ -73,7 +75,7 @@ class Retention:
             # Renamed before it is removed: an interrupted removal must not leave a partial checkpoint under a valid name.
             _remove(self.path(step), self.directory / f".{self.path(step).name}.removing")
 
-    def _named(self) -> list[int]:
+    def _named_steps(self) -> list[int]:
         """Return the steps of all directories that have the name of a checkpoint, ascending."""
         if not self.directory.is_dir():
             return []

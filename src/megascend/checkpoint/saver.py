@@ -55,7 +55,7 @@ class CheckpointState:
 
     Attributes:
         state: this rank's tensors (:class:`megascend.checkpoint.slices.TensorSlices`) and objects, by name.
-        manifest: without the files.
+        manifest: the manifest without its list of files, which exists only when they are written.
         adapters: unsharded adapters by name, on rank 0.
         base_model: name or path of the base model, stored with adapters.
         projections: Hugging Face weights that adapters of the model may target.
@@ -71,7 +71,7 @@ class CheckpointState:
 
 
 class PendingSave:
-    """A checkpoint that is being written. The same on every rank.
+    """A checkpoint that is being written, with the same outcome on every rank.
 
     Attributes:
         path: directory that appears when the checkpoint is complete.
@@ -280,7 +280,7 @@ class Saver:
         contents: CheckpointState,
         after: Callable[[Path], None] | None,
     ) -> None:
-        # Stands if the thread ends with an exception that is not caught below.
+        # The verdict if the thread ends with an exception that is not caught below.
         problem: str | None = (
             f"save: {pending.path} could not be written (rank {self._groups.rank}): its thread was ended"
         )
@@ -309,6 +309,7 @@ class Saver:
                 with (temporary / "common.pt").open("wb") as file, raising_system_errors():
                     torch.save({"step": contents.manifest.step}, file)
             names = _files_of(temporary, rank)
+            # ChunkWriter has hashed the tensor files while it wrote them; only the others are read again.
             return {name: writer.digests.get(name) or manifest.digest(temporary / name) for name in names}, None
         except (Exception, CheckpointException) as error:  # noqa: BLE001  sent to all ranks, which then raise together
             return {}, f"rank {rank}: {_reason(error)}"
@@ -325,6 +326,7 @@ class Saver:
     ) -> str | None:
         """Move the checkpoint into place if every rank has written its files; return the reason if not."""
         step = contents.manifest.step
+        # Over the writers' channel: training exchanges objects on its own thread at the same time.
         everyone = gather_objects((files, problem), CHANNEL, self._groups, f"files of {path}", step)
         problems = [text for _, text in everyone if text is not None]
         verdict = f"save: {path} could not be written: {problems[0]}" if problems else None
@@ -360,8 +362,8 @@ def _files_of(directory: Path, rank: int) -> list[str]:
     tensor_files = [file.name for file in directory.glob(f"__{rank}_*")]
     if rank != 0:
         return sorted(tensor_files)
-    every = [str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()]
-    return sorted([*tensor_files, *(name for name in every if not name.startswith("__"))])
+    files = [str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()]
+    return sorted([*tensor_files, *(name for name in files if not name.startswith("__"))])
 
 
 def _reason(error: BaseException) -> str:

@@ -56,7 +56,7 @@ class TensorSlices:
 
     # Protocol by which torch's planners handle objects that are not tensors (planner_helpers.py).
 
-    def __create_write_items__(self, name: str, of: object) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, tensor: object) -> list[WriteItem]:
         return [
             WriteItem(
                 index=MetadataIndex(name, torch.Size(offsets)),

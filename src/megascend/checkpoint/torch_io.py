@@ -72,14 +72,14 @@ class ChunkReader(dcp.FileSystemReader):
             if item.type == LoadItemType.BYTE_IO:
                 objects.append(item)
             else:
-                where = self.storage_data[item.storage_index]
-                by_chunk.setdefault((where.relative_path, where.offset), []).append(item)
+                location = self.storage_data[item.storage_index]
+                by_chunk.setdefault((location.relative_path, location.offset), []).append(item)
         # In the order of the files.
         for _, items in sorted(by_chunk.items(), key=lambda entry: entry[0]):
-            where: Any = self.storage_data[items[0].storage_index]
+            location: Any = self.storage_data[items[0].storage_index]
             # weights_only: nothing in a checkpoint's tensors is executed.
-            with self.fs.create_stream(self.fs.concat_path(self.path, where.relative_path), "rb") as stream:
-                chunk = torch.load(self._slice_file(stream, where), map_location="cpu", weights_only=True)
+            with self.fs.create_stream(self.fs.concat_path(self.path, location.relative_path), "rb") as stream:
+                chunk = torch.load(self._slice_file(stream, location), map_location="cpu", weights_only=True)
             for item in items:
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))

@@ -142,9 +142,9 @@ def check_versions() -> list[Check]:
         Check(
             finding.package,
             "ok" if finding.level == "ok" else "fail",
-            finding.found or "not installed",
+            finding.installed or "not installed",
             "" if finding.level == "ok" else finding.message,
-            {"wanted": finding.wanted},
+            {"wanted": finding.required},
         )
         for finding in findings()
     ]

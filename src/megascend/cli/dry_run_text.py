@@ -125,9 +125,9 @@ def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
     )
     trained = "all parameters" if config.lora is None else f"a LoRA adapter of rank {config.lora.rank}"
     yield f"training  {trained}, engine {config.engine} on {dry.platform}, {config.precision}"
-    layout, *more = topology.describe().splitlines()
+    layout, *details = topology.describe().splitlines()
     yield f"layout    {layout}"
-    yield from (f"          {line}" for line in more)
+    yield from (f"          {line}" for line in details)
 
 
 def count(number: int) -> str:
@@ -142,9 +142,9 @@ def _length(dry: DryRun) -> str:
     config, plan = dry.config, dry.steps
     unit = "pairs" if config.dpo is not None else "samples"
     budget = f"{plan.budget} (auto, by the estimate)" if config.batching.micro_batch_tokens == "auto" else plan.budget
-    most = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
+    count = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
     return (
-        f"{config.steps} of {config.data.global_batch_size} {unit} = {dry.epochs:.3g} epochs; {most} a rank, the largest with "
+        f"{config.steps} of {config.data.global_batch_size} {unit} = {dry.epochs:.3g} epochs; {count} a rank, the largest with "
         f"{plan.tokens} of {budget} tokens, {plan.padding:.1%} padding (first {plan.steps} steps)"
     )
 

@@ -108,14 +108,14 @@ def read_settings(adapter: Path) -> Lora:
 def other_base(adapter: Path, model: Path) -> str | None:
     """Return the adapter's recorded base model if it differs from ``model`` in path or, if that is gone, in name."""
     try:
-        named = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base_name = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not isinstance(named, str) or not named:
+    if not isinstance(base_name, str) or not base_name:
         return None
-    base = Path(named)
+    base = Path(base_name)
     same = base.resolve() == model.resolve() if base.is_dir() else base.name == model.resolve().name
-    return None if same else named
+    return None if same else base_name
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -81,6 +81,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
         _environment_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
         _quiet("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"),
     ):
+        # torch's own launcher: a run with --nproc and one under torchrun start alike.
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -145,7 +146,7 @@ def root_cause(failure: ChildFailedError, folder: Path) -> MegascendError:
     """
     # torch's record decorator writes the file; the earliest of megascend's own errors is the cause.
     for path in sorted(folder.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns):
-        error = _our_error(_message(json.loads(path.read_text(encoding="utf-8"))["message"]))
+        error = _megascend_error(_message(json.loads(path.read_text(encoding="utf-8"))["message"]))
         if error is not None:
             return error
     rank, worker = failure.get_first_failure()
@@ -161,7 +162,7 @@ def _message(recorded: Any) -> str:
     return str(recorded.get("message", "")) if isinstance(recorded, dict) else str(recorded)
 
 
-def _our_error(message: str) -> MegascendError | None:
+def _megascend_error(message: str) -> MegascendError | None:
     """Parse ``"ConfigError: text"`` to ``ConfigError("text")``; None if the class is no MegascendError."""
     name, _, text = message.partition(": ")
     kind = getattr(errors, name, None)
@@ -253,6 +254,7 @@ def call_in_thread(function: Callable[..., Any], *args: Any, stop: StopLaunch) -
         Exception: what the function raises.
         KeyboardInterrupt: SIGINT came twice; the children are gone.
     """
+    # Python runs signal handlers on the main thread alone, between bytecodes: it must not sit in the launcher's wait.
     with ThreadPoolExecutor(1, "megascend-launch") as pool:
         future = pool.submit(function, *args)
         while not wait([future], LOOK_S).done:

@@ -57,8 +57,8 @@ class ReportingGroup(TyperGroup):
 def report_error(error: MegascendError | SimnpuError) -> None:
     """Write one line for ``error`` to stderr, red on a terminal, naming the rank when there are several."""
     rank = os.environ.get("RANK") if several_ranks(os.environ) else None
-    where = f" (rank {rank})" if rank is not None else ""
-    typer.secho(f"{type(error).__name__}{where}: {error}", fg=typer.colors.RED, err=True)
+    rank_note = f" (rank {rank})" if rank is not None else ""
+    typer.secho(f"{type(error).__name__}{rank_note}: {error}", fg=typer.colors.RED, err=True)
 
 
 def describe_usage_error(error: Any) -> str:

@@ -119,8 +119,8 @@ def _particular(size: ModelSize) -> dict[str, Any]:
         if name != "mlp_layer_types" and size.layers < len(value):
             settings[name] = value[-size.layers :]
         else:
-            more = [value[-1]] if name == "mlp_layer_types" else value
-            settings[name] = [*value, *more * size.layers][: size.layers]
+            extra_items = [value[-1]] if name == "mlp_layer_types" else value
+            settings[name] = [*value, *extra_items * size.layers][: size.layers]
     if expert_count(settings):
         experts, per_token = size.expert_counts
         width = "moe_intermediate_size" if "moe_intermediate_size" in settings else "intermediate_size"
@@ -133,7 +133,7 @@ def _particular(size: ModelSize) -> dict[str, Any]:
 
 
 def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """One token for each byte of UTF-8 (token id = byte), then the ChatML special tokens; any text round-trips."""
+    """Build a tokenizer of one token per UTF-8 byte (token id = byte) and the ChatML special tokens; any text round-trips."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

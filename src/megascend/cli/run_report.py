@@ -91,7 +91,7 @@ class CheckpointEntry:
 class SaveCounts:
     """Counts of the saves of all attempts. ``stall_s``: seconds that training stood still for each, on rank 0."""
 
-    begun: int
+    started: int
     completed: int
     failures: tuple[str, ...]
     stall_s: tuple[float, ...]
@@ -197,9 +197,10 @@ def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any
         index = _attempt_of(record, [part[0] for part in parts])
         if index is None:
             # Without a start event, attempts of one launcher are told apart by their ranks: a rank's second error is of the next.
-            same = [of for of in early if of[:2] == (str(record.get("agent")), _number(record.get("attempt")))]
-            again = sum(any(earlier.get("rank") == record.get("rank") for earlier in early[of]) for of in same)
-            early.setdefault((str(record.get("agent")), _number(record.get("attempt")), again), []).append(record)
+            launch = str(record.get("agent")), _number(record.get("attempt"))
+            same = [records for key, records in early.items() if key[:2] == launch]
+            repeats = sum(any(earlier.get("rank") == record.get("rank") for earlier in records) for records in same)
+            early.setdefault((*launch, repeats), []).append(record)
         else:
             attempt_errors[index].append(_rank_error(record))
     drafts = [_attempt(part, part_errors) for part, part_errors in zip(parts, attempt_errors, strict=True)]
@@ -295,7 +296,7 @@ def saves_of(events: Sequence[dict[str, Any]]) -> SaveCounts:
     """Count the saves of all attempts, from the lines of the event log. Pure."""
     kinds = [event.get("event") for event in events]
     return SaveCounts(
-        begun=kinds.count("save"),
+        started=kinds.count("save"),
         completed=kinds.count("saved"),
         failures=tuple(str(event.get("problem")) for event in events if event.get("event") == "save_failed"),
         stall_s=tuple(_seconds(event.get("stall_s")) for event in events if event.get("event") == "save"),

@@ -76,26 +76,26 @@ def headline(report: RunReport) -> str:
     if not report.attempts:
         return "the run began, but its event log (events.jsonl) is missing"
     last = report.attempts[-1]
-    of = f" of {report.steps}" if report.steps is not None else ""
+    total = f" of {report.steps}" if report.steps is not None else ""
     if last.started is None:
         return "the last attempt failed before its first step"
     if last.outcome == "finished":
-        return f"finished after step {last.step}{of}"
+        return f"finished after step {last.step}{total}"
     if last.outcome == "stopped":
-        return f"stopped by {last.signal} after step {last.step}{of}"
+        return f"stopped by {last.signal} after step {last.step}{total}"
     if last.outcome == "no end":
         if still_running(last):
             return "running"
-        progress = f" after step {report.metrics[-1]['step']}{of}" if report.metrics else " before the end of step 1"
+        progress = f" after step {report.metrics[-1]['step']}{total}" if report.metrics else " before the end of step 1"
         return f"ended without an error message{progress}, or is running on another machine"
     if last.outcome == "interrupted":
-        return f"interrupted at once in step {last.step}{of}"
-    return f"failed {when(last.step, report.steps, of)}"
+        return f"interrupted at once in step {last.step}{total}"
+    return f"failed {failed_step(last.step, report.steps, total)}"
 
 
-def when(step: int | None, steps: int | None, of: str = "") -> str:
+def failed_step(step: int | None, steps: int | None, total: str = "") -> str:
     """Name the step in which a run failed; a step beyond the last means the export and the plot after training."""
-    return f"after step {steps}, its last" if steps is not None and (step or 0) > steps else f"in step {step}{of}"
+    return f"after step {steps}, its last" if steps is not None and (step or 0) > steps else f"in step {step}{total}"
 
 
 def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> list[str]:
@@ -129,7 +129,7 @@ def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> lis
     elif attempt.outcome == "interrupted":
         return [*lines, f"{clock(attempt.ended)}: interrupted at once in step {attempt.step}, without a checkpoint"]
     else:
-        lines.append(f"{clock(attempt.ended)}: failed {when(attempt.step, steps)}")
+        lines.append(f"{clock(attempt.ended)}: failed {failed_step(attempt.step, steps)}")
     return [*lines, *error_lines(attempt)]
 
 
@@ -139,9 +139,9 @@ def error_lines(attempt: Attempt) -> list[str]:
         return []
     first, rest = attempt.errors[0], attempt.errors[1:]
     if attempt.outcome == "lost":
-        ranks, several = ranks_named(attempt.silent), len(attempt.silent) > 1
+        ranks, many = ranks_named(attempt.silent), len(attempt.silent) > 1
         return [
-            f"{ranks} left no error: killed (out of memory? SIGKILL?) or lost {'their machines' if several else 'its machine'}",
+            f"{ranks} left no error: killed (out of memory? SIGKILL?) or lost {'their machines' if many else 'its machine'}",
             f"rank {first.rank} ({first.host}) says: {error_text(first)}",
         ]
     lines = [
@@ -160,11 +160,13 @@ def steps_lines(report: RunReport) -> list[str]:
     if not report.metrics:
         return ["none done"]
     last = report.metrics[-1]
-    of = f" of {report.steps}" if report.steps is not None else ""
+    total = f" of {report.steps}" if report.steps is not None else ""
     skipped = [str(row["step"]) for row in report.metrics if row.get("skipped")]
-    lines = [f"{last['step']}{of}; last loss {figure(last.get('loss'))}, gradient norm {figure(last.get('grad_norm'))}"]
+    lines = [
+        f"{last['step']}{total}; last loss {figure(last.get('loss'))}, gradient norm {figure(last.get('grad_norm'))}"
+    ]
     if skipped:
-        lines.append(f"{len(skipped)} skipped (gradients not finite): {listed(skipped)}")
+        lines.append(f"{len(skipped)} skipped (gradients not finite): {abbreviated(skipped)}")
     if report.bad_batches:
         lines.append(f"the batch that was skipped last is kept in {report.bad_batches[-1]}")
     return lines
@@ -175,13 +177,13 @@ def checkpoint_lines(report: RunReport) -> list[str]:
     good, lines = report.last_good, []
     if not report.checkpoints:
         lines.append("none")
-    how = (
+    intact = (
         "every file is as it was written"
         if report.verified
         else "manifest and files are there (--verify compares digests)"
     )
     for checkpoint in report.checkpoints:
-        state = f"DAMAGED: {'; '.join(checkpoint.problems)}" if checkpoint.problems else how
+        state = f"DAMAGED: {'; '.join(checkpoint.problems)}" if checkpoint.problems else intact
         marks = ", ".join(
             mark
             for mark, on in (("latest", checkpoint.name == report.latest), ("resumed from next", checkpoint == good))
@@ -202,7 +204,7 @@ def checkpoint_lines(report: RunReport) -> list[str]:
 def saves_lines(report: RunReport) -> list[str]:
     """Describe completed saves, failures and the time that training stalled."""
     saves = report.saves
-    if not saves.begun and not saves.failures:
+    if not saves.started and not saves.failures:
         return []
     lines = [f"{saves.completed} complete, {len(saves.failures)} failed"]
     if saves.stall_s:
@@ -228,9 +230,9 @@ def next_steps(report: RunReport) -> list[str]:
     has_begun = any(a.started is not None for a in report.attempts) and not failed_in_step_1(report.directory)
     has_begun = has_begun or bool(report.metrics or report.checkpoints)
     if good is not None:
-        steps.append(f"resume after step {good.step}{_where(report)}:")
+        steps.append(f"resume after step {good.step}{_location(report)}:")
     elif has_begun:
-        steps.append(f"no complete checkpoint: start over{_where(report)}:")
+        steps.append(f"no complete checkpoint: start over{_location(report)}:")
     else:
         steps.append("start it again")
         return steps
@@ -313,7 +315,7 @@ def still_running(attempt: Attempt) -> bool:
     return process_lives(*attempt.process, attempt.started or 0.0) is True
 
 
-def _where(report: RunReport) -> str:
+def _location(report: RunReport) -> str:
     directory = next((a.directory for a in reversed(report.attempts) if a.directory), None)
     return f", in {directory}" if directory and directory != os.getcwd() else ""
 
@@ -328,14 +330,14 @@ def error_text(error: RankError) -> str:
 
 def ranks_named(ranks: list[int] | tuple[int, ...]) -> str:
     """Format ranks as ``rank 1`` or ``ranks 1, 2``."""
-    names = listed([str(rank) for rank in sorted(ranks)])
+    names = abbreviated([str(rank) for rank in sorted(ranks)])
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def listed(names: list[str], limit: int = 12) -> str:
+def abbreviated(names: list[str], limit: int = 12) -> str:
     """Join names with commas; beyond ``limit`` only count them."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + suffix
 
 
 def figure(value: object) -> str:

@@ -111,7 +111,7 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: dict[Any, int] = {}
+            lines: dict[Any, int] = {}
             for key_node, _ in node.value:
                 if key_node.tag == "tag:yaml.org,2002:merge":  # <<, which is not a setting
                     continue
@@ -123,12 +123,12 @@ def _loader() -> Any:
                         key_node.start_mark,
                     )  # fmt: skip
                 # PyYAML silently keeps the last of several.
-                if key in seen:
+                if key in lines:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key!r} appears twice, first in line {seen[key]}",
+                        None, None, f"the key {key!r} appears twice, first in line {lines[key]}",
                         key_node.start_mark,
                     )  # fmt: skip
-                seen[key] = line
+                lines[key] = line
             return super().construct_mapping(node, deep)
 
     return Loader

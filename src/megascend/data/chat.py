@@ -162,9 +162,9 @@ class ChatTemplate:
                     rendered, marked = attempt(textual)  # for example DeepSeek's templates
         except Exception as error:
             line = syntax_error_line(error)
-            where = "" if line is None else f" in line {line}"
+            location = "" if line is None else f" in line {line}"
             raise DataError(
-                f"the chat template refuses the conversation: {type(error).__name__}{where}: {error}"
+                f"the chat template refuses the conversation: {type(error).__name__}{location}: {error}"
             ) from error
         return str(rendered[0]), [(start, end) for start, end in (marked[0] if marked else []) if end > start]
 
@@ -266,31 +266,31 @@ class ChatTemplate:
         conversation: Rendering, turns: Sequence[int], turn_spans: Sequence[tuple[int, list[Span]]]
     ) -> None:
         """Raise DataError if words or calls of the assistant are outside the template's generation blocks."""
-        every = [span for _, spans in turn_spans for span in spans]
-        blocks = dict(turn_spans) if len(turn_spans) == len(turns) else dict.fromkeys(turns, every)
+        all_spans = [span for _, spans in turn_spans for span in spans]
+        blocks = dict(turn_spans) if len(turn_spans) == len(turns) else dict.fromkeys(turns, all_spans)
         rendered, positions = conversation.text, conversation.positions
         # Messages whose words could not be marked. Their words may occur elsewhere by chance, so blocks are also counted below.
         unproven = 0
         for index in turns:
             words = tail(conversation.messages[index])
             marked = [text for text in positions.texts if text.message == index and text.part != "thought"]
-            within = all(
-                any(start < at <= end for start, end in blocks[index] for at in text.ends)
+            inside = all(
+                any(start < offset <= end for start, end in blocks[index] for offset in text.ends)
                 for text in marked
                 if text.ends and not text.is_empty
             )
             if words and words in rendered and positions.is_left_out(index, "words") is None:
                 unproven += 1
-                within &= any(words in rendered[start:end] for start, end in blocks[index])
-            if not within:
+                inside &= any(words in rendered[start:end] for start, end in blocks[index])
+            if not inside:
                 raise DataError(
                     f"the chat template's generation blocks do not hold the words of message {index}, which is the assistant's; "
                     "does the template use them inside a macro?"
                 )
-        if unproven > len(every):
+        if unproven > len(all_spans):
             raise DataError(
-                f"the chat template has {len(every)} generation blocks for {len(turns)} messages of the assistant: not all of "
-                "them are within; does the template use them inside a macro?"
+                f"the chat template has {len(all_spans)} generation blocks for {len(turns)} messages of the assistant: not all "
+                "of them are within; does the template use them inside a macro?"
             )
 
     def _turn_blocks(
@@ -342,7 +342,7 @@ class ChatTemplate:
             return False
 
         if any("tool_calls" in message for message in messages):
-            if changes_nothing([_without(message, "tool_calls") for message in messages]):
+            if changes_nothing([_without_key(message, "tool_calls") for message in messages]):
                 raise DataError(f"'tool_calls': {UNWRITTEN}")
             self._check_calls_written(conversation, changes_nothing)
         template = self.source(tools)
@@ -370,7 +370,7 @@ class ChatTemplate:
             if missing is None:
                 reduced = [calls[:number] + calls[number + 1 :] for number in range(len(calls))]
                 fewer = [
-                    message | {"tool_calls": rest} if rest else _without(message, "tool_calls") for rest in reduced
+                    message | {"tool_calls": rest} if rest else _without_key(message, "tool_calls") for rest in reduced
                 ]
                 missing = any(
                     changes_nothing([*messages[:index], candidate, *messages[index + 1 :]]) for candidate in fewer
@@ -418,8 +418,8 @@ class ChatTemplate:
         left_out = positions.is_left_out(index, "thought")
         if left_out is not None:
             return left_out
-        thought = str(message.get("reasoning_content", "")).strip()
-        return bool(thought) and thought not in conversation.text
+        reasoning = str(message.get("reasoning_content", "")).strip()
+        return bool(reasoning) and reasoning not in conversation.text
 
     def check_endings(
         self, rendered: str, turns: Sequence[tuple[int, list[Span]]], source: str, findings: Findings
@@ -463,6 +463,6 @@ def tail(message: Message) -> str:
     return text.strip()[-16:]
 
 
-def _without(message: Message, key: str) -> Message:
+def _without_key(message: Message, key: str) -> Message:
     rest = {name: value for name, value in message.items() if name != key}
     return rest if "content" in rest else rest | {"content": ""}

@@ -178,44 +178,44 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
     return Document(source, chosen=conversations[0], rejected=conversations[1], **_chat(values, source))
 
 
-def _side(side: list[Any], prompt: Any, where: str) -> Messages:
+def _side(side: list[Any], prompt: Any, label: str) -> Messages:
     """Return one side as a complete conversation; the prompt is put in front unless the side begins with a user or system."""
     first = side[0] if side else None
     role = first.get("role") if isinstance(first, dict) else "assistant"
     # TRL's data sets come in both forms: with the prompt apart, and with it repeated in both sides.
     is_complete = role not in ("assistant", "tool", *CALLS, *RESULTS)
-    prompt = from_sharegpt(prompt, where)
+    prompt = from_sharegpt(prompt, label)
     before: list[Any] = []
     if not is_complete:
         before = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         if not prompt:
-            raise DataError(f"{where} begins with the {role}'s message, and there is no 'prompt'")
-    messages, weights = parse_messages([*before, *side], where, learned=False)
-    if is_complete and prompt and not _holds(messages, prompt, where):
+            raise DataError(f"{label} begins with the {role}'s message, and there is no 'prompt'")
+    messages, weights = parse_messages([*before, *side], label, learned=False)
+    if is_complete and prompt and not _holds(messages, prompt, label):
         raise DataError(
-            f"{where} begins with the {role}'s message, and what 'prompt' says is not in it: begin with the assistant's message, "
+            f"{label} begins with the {role}'s message, and what 'prompt' says is not in it: begin with the assistant's message, "
             "or leave the prompt out (data.columns)"
         )
     if weights is not None:
-        raise DataError(f"{where}: 'loss' and 'weight' have no meaning in preference pairs: leave them out")
+        raise DataError(f"{label}: 'loss' and 'weight' have no meaning in preference pairs: leave them out")
     if messages[-1]["role"] != "assistant":
-        raise DataError(f"{where} must end with the assistant's message")
+        raise DataError(f"{label} must end with the assistant's message")
     if is_empty_answer(messages[-1]):
-        raise DataError(f"{where}[{len(messages) - 1}]: {EMPTY_ANSWER}")
+        raise DataError(f"{label}[{len(messages) - 1}]: {EMPTY_ANSWER}")
     return messages
 
 
-def _holds(messages: Messages, prompt: Any, where: str) -> bool:
+def _holds(messages: Messages, prompt: Any, label: str) -> bool:
     """Return True if a conversation has the messages of ``prompt``, or the text, or a message whose text is a part of it."""
     if isinstance(prompt, list):
-        prompt_messages, _ = parse_messages(prompt, f"{where}: prompt")
+        prompt_messages, _ = parse_messages(prompt, f"{label}: prompt")
         return all(message in messages for message in prompt_messages)
     contents = [str(message.get("content", "")).strip() for message in messages[:-1]]
     return any(text and (text in str(prompt) or str(prompt).strip() in text) for text in contents)
 
 
-def _conversation(messages: Any, where: str, values: Mapping[str, Any], source: str) -> Document:
-    parsed, weights = parse_messages(messages, where)
+def _conversation(messages: Any, label: str, values: Mapping[str, Any], source: str) -> Document:
+    parsed, weights = parse_messages(messages, label)
     return Document(source, messages=parsed, loss_weights=weights, **_chat(values, source))
 
 

@@ -53,7 +53,7 @@ class Findings:
 
     setting: str = "data.path"
     problems: dict[str, Kind] = field(default_factory=dict)
-    more: int = 0
+    more_problems: int = 0
     remarks: dict[str, Kind] = field(default_factory=dict)
     more_remarks: int = 0
 
@@ -62,7 +62,7 @@ class Findings:
         match = SOURCE.fullmatch(message)
         source, text = (match[1], match[2]) if match else ("", message)
         # Messages that differ only in values and numbers are of one kind: one wrong column in a million rows gives one line.
-        self.more += not _count(self.problems, VARIES.sub("#", text), text, source)
+        self.more_problems += not _count(self.problems, VARIES.sub("#", text), text, source)
 
     def remark(self, text: str, source: str) -> None:
         """Keep a remark; the same one about another source is counted."""
@@ -79,26 +79,26 @@ class Findings:
             for line in re.split(rf"\n(?={re.escape(match[1])}: )", message) if match else [message]:
                 self.problem(line)
 
-    def raise_problems(self, of: str | None = None) -> None:
-        """Raise DataError with all problems, if any; ``of``: what has them, by default the data that the setting names."""
+    def raise_problems(self, subject: str | None = None) -> None:
+        """Raise DataError with all problems, if any; ``subject``: what has them, by default the data that the setting names."""
         if not self.problems:
             return
-        count = sum(kind.count for kind in self.problems.values()) + self.more
+        count = sum(kind.count for kind in self.problems.values()) + self.more_problems
         lines = [_line(kind) for kind in self.problems.values()]
         if count == 1:
             raise DataError(lines[0])
-        if self.more:
-            lines.append(f"and {self.more} more, of other kinds")
-        of = of or ("data" if self.setting == "data.path" else f"data of {self.setting}")
+        if self.more_problems:
+            lines.append(f"and {self.more_problems} more, of other kinds")
+        subject = subject or ("data" if self.setting == "data.path" else f"data of {self.setting}")
         kinds = f", of {len(self.problems)} kind{'s' if len(self.problems) > 1 else ''}" if len(lines) < count else ""
-        raise DataError(f"{count} problems in the {of}{kinds}:\n  " + "\n  ".join(lines))
+        raise DataError(f"{count} problems in the {subject}{kinds}:\n  " + "\n  ".join(lines))
 
     def lines(self) -> list[str]:
         """Return the remarks as sentences, one a line."""
         lines = []
         for kind in self.remarks.values():
-            more = "" if kind.count == 1 else f" and {kind.count - 1} more"
-            lines.append(f"{kind.sources[0]}{more}: {kind.text}")
+            suffix = "" if kind.count == 1 else f" and {kind.count - 1} more"
+            lines.append(f"{kind.sources[0]}{suffix}: {kind.text}")
         return lines + ([f"and {self.more_remarks} more remarks"] if self.more_remarks else [])
 
 

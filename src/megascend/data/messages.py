@@ -35,14 +35,14 @@ MISTAKEN = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "a
 """Speakers of other formats, which chat templates do not know, and the roles that were probably meant."""
 
 
-def parse_messages(values: Any, where: str, *, learned: bool = True) -> tuple[Messages, tuple[float, ...] | None]:
+def parse_messages(values: Any, label: str, *, learned: bool = True) -> tuple[Messages, tuple[float, ...] | None]:
     """Return messages as ``{"role": ..., "content": ...}`` objects, and the loss weight of each if any has one.
 
-    ``where`` begins every error, ``file:line: messages``; with ``learned`` none of the assistant's messages may be empty.
+    ``label`` begins every error, ``file:line: messages``; with ``learned`` none of the assistant's messages may be empty.
     """
     values = decoded(values)
     if not isinstance(values, list) or not values:
-        raise DataError(f"{where} must be a list that is not empty, found {values!r:.60}")
+        raise DataError(f"{label} must be a list that is not empty, found {values!r:.60}")
     messages: list[Message] = []
     # All problems of a conversation are collected, so that a user sees them in one run.
     message_weights: list[float | None] = []
@@ -56,7 +56,7 @@ def parse_messages(values: Any, where: str, *, learned: bool = True) -> tuple[Me
             return None
 
     for index, raw in enumerate(values):
-        location = f"{where}[{index}]"
+        location = f"{label}[{index}]"
         message = attempt(lambda raw=raw, location=location: parse_message(raw, location))
         if message is None:
             continue
@@ -115,15 +115,15 @@ def _continues_calls(
     )
 
 
-def parse_message(raw: Any, where: str) -> Message:
+def parse_message(raw: Any, label: str) -> Message:
     """Return one message, without its loss weight and without keys whose value is null."""
     if not isinstance(raw, dict):
-        raise DataError(f"{where} must be an object with 'role' and 'content', got {raw!r:.60}")
+        raise DataError(f"{label} must be an object with 'role' and 'content', got {raw!r:.60}")
     message = {key: value for key, value in raw.items() if value is not None and key not in LOSS}
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise DataError(f"{where} must have a string 'role', found {role!r:.60}")
-    role = message["role"] = _role(role, where)
+        raise DataError(f"{label} must have a string 'role', found {role!r:.60}")
+    role = message["role"] = _role(role, label)
     # The content of such a message is the call itself, as JSON.
     if role in CALLS:
         calls = decoded(message.pop("content", None))
@@ -132,24 +132,24 @@ def parse_message(raw: Any, where: str) -> Message:
     if isinstance(message.get("function_call"), dict) and "tool_calls" not in message:  # OpenAI's earlier form
         message["tool_calls"] = [message.pop("function_call")]
     if "tool_calls" in message:
-        calls = _tool_calls(message["tool_calls"], where)
+        calls = _tool_calls(message["tool_calls"], label)
         message["tool_calls"] = calls
         if not calls:
             del message["tool_calls"]
         elif role != "assistant":
-            raise DataError(f"{where}: 'tool_calls' belong to the assistant, this message is the {role}'s")
+            raise DataError(f"{label}: 'tool_calls' belong to the assistant, this message is the {role}'s")
     thoughts = [message[key] for key in REASONING if key in message]
-    if any(not isinstance(thought, str) for thought in thoughts) or len(set(thoughts)) > 1:
-        raise DataError(f"{where}: {' and '.join(REASONING)} must be one string, found {thoughts!r:.60}")
+    if any(not isinstance(reasoning, str) for reasoning in thoughts) or len(set(thoughts)) > 1:
+        raise DataError(f"{label}: {' and '.join(REASONING)} must be one string, found {thoughts!r:.60}")
     if thoughts:
         # Under both names, since templates read different ones; "reasoning" is read by none.
         message["reasoning_content"] = message["thinking"] = thoughts[0]
         message.pop("reasoning", None)
-    message |= _content(message, where)
+    message |= _content(message, label)
     return message
 
 
-def _role(role: str, where: str) -> str:
+def _role(role: str, label: str) -> str:
     """Return a role unchanged, unless it looks like a misspelt one."""
     roles = (*ROLES, *CALLS, *RESULTS)
     if role in roles:
@@ -160,11 +160,11 @@ def _role(role: str, where: str) -> str:
     )
     # An unknown role is allowed, as templates may have their own; one that resembles a known role would lose its loss silently.
     if suggestion is not None:
-        raise DataError(f"{where}: the role {role!r} is unknown, did you mean {suggestion!r}?")
+        raise DataError(f"{label}: the role {role!r} is unknown, did you mean {suggestion!r}?")
     return role
 
 
-def _content(message: Message, where: str) -> dict[str, Any]:
+def _content(message: Message, label: str) -> dict[str, Any]:
     """Return ``{"content": ...}``, a string or a list of text parts; empty where there is none and need not be."""
     content = message.get("content")
     if content is None and ("tool_calls" in message or "reasoning_content" in message):
@@ -172,7 +172,7 @@ def _content(message: Message, where: str) -> dict[str, Any]:
     if isinstance(content, str):
         return {"content": content}
     if not isinstance(content, list) or not content:
-        raise DataError(f"{where} must have a string 'content', or a list of parts, found {content!r:.60}")
+        raise DataError(f"{label} must have a string 'content', or a list of parts, found {content!r:.60}")
     parts = []
     for number, part in enumerate(content):
         part = {"type": "text", "text": part} if isinstance(part, str) else part
@@ -180,26 +180,26 @@ def _content(message: Message, where: str) -> dict[str, Any]:
         if kind != "text" or not isinstance(part.get("text"), str):
             description = f"a part of type {kind!r}" if kind not in (None, "text") else f"{part!r:.60}"
             raise DataError(
-                f'{where}: content[{number}] is {description}; only text can be trained on: {{"type": "text", "text": ...}}'
+                f'{label}: content[{number}] is {description}; only text can be trained on: {{"type": "text", "text": ...}}'
             )
         parts.append({"type": "text", "text": part["text"]})
     return {"content": parts}
 
 
-def _tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
+def _tool_calls(raw: Any, label: str) -> list[dict[str, Any]]:
     """Return tool calls in OpenAI's form, with arguments as objects: templates write them as JSON and would quote a string."""
     raw = decoded(raw)
     if not isinstance(raw, list):
-        raise DataError(f"{where}: 'tool_calls' must be a list, found {raw!r:.60}")
+        raise DataError(f"{label}: 'tool_calls' must be a list, found {raw!r:.60}")
     calls = []
     for number, call in enumerate(raw):
         inner = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-            raise DataError(f"{where}: tool_calls[{number}] must name a function, found {call!r:.60}")
+            raise DataError(f"{label}: tool_calls[{number}] must name a function, found {call!r:.60}")
         arguments = decoded(inner.get("arguments") or {})
         if not isinstance(arguments, dict):
             raise DataError(
-                f"{where}: the arguments of tool_calls[{number}] must be an object, or one written as JSON, found "
+                f"{label}: the arguments of tool_calls[{number}] must be an object, or one written as JSON, found "
                 f"{inner['arguments']!r:.60}"
             )
         # Calls without the "function" wrapper keep their id, which answers of tools refer to.
@@ -222,24 +222,24 @@ def with_arguments_as_text(message: Message) -> Message:
     return message | {"tool_calls": calls}
 
 
-def _loss_weight(message: Message, where: str) -> float | None:
+def _loss_weight(message: Message, label: str) -> float | None:
     weights = [message[key] for key in LOSS if message.get(key) is not None]
     if not weights:
         return None
     if any(not isinstance(value, (bool, int, float)) or not math.isfinite(value) or value < 0 for value in weights):
-        raise DataError(f"{where}: 'loss' and 'weight' are true, false or a number from 0 on, found {weights[0]!r:.60}")
+        raise DataError(f"{label}: 'loss' and 'weight' are true, false or a number from 0 on, found {weights[0]!r:.60}")
     if len({float(value) for value in weights}) > 1:
-        raise DataError(f"{where}: 'loss' says {weights[0]!r} and 'weight' says {weights[1]!r}: leave one out")
+        raise DataError(f"{label}: 'loss' says {weights[0]!r} and 'weight' says {weights[1]!r}: leave one out")
     return float(weights[0])
 
 
-def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...] | None:
+def parse_tools(value: Any, label: str) -> tuple[dict[str, Any], ...] | None:
     """Return the functions that a conversation may call, in OpenAI's form; None where there are none."""
     value = decoded(value)
     if value is None or value in ([], ""):
         return None
     if not isinstance(value, list) or not all(isinstance(decoded(tool), dict) for tool in value):
-        raise DataError(f"{where} must be a list of objects (JSON schemas of functions), found {value!r:.60}")
+        raise DataError(f"{label} must be a list of objects (JSON schemas of functions), found {value!r:.60}")
     return tuple(_wrapped(decoded(tool)) for tool in value)
 
 
@@ -275,11 +275,13 @@ def tool_remarks(raw_tools: Any, document: Document) -> list[str]:
             remarks.append(f"parameters of tool {name!r} have no 'type': {', '.join(map(repr, untyped))}")
     sides = (document.messages, document.chosen, document.rejected)
     messages = [message for side in sides if isinstance(side, tuple) for message in side]
-    called = dict.fromkeys(call["function"]["name"] for message in messages for call in message.get("tool_calls", ()))
+    called_names = dict.fromkeys(
+        call["function"]["name"] for message in messages for call in message.get("tool_calls", ())
+    )
     declared = {function.get("name") for function in functions} | {tool.get("name") for tool in tools}
     remarks += [
         f"{name!r} is called, and 'tools' {'does not declare it' if tools else 'are missing'}"
-        for name in called
+        for name in called_names
         if name not in declared
     ]
     roles = dict.fromkeys(message["role"] for message in messages)
@@ -295,7 +297,7 @@ TYPED = {"type", "anyOf", "oneOf", "allOf", "enum", "const", "$ref"}
 """Keys of a JSON schema that determine a value's type."""
 
 
-def from_sharegpt(raw: Any, where: str) -> Any:
+def from_sharegpt(raw: Any, label: str) -> Any:
     """Convert ``{"from": "human", "value": ...}`` to ``{"role": "user", "content": ...}``; leave other forms as they are."""
     raw = conversation_or_text(raw)
     if not isinstance(raw, list) or not any(isinstance(message, dict) and "from" in message for message in raw):
@@ -303,14 +305,14 @@ def from_sharegpt(raw: Any, where: str) -> Any:
     messages, problems = [], []
     for index, message in enumerate(raw):
         if not isinstance(message, dict) or "from" not in message:
-            problems.append(f"{where}[{index}] must have 'from' and 'value' like the others, found {message!r:.60}")
+            problems.append(f"{label}[{index}] must have 'from' and 'value' like the others, found {message!r:.60}")
             continue
         role, value = message["from"], message.get("value")
         # Other keys, such as a loss weight, are kept.
         rest = {key: entry for key, entry in message.items() if key not in ("from", "value")}
         if not isinstance(role, str) or role not in (*SHAREGPT_ROLES, *CALLS):
             speakers = ", ".join([*SHAREGPT_ROLES, *CALLS])
-            problems.append(f"{where}[{index}]: 'from' is {role!r:.60}; known: {speakers}")
+            problems.append(f"{label}[{index}]: 'from' is {role!r:.60}; known: {speakers}")
             continue
         messages.append({"role": SHAREGPT_ROLES.get(role, role), "content": value} | rest)
     if problems:

@@ -86,6 +86,7 @@ class Batches(Generic[T]):
                 raise DataError(
                     f"cannot resume the data order: {key} was {state[key]} when it was saved and is {self._kind()[key]} now"
                 )
+        # Checkpoints of earlier versions have no sources.
         saved = state.get("sources") or {}
         sources = [name for name, value in self._sources.items() if saved.get(name, value) != value]
         if sources and not changed and self._on_changed is None:

@@ -76,8 +76,8 @@ def prepare_samples(
     content, files, code = content_of(path, files_read, setting), tokenizer_of(model), versions()
     day = template_date.isoformat() if writes_date(tokenizer) else ""
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
-    everything = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code]
-    key = digest_of(everything)
+    key_parts = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code]
+    key = digest_of(key_parts)
     sources = {
         "data": digest_of(content[1]),
         **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
@@ -142,14 +142,14 @@ def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
     """Return what identifies data: digests of the files read (of a folder that datasets saved: all), and all files' names."""
     read = [entry for file in files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
     # The names of all files, because datasets derives the splits from them.
-    every = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+    all_files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     if is_saved(path):
         read += [path / "dataset_dict.json"]
     try:
         digests = [[relpath(file, path), digest(file, xxhash.xxh3_128)] for file in read if file.is_file()]
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read ({setting}): {error.strerror or error}") from None
-    return [str(path), digests, [relpath(file, path) for file in every]]
+    return [str(path), digests, [relpath(file, path) for file in all_files]]
 
 
 def digest_of(value: Any) -> str:

@@ -75,12 +75,14 @@ class WordPositions:
     def of(self, message: int, *parts: Part) -> list[int]:
         """Return the offsets of a message's marks, ascending; those of the given parts, by default all."""
         texts = [text for text in self.texts if text.message == message and (not parts or text.part in parts)]
-        return sorted(at for text in texts for at in (*text.begins, *text.ends))
+        return sorted(offset for text in texts for offset in (*text.begins, *text.ends))
 
     def end_of(self, message: int, start: int) -> int | None:
         """Return the end of a message's last text after ``start``; of repeated texts the first occurrence counts."""
         ends = [
-            min((at for at in text.ends if at >= start), default=-1) for text in self.texts if text.message == message
+            min((offset for offset in text.ends if offset >= start), default=-1)
+            for text in self.texts
+            if text.message == message
         ]
         return max(ends) if ends and max(ends) >= 0 else None
 
@@ -102,7 +104,10 @@ class WordPositions:
             if text.message != message
             and text.part != "call"
             and not text.is_empty
-            and (any(start <= at < end for at in text.begins) or any(start < at <= end for at in text.ends))
+            and (
+                any(start <= offset < end for offset in text.begins)
+                or any(start < offset <= end for offset in text.ends)
+            )
         }
 
     def without_texts(self, rendered: str, messages: int) -> str | None:
@@ -111,16 +116,16 @@ class WordPositions:
         """
         spans = []
         for text in self.texts:
-            ends = [at for at in text.ends if at <= len(rendered)]
+            ends = [offset for offset in text.ends if offset <= len(rendered)]
             if text.message < messages and text.part != "call":
                 if len(text.begins) < len(ends) and not text.is_empty:
                     return None
                 spans += zip(text.begins, ends, strict=False)
-        pieces, at = [], 0
+        pieces, offset = [], 0
         for start, end in sorted(spans):
-            pieces.append(rendered[at : max(at, start)])
-            at = max(at, end)
-        return "".join("".join([*pieces, rendered[at:]]).split())
+            pieces.append(rendered[offset : max(offset, start)])
+            offset = max(offset, end)
+        return "".join("".join([*pieces, rendered[offset:]]).split())
 
 
 class Rendering:
@@ -209,12 +214,12 @@ class _Marker:
     def _content(self, text: str, role: str) -> str:
         """Mark words, and before them the thoughts that the assistant's may begin with."""
         # Templates split an assistant's content at </think> and may drop the first part, so each part has marks of its own.
-        thought, tag, words = text.rpartition(THOUGHT_END) if role == "assistant" else ("", "", text)
-        opening = THOUGHT_TAG.match(thought)
+        reasoning, tag, words = text.rpartition(THOUGHT_END) if role == "assistant" else ("", "", text)
+        opening = THOUGHT_TAG.match(reasoning)
         head = opening[0] if opening is not None else ""
-        if thought[len(head) :].strip():
-            thought = head + self._text(thought[len(head) :], "thought")
-        return thought + tag + self._text(words, "words")
+        if reasoning[len(head) :].strip():
+            reasoning = head + self._text(reasoning[len(head) :], "thought")
+        return reasoning + tag + self._text(words, "words")
 
     def _text(self, text: str, part: Part) -> str:
         """Mark where a text begins and ends, within the white space around it that a template may trim."""

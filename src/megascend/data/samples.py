@@ -171,8 +171,8 @@ class Encoder:
             )
             turns = self._template.assistant_spans(conversation, tools, options, separate=separate)
             spans = [(start, end, weights[index]) for index, pieces in turns for start, end in pieces]
-            counted = [(index, pieces) for index, pieces in turns if weights[index]]
-            self._template.check_endings(conversation.text, counted, document.source, self._findings)
+            weighted_turns = [(index, pieces) for index, pieces in turns if weights[index]]
+            self._template.check_endings(conversation.text, weighted_turns, document.source, self._findings)
         self._template.check_written(conversation, tools, options, document.source, self._findings)
         # Without special tokens: the chat template has written them.
         tokens, offsets = self._ids(conversation.text, special=False, offsets=True)
@@ -238,8 +238,8 @@ class Encoder:
         tokens, weights = tokens[: limit + 1], weights[: limit + 1]
         # Truncation may cut off everything that is learned.
         if self._on_too_long == "skip" or not any(weights[1:]):
-            why = "skip" if self._on_too_long == "skip" else "truncate, and nothing to learn stays"
-            self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {why})", source)
+            setting = "skip" if self._on_too_long == "skip" else "truncate, and nothing to learn stays"
+            self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {setting})", source)
             return None
         self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
         return Sample.causal(tokens, weights=weights)
@@ -308,7 +308,9 @@ def opening_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return a plain text's token ids with the special tokens that a training sample begins with, without those at the end."""
     plain: Any = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     closed: Any = tokenizer(text, verbose=False)["input_ids"]
-    first = next((at for at in range(len(closed) - len(plain) + 1) if closed[at : at + len(plain)] == plain), None)
+    first = next(
+        (index for index in range(len(closed) - len(plain) + 1) if closed[index : index + len(plain)] == plain), None
+    )
     tokens = list(plain if first is None else closed[: first + len(plain)])
     return tokens[1:] if begins_twice(tokens, tokenizer) else tokens
 

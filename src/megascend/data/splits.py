@@ -109,10 +109,10 @@ def files_of(path: Path, split: str | None, config_name: str | None, findings: F
     _check_config_name(path, config_name, findings.setting)
     if not (path / "dataset_dict.json").is_file():
         try:
-            named = json.loads((path / "state.json").read_bytes()).get("_split")
+            split_name = json.loads((path / "state.json").read_bytes()).get("_split")
         except (OSError, ValueError, AttributeError) as error:  # AttributeError: not an object
             raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
-        if split not in (None, "train", ALL, named):
+        if split not in (None, "train", ALL, split_name):
             raise DataError(
                 f"{path} is one saved dataset and has no split {split!r} ({_split_setting(findings.setting)}): leave it out"
             )
@@ -192,8 +192,8 @@ def card_configs(root: Path) -> dict[str, dict[str, Any]]:
 def _chosen_config(path: Path, configs: Mapping[str, Mapping[str, Any]], name: str | None) -> str | None:
     if name is not None:
         if name not in configs:
-            listed = f"its card lists {', '.join(configs)}" if configs else "its card lists none"
-            raise DataError(f"{path} has no config {name!r} (data.config_name); {listed}")
+            card = f"its card lists {', '.join(configs)}" if configs else "its card lists none"
+            raise DataError(f"{path} has no config {name!r} (data.config_name); {card}")
         return name
     defaults = [config for config, values in configs.items() if config == "default" or values.get("default")]
     if len(configs) > 1 and len(defaults) != 1:
@@ -237,11 +237,11 @@ def _quiet() -> Iterator[None]:
 def _readable_files(path: Path, findings: Findings) -> list[Path]:
     """Return the files of a folder that could be read, in name order; the others become remarks."""
     try:
-        every = sorted(file for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
+        paths = sorted(file for file in path.rglob("*") if not file.is_dir() or file.is_symlink())
     except OSError as error:
         raise DataError(f"{path} cannot be read ({findings.setting}): {error.strerror or error}") from None
     files = []
-    for file in every:
+    for file in paths:
         if any(part.startswith(".") for part in file.relative_to(path).parts):
             findings.remark("hidden files are not read", str(file))
         elif file.is_dir():

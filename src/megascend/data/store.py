@@ -192,8 +192,8 @@ def hold_out(store: SampleStore, fraction: float, seed: int) -> tuple[SampleSubs
             "to learn; set validation.path, or add data"
         )
     # By document, not by sample: pieces of one text, or the sides of a pair, must not be on both sides.
-    drawn = random.Random(f"{seed}/validation").sample(documents.tolist(), count)
-    is_held_out = np.isin(store.documents, drawn)
+    held_out = random.Random(f"{seed}/validation").sample(documents.tolist(), count)
+    is_held_out = np.isin(store.documents, held_out)
     name = f"{store.fingerprint} without {count} documents by seed {seed}"
     return SampleSubset(store, ~is_held_out, name), SampleSubset(
         store, is_held_out, f"{store.fingerprint}, {count} documents by seed {seed}"

@@ -78,13 +78,18 @@ class AppendedTurns:
         History may lack the end of a generation prompt (``<think>``), and have words of earlier messages elsewhere (Mistral's
         system message). What the template itself writes before the turn must be the same in both.
         """
-        text, here, before = self._conversation.text, self._conversation.positions, head.positions
-        anchors = [number for number in range(index) if here.of(number, "words") and before.of(number, "words")]
+        text, own_positions, before = self._conversation.text, self._conversation.positions, head.positions
+        anchors = [
+            number for number in range(index) if own_positions.of(number, "words") and before.of(number, "words")
+        ]
         if not anchors:
             return None
         anchor = anchors[-1]
-        in_text, in_head = here.of(anchor, "words")[-1], before.of(anchor, "words")[-1]
-        templates = (here.without_texts(text[:in_text], index), before.without_texts(head.text[:in_head], index))
+        in_text, in_head = own_positions.of(anchor, "words")[-1], before.of(anchor, "words")[-1]
+        templates = (
+            own_positions.without_texts(text[:in_text], index),
+            before.without_texts(head.text[:in_head], index),
+        )
         if None in templates or TAGS.sub("", str(templates[0])) != TAGS.sub("", str(templates[1])):
             return None
         opening = head.text[in_head:]
@@ -128,17 +133,18 @@ class AppendedTurns:
         before = self._or_none(messages[:index], False)
         opening = head.text.removeprefix(before.text) if before is not None else head.text
         if opening and opening != head.text and (continued := self._or_none(messages[: index + 1], True)) is not None:
-            at = continued.positions.end_of(index, 0)
-            if at is not None and continued.text.endswith(opening):
-                ending = continued.text[at:].removesuffix(opening)
+            end = continued.positions.end_of(index, 0)
+            if end is not None and continued.text.endswith(opening):
+                ending = continued.text[end:].removesuffix(opening)
                 yield ending if rest.startswith(ending) else ""
-        if (at := upto.positions.end_of(index, 0)) is not None:
-            yield self._common_beginning(rest, upto.text[at:])
+        if (end := upto.positions.end_of(index, 0)) is not None:
+            yield self._common_beginning(rest, upto.text[end:])
 
     def _common_beginning(self, first: str, second: str) -> str:
         """Return the common prefix of two texts, without a special token or thought tag that is cut in either."""
         length = next(
-            (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+            (position for position, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+            min(len(first), len(second)),
         )
         cut = [
             match.start()

@@ -16,7 +16,7 @@ from weightwire.liveness import Identity
 
 SILENT_S = 3.0
 """Seconds without a new heartbeat after which a rank counts as gone; heartbeats are sent every second."""
-LISTED = 16
+MAX_LISTED = 16
 """Maximum number of ranks whose positions a message lists."""
 TEXT_LIMIT = 400
 """Maximum number of characters of another rank's error that a message repeats."""
@@ -192,7 +192,10 @@ def diagnose(
     if kind is PeerVerdict.FINE:
         culprits = ()
     return Diagnosis(
-        kind, culprits, tuple(verdicts[peer][1] for peer in culprits[:LISTED]), positions(rank, local, peers, culprits)
+        kind,
+        culprits,
+        tuple(verdicts[peer][1] for peer in culprits[:MAX_LISTED]),
+        positions(rank, local, peers, culprits),
     )
 
 
@@ -223,10 +226,10 @@ def judge(peer: int, local: RankRecord, status: PeerStatus | None) -> tuple[Peer
     if record.ended:
         return PeerVerdict.GONE, f"{peer_name} has ended: it left its process groups {record.location}"
     if status.gone:
-        why = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(status.state or "", "")
+        cause = {"ended": "its process has ended, ", "stopped": "its process is stopped, "}.get(status.state or "", "")
         # `silent` starts when the reader first looks, and `age` depends on the hosts' clocks: take the longer one.
-        heard = max(status.silent, status.age)
-        return PeerVerdict.GONE, f"{peer_name} is gone: {why}last heard of {heard:.0f} s ago {record.location}"
+        silence = max(status.silent, status.age)
+        return PeerVerdict.GONE, f"{peer_name} is gone: {cause}last heard of {silence:.0f} s ago {record.location}"
     if entered < expected:
         return PeerVerdict.LATE, _late(peer, local, status)
     if entered > expected or local.outer not in record.open:
@@ -241,8 +244,8 @@ def judge(peer: int, local: RankRecord, status: PeerStatus | None) -> tuple[Peer
 
 def name(peer: int, local: RankRecord, status: PeerStatus) -> str:
     """Return ``"rank 3"``, or ``"rank 3 on node-b"`` if the peer runs on another host than the reader."""
-    host, here = (record.process.host if record.process else "" for record in (status.record, local))
-    return f"rank {peer} on {host}" if host and host != here else f"rank {peer}"
+    host, local_host = (record.process.host if record.process else "" for record in (status.record, local))
+    return f"rank {peer} on {host}" if host and host != local_host else f"rank {peer}"
 
 
 def _late(peer: int, local: RankRecord, status: PeerStatus | None) -> str:
@@ -259,10 +262,10 @@ def _spell(status: PeerStatus) -> str:
 def positions(
     rank: int, local: RankRecord, peers: Mapping[int, PeerStatus | None], culprits: Sequence[int] = ()
 ) -> str:
-    """Return ``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`LISTED` ranks, culprits first."""
+    """Return ``"Ranks: 0 in grad reduce of step 3 for 8 s; 1 gone"``; at most :data:`MAX_LISTED` ranks, culprits first."""
     order = [*culprits, *(number for number in sorted([rank, *peers]) if number not in set(culprits))]
     texts = []
-    for number in sorted(order[:LISTED]):
+    for number in sorted(order[:MAX_LISTED]):
         status = PeerStatus(local) if number == rank else peers[number]
         if status is None:
             state = "not heard of"
@@ -278,8 +281,8 @@ def positions(
             state = _spell(status)
         frame = status.record.frame if status is not None and not culprits else ""
         texts.append(f"{number} {state}{f', at {frame}' if frame else ''}")
-    more = f"; and {len(order) - LISTED} more" if len(order) > LISTED else ""
-    return f"Ranks: {'; '.join(texts)}{more}"
+    suffix = f"; and {len(order) - MAX_LISTED} more" if len(order) > MAX_LISTED else ""
+    return f"Ranks: {'; '.join(texts)}{suffix}"
 
 
 def shorten(text: str) -> str:

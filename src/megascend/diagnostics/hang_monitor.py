@@ -228,7 +228,7 @@ class HangMonitor:
     def _is_published(self, error: BaseException, phase: Phase, stack: PhaseStack) -> bool:
         """Check whether a phase inside ``phase`` has published ``error``; if so, make it the current failure again."""
         publication = vars(error).get(PUBLICATION)
-        if not isinstance(publication, Publication) or not _within(publication, phase, stack):
+        if not isinstance(publication, Publication) or not _is_inside(publication, phase, stack):
             return False
         if self._failure is not publication.failure:  # another error was raised, and handled, on the way out
             self._published, self._failure = publication, publication.failure
@@ -237,7 +237,7 @@ class HangMonitor:
 
     def _drop_handled_failure(self, phase: Phase, stack: PhaseStack) -> None:
         """Withdraw a failure published inside ``phase``: the phase completes without an error, so it was handled."""
-        if self._published is not None and _within(self._published, phase, stack):
+        if self._published is not None and _is_inside(self._published, phase, stack):
             self._published = self._failure = None
 
     def _failed(self, phase: Phase, stack: PhaseStack, error: BaseException) -> None:
@@ -425,7 +425,7 @@ class HangMonitor:
         self.close()
 
 
-def _within(publication: Publication, phase: Phase, stack: PhaseStack) -> bool:
+def _is_inside(publication: Publication, phase: Phase, stack: PhaseStack) -> bool:
     """Check whether the thread of ``stack`` published it after it had entered ``phase``."""
     return publication.stack is stack and phase.entered <= publication.generation
 

@@ -72,10 +72,10 @@ class Observer:
         """Check whether to poll on: some peer sent no heartbeat after ``since``, but is not silent long enough to be gone."""
         return any(
             self._advanced.get(rank, -1e9) <= since
-            and self._polled - at < SILENT_S
+            and self._polled - time < SILENT_S
             and record.failure is None
             and not record.ended
-            for rank, (record, at) in self._records.items()
+            for rank, (record, time) in self._records.items()
         )
 
 

@@ -42,12 +42,12 @@ def circle(
     while row:
         waited_for = {}
         for waiting in row:
-            here = counts[waiting]
-            unread = [other for other in members(here.last, waiting) if other != waiting and other not in counts]
+            count = counts[waiting]
+            unread = [other for other in members(count.last, waiting) if other != waiting and other not in counts]
             counts |= read(unread)
-            for other in members(here.last, waiting):
+            for other in members(count.last, waiting):
                 # `other` has not entered the collective that `waiting` is in.
-                if counts[other].of(here.last) < here.of(here.last):
+                if counts[other].of(count.last) < count.of(count.last):
                     if other == rank:
                         return _path(waiting, rank, came_from, counts)
                     # Without a last collective the rank computes (or died): it waits for no rank, so no cycle passes through it.

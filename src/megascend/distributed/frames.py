@@ -19,7 +19,7 @@ from megascend.errors import MegascendError, OutOfStepError
 SIZE = 1024
 """Bytes of a frame."""
 MAGIC = b"msc1"
-LISTED = 8
+MAX_LISTED = 8
 """Maximum number of positions that a message lists."""
 
 # Magic; the part that must be equal on all ranks (number, step, digests of call and kind); flags and lengths.
@@ -53,12 +53,12 @@ class Position:
     refusal: tuple[str, str] | None = None
 
     def __str__(self) -> str:
-        where = f"{self.kind}, collective {self.number} of {self.group}, step {self.step}"
+        position = f"{self.kind}, collective {self.number} of {self.group}, step {self.step}"
         name = self.purpose or self.phase or "a call that does not say what it is for"
         repeated = self.purpose.startswith(self.phase.partition(" ")[0])  # "save('a') inside save" would repeat itself
         inside = f" inside {self.phase}" if self.purpose and not repeated else ""
         refused = f", where it raised {self.refusal[0]}: {self.refusal[1]}" if self.refusal else ""
-        return f"{name}{inside} ({where}){refused}"
+        return f"{name}{inside} ({position}){refused}"
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def describe(positions: dict[int, Position]) -> str:
     parts = [
         f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}" for text, ranks in ranks_by_position.items()
     ]
-    more = f"; and {len(parts) - LISTED} other positions" if len(parts) > LISTED else ""
-    return "; ".join(parts[:LISTED]) + more
+    suffix = f"; and {len(parts) - MAX_LISTED} other positions" if len(parts) > MAX_LISTED else ""
+    return "; ".join(parts[:MAX_LISTED]) + suffix
 
 
 def _as_refused(rank: int, name: str, text: str) -> MegascendError:
@@ -198,8 +198,8 @@ def _as_refused(rank: int, name: str, text: str) -> MegascendError:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(str(rank) for rank in ranks[:16]) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
+    text = ", ".join(str(rank) for rank in ranks[:16]) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
 def _digest(text: str) -> bytes:

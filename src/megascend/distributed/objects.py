@@ -201,19 +201,19 @@ def _collective(
     """Run one collective within a phase, so that errors and the monitor can name it."""
     channel = groups.channel(group_name)
     name = label or _name(kind, purpose)
-    where = name if group_name == "world" else f"{name} on group {group_name!r}"
+    activity = name if group_name == "world" else f"{name} on group {group_name!r}"
     position = Position(
         kind, group_name, 0, groups.monitor.step if step is None else step, purpose, phase=groups.monitor.outer_label
     )
-    with groups.monitor.phase("object gather", where):
-        yield _Collective(channel, groups, position, where)
+    with groups.monitor.phase("object gather", activity):
+        yield _Collective(channel, groups, position, activity)
 
 
 class _Collective:
     """An exchange of frames, and a second round for objects that do not fit into them."""
 
-    def __init__(self, channel: Channel, groups: ProcessGroups, position: Position, where: str) -> None:
-        self._channel, self._groups, self._position, self._where = channel, groups, position, where
+    def __init__(self, channel: Channel, groups: ProcessGroups, position: Position, activity: str) -> None:
+        self._channel, self._groups, self._position, self._activity = channel, groups, position, activity
 
     def pickled(self, obj: Any) -> bytes:
         """Pickle ``obj`` for the exchange."""
@@ -221,7 +221,7 @@ class _Collective:
             return pickle.dumps(obj)
         except Exception as error:  # a user's __reduce__ may raise anything
             problem = ProcessGroupError(
-                f"rank {self._groups.rank}: an object for {self._where} cannot be pickled: {type(error).__name__}: {error}"
+                f"rank {self._groups.rank}: an object for {self._activity} cannot be pickled: {type(error).__name__}: {error}"
             )
             self.refuse(problem)
             raise problem from error
@@ -335,9 +335,9 @@ class _Collective:
         def headline(late: list[int]) -> str:
             limit = channel.timeout_s if timeout_s is None else timeout_s
             if late:
-                return did_not_arrive(self._groups.rank, self._where, late, len(channel.ranks), limit)
+                return did_not_arrive(self._groups.rank, self._activity, late, len(channel.ranks), limit)
             reason = f"although ranks {channel.ranks} came; one may have died since"
-            return f"rank {self._groups.rank}: {self._where} failed {reason}"
+            return f"rank {self._groups.rank}: {self._activity} failed {reason}"
 
         try:
             yield

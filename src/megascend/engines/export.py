@@ -104,6 +104,7 @@ def check_export(
     problem: CheckpointError | None = None
     try:
         with contextlib.closing(weights):  # type: ignore[reportArgumentType]  a generator
+            # On all ranks: the stream is collective, also on meta tensors.
             headers = {name: header_of(tensor) for name, tensor in weights}
         if groups.rank == 0:
             require_same_tensors(source, info, headers, dtype)
@@ -123,6 +124,7 @@ def check_export_files(source: Path, target: Path, dtype: str, info: ModelInfo, 
         exported_config(source, info, dtype)
         for path in companions(source):
             with path.open("rb") as file:
+                # That a file can be opened does not show that it can be read.
                 file.read(1)
         removed = replaces and not stays(target)
         if not removed:

@@ -92,8 +92,8 @@ def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, 
         return {}
     # A separate CPU generator: all ranks draw the same numbers, and no other random stream advances.
     generator = torch.Generator().manual_seed(seed)
-    drawn = {WEIGHT: head.std * torch.randn(1, hidden, generator=generator), BIAS: torch.zeros(1)}
-    return {name: drawn[name] for name in head.names}
+    weights = {WEIGHT: head.std * torch.randn(1, hidden, generator=generator), BIAS: torch.zeros(1)}
+    return {name: weights[name] for name in head.names}
 
 
 def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:

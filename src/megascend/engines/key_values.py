@@ -86,6 +86,7 @@ class KeyValues:
 
     def take(self, rows: Sequence[int]) -> None:
         """Replace the rows by these of them, in this order; a row that is listed several times is copied."""
+        # No row has ended or is to be copied: the caches stay in place.
         if list(rows) == list(range(len(self.lengths))):
             return
         index = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
@@ -99,6 +100,7 @@ class KeyValues:
         for layer in self._layers:
             self._reserve(layer, longest)
         self._positions = torch.tensor(self.lengths, device=self._device)
+        # Rows differ in length: behind the end of a shorter one are zeros, which are no keys.
         self._visible = torch.arange(longest, device=self._device) <= self._positions[:, None]
 
     def attend(

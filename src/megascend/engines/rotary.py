@@ -65,6 +65,7 @@ class RotaryByLength:
             kinds = [length if kind else 0 for kind, length in zip(kinds, self._lengths, strict=True)]
         longest: dict[int, int] = {}
         for kind, length in zip(kinds, self._lengths, strict=True):
+            # Lengths between two borders have the same frequencies: the longest stands for all of them.
             longest[kind] = max(length, longest.get(kind, 0))
         if len(longest) == 1:
             return [(max(self._lengths), torch.ones_like(self._sample, dtype=torch.bool))]
@@ -91,10 +92,10 @@ def _borders(module: Any, dynamic: bool) -> list[int]:
     settings = getattr(module.config, "rope_parameters", None) or {}
     nested = [values for values in settings.values() if isinstance(values, Mapping)] or [settings]
     lengths = [values.get("original_max_position_embeddings") for values in nested]
-    stated = {length for length in lengths if length is not None}
-    if not stated:
-        stated = {getattr(module.config, "original_max_position_embeddings", None) or module.original_max_seq_len}
-    return sorted(stated)
+    finite = {length for length in lengths if length is not None}
+    if not finite:
+        finite = {getattr(module.config, "original_max_position_embeddings", None) or module.original_max_seq_len}
+    return sorted(finite)
 
 
 def _set_frequencies(module: Any, length: int, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megascend.checkpoint.hf_slices import HfSlice
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import LAYER, some
+from megascend.huggingface.exported import LAYER, abbreviated
 from megascend.huggingface.files import TensorHeader
 
 _NUMBERS = 2**32
@@ -59,8 +59,8 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
     unused = sorted(name for name in headers if name not in used)
     if unused:
         raise CheckpointError(
-            f"model: {some(unused)} in the checkpoint, and nothing in {type(model).__name__}, as config.json describes it, is "
-            "read from there: correct config.json, or remove the tensors from the files"
+            f"model: {abbreviated(unused)} in the checkpoint, and nothing in {type(model).__name__}, as config.json describes "
+            "it, is read from there: correct config.json, or remove the tensors from the files"
         )
     for name, parts in slices.items():
         covered = sum(math.prod(hf_slice.sizes) for hf_slice in parts)

@@ -24,9 +24,9 @@ def header_of(tensor: Tensor) -> TensorHeader:
 class StreamStopped(Exception):
     """A rank has left the stream."""
 
-    def __init__(self, rank: int, where: str, why: str) -> None:
-        super().__init__(rank, where, why)
-        self.rank, self.where, self.why = rank, where, why
+    def __init__(self, rank: int, point: str, reason: str) -> None:
+        super().__init__(rank, point, reason)
+        self.rank, self.point, self.reason = rank, point, reason
 
 
 class ExportBarrier:
@@ -38,12 +38,12 @@ class ExportBarrier:
 
     def __init__(self, groups: ProcessGroups, layers: int = 0) -> None:
         self._groups, self._layers = groups, layers
-        self._why: str | None = None
+        self._reason: str | None = None
         self._layer = 0
 
-    def stop(self, why: str) -> None:
+    def stop(self, reason: str) -> None:
         """Make all ranks raise StreamStopped at the next barrier: this rank reads no further."""
-        self._why = why
+        self._reason = reason
 
     def before_layer(self) -> None:
         """Raise StreamStopped on every rank if any has stopped."""
@@ -60,11 +60,11 @@ class ExportBarrier:
             self.before_layer()
         self.at_end()
 
-    def _join(self, where: str) -> None:
-        reasons = gather_objects(self._why, "world", self._groups, f"named weights, {where}")
-        for rank, why in enumerate(reasons):
-            if why is not None:
-                raise StreamStopped(rank, where, why)
+    def _join(self, point: str) -> None:
+        reasons = gather_objects(self._reason, "world", self._groups, f"named weights, {point}")
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                raise StreamStopped(rank, point, reason)
 
 
 def stream_weights(
@@ -119,7 +119,7 @@ def stream_weights(
     except StreamStopped as stopped:
         if receives:
             raise CheckpointError(
-                f"named_weights: rank {stopped.rank} left the stream {stopped.where} ({stopped.why}); the tensors that this "
+                f"named_weights: rank {stopped.rank} left the stream {stopped.point} ({stopped.reason}); the tensors that this "
                 "rank got are not the complete model"
             ) from None
         return

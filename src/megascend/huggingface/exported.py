@@ -43,11 +43,11 @@ class FusedPart:
 
     Attributes:
         whole: name of the larger tensor.
-        expert: index of the expert, in the first dimension of ``whole``; None without experts.
+        expert: index of the expert, in the first dimension of ``fused_name``; None without experts.
         half: ``gate`` or ``up``, the first or second half of the rows; None: all rows.
     """
 
-    whole: str
+    fused_name: str
     expert: int | None
     half: str | None
 
@@ -76,13 +76,13 @@ def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, Tenso
     missing = [name for name in source if name not in exported]
     new = [name for name in exported if name not in source]
     if missing:
-        problems.append(f"it lacks {some(missing)}")
+        problems.append(f"it lacks {abbreviated(missing)}")
     if new:
-        problems.append(f"it would have {some(new)}, which the source has not")
+        problems.append(f"it would have {abbreviated(new)}, which the source has not")
     common = [(name, source[name], exported[name]) for name in source if name in exported]
     shapes = [f"{name} {list(e.shape)} instead of {list(s.shape)}" for name, s, e in common if s.shape != e.shape]
     if shapes:
-        problems.append(f"other shapes: {some(shapes)}")
+        problems.append(f"other shapes: {abbreviated(shapes)}")
     dtypes = [
         f"{name} {e.dtype} instead of {dtype}"
         for name, s, e in common
@@ -90,10 +90,10 @@ def differences(source: Mapping[str, TensorHeader], exported: Mapping[str, Tenso
         if e.dtype != dtype and not e.dtype == s.dtype == "F32"
     ]
     if dtypes:
-        problems.append(f"other dtypes: {some(dtypes)}")
+        problems.append(f"other dtypes: {abbreviated(dtypes)}")
     return problems
 
 
-def some(names: list[str]) -> str:
+def abbreviated(names: list[str]) -> str:
     """List the first five of ``names`` and the count of the rest."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

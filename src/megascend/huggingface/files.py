@@ -136,11 +136,11 @@ def _refuse_other_readings(model_dir: Path) -> None:
             "DIRECTORY"
         )
     config = model_dir / "config.json"
-    named = _json_object(config).get("transformers_weights") if config.is_file() else None
-    if named is not None:
+    weights_name = _json_object(config).get("transformers_weights") if config.is_file() else None
+    if weights_name is not None:
         raise CheckpointError(
-            f"{config}: transformers_weights is {named!r}, the file that transformers would load; name that file {WEIGHT_FILE} "
-            f"(or {WEIGHT_INDEX}) and remove the entry"
+            f"{config}: transformers_weights is {weights_name!r}, the file that transformers would load; name that file "
+            f"{WEIGHT_FILE} (or {WEIGHT_INDEX}) and remove the entry"
         )
     rank_shard = next(
         (path.name for path in sorted(model_dir.glob("shard-*")) if _SHARD_OF_RANKS.fullmatch(path.name)), None

@@ -74,6 +74,7 @@ class ModelShape:
         moe_ffn = optional_size(config, "moe_intermediate_size", "expert_intermediate_size") or ffn
         shared = optional_size(config, "shared_expert_intermediate_size")
         shared_count = optional_size(config, "n_shared_experts", "num_shared_experts")
+        # DeepSeek counts its shared experts, which are computed as one wide MLP; Qwen gives that MLP's width.
         if shared is None and shared_count and moe_ffn:
             shared = shared_count * moe_ffn
         if num_experts is None and ffn is None:
@@ -84,10 +85,12 @@ class ModelShape:
             hidden_size=hidden_size,
             num_layers=required_size(config, "num_hidden_layers", "n_layer", "num_layers"),
             num_heads=num_heads,
+            # Latent attention has no groups: keys and values are expanded from the latent for every head.
             num_query_groups=num_heads
             if has_latent_attention
             else optional_size(config, "num_key_value_heads", "num_query_groups", "multi_query_group_num") or num_heads,
             vocab_size=required_size(config, "vocab_size", "padded_vocab_size"),
+            # intermediate_size of a model whose layers all have experts is a left-over that no tensor has.
             ffn_hidden_size=ffn if num_experts is None or _has_dense_layers(config) else None,
             num_experts=num_experts,
             moe_ffn_hidden_size=moe_ffn if num_experts is not None else None,
@@ -231,6 +234,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         text = architecture.normalise(text_config(config))
         shape = ModelShape.from_hf_config(config)
         topk = optional_size(text, "num_experts_per_tok") or 0
+        # Read for their errors alone: here a wrong value still has the name of the file.
         for name in ("head_dim", "num_nextn_predict_layers"):
             optional_size(text, name)
     except ConfigError as error:
@@ -259,6 +263,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         # A tied embedding counts, since it is also the output projection.
         if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
             continue
+        # Of the routed experts a token passes through topk; shared experts have names of their own.
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
     if mtp == "train":  # the output layer projects the head's hidden states, too
         active += shape.vocab_size * shape.hidden_size

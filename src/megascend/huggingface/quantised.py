@@ -139,6 +139,7 @@ def _read_fp8(header: QuantisedHeader, files: MutableMapping[Path, Any], bounds:
 
     values = _read_stored(*header.values, files, tuple(slice(*bound) for bound in bounds)).float()
     matrix = list(zip(bounds[-2:], header.block, strict=True))
+    # All blocks that the part touches: it may begin and end within one.
     blocks = [slice(start // size, -(-stop // size)) for (start, stop), size in matrix]
     scales = _read_stored(*header.scales, files, (*(slice(*bound) for bound in bounds[:-2]), *blocks)).float()
     for dimension, ((start, stop), size) in zip((-2, -1), matrix, strict=True):
@@ -157,6 +158,8 @@ def _read_mxfp4(header: QuantisedHeader, files: MutableMapping[Path, Any], bound
     table = torch.tensor(MXFP4_VALUES)
     # Two values a byte, the first in its low half.
     values = torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], dim=-1).flatten(-2)
+    # Exponents are stored with a bias of 127 (E8M0).
     values = torch.ldexp(values, exponents.to(torch.int32)[..., None] - 127).flatten(-2)
     first = groups.start * MXFP4_GROUP
+    # Stored by output row, and [experts, in, out] in transformers' model.
     return values[..., start - first : stop - first].transpose(1, 2).bfloat16().contiguous()

@@ -19,14 +19,14 @@ from megascend.huggingface.files import TensorHeader
 HeadKind = Literal["lm", "scalar", "new_sequence_classifier", "new_token_classifier"]
 """Output of a backend's model: logits; the checkpoint's scalar head; or a scalar head drawn at random in its place."""
 
-Of = Literal["sequence", "token"]
+Unit = Literal["sequence", "token"]
 
 WEIGHT, BIAS = "score.weight", "score.bias"
 DEFAULT_DROPOUT = 0.1
 """transformers', where a token classifier's configuration names none."""
 
 _CLASS = re.compile(r"^(?P<model>\w+)For(?P<task>\w+)$")
-_TASKS: dict[str, Of] = {"SequenceClassification": "sequence", "TokenClassification": "token"}
+_TASKS: dict[str, Unit] = {"SequenceClassification": "sequence", "TokenClassification": "token"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ScalarHead:
         std: standard deviation of fresh weights; None: they come from the checkpoint.
     """
 
-    of: Of
+    unit: Unit
     bias: bool
     dropout: float = 0.0
     std: float | None = None
@@ -63,39 +63,39 @@ def find(
     if head not in get_args(HeadKind):
         raise ConfigError(f"head must be one of {', '.join(get_args(HeadKind))}, got {head!r}")
     # By the ending: some classes store the head under a prefix, which is reported below.
-    there = next((name for name in tensors if name.split(".")[-2:] == ["score", "weight"]), None)
+    weight_name = next((name for name in tensors if name.split(".")[-2:] == ["score", "weight"]), None)
     if head == "lm":
-        if there is not None:
+        if weight_name is not None:
             raise CheckpointError(
-                f"{model_dir}: {there} is the head of a sequence or token classifier (a reward model, a critic): give the "
+                f"{model_dir}: {weight_name} is the head of a sequence or token classifier (a reward model, a critic): give the "
                 "backend head='scalar', or train a checkpoint of a ...ForCausalLM class. Run files train the latter only; "
                 'docs/data.md, "Reward models and critics", shows a program'
             )
         return None
     if head != "scalar":
-        if there is not None:
+        if weight_name is not None:
             raise CheckpointError(
-                f"{model_dir} has a head already, {there}: head={head!r} would drop it; set head='scalar'"
+                f"{model_dir} has a head already, {weight_name}: head={head!r} would drop it; set head='scalar'"
             )
         return _fresh(head, config)
-    if there is None:
+    if weight_name is None:
         raise CheckpointError(
             f"{model_dir} has no {WEIGHT}; for a new head on a causal language model set head='new_sequence_classifier' (reward "
             "models) or head='new_token_classifier' (critics)"
         )
-    return _stored(there, config, tensors, model_dir)
+    return _stored(weight_name, config, tensors, model_dir)
 
 
 def _fresh(head: HeadKind, config: Mapping[str, Any]) -> ScalarHead:
-    of: Of = "token" if head == "new_token_classifier" else "sequence"
-    return ScalarHead(of, bias=of == "token", std=float(config.get("initializer_range") or 0.02))
+    unit: Unit = "token" if head == "new_token_classifier" else "sequence"
+    return ScalarHead(unit, bias=unit == "token", std=float(config.get("initializer_range") or 0.02))
 
 
 def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path) -> ScalarHead:
     classes = config.get("architectures") or []
     match = _CLASS.match(classes[0]) if len(classes) == 1 and isinstance(classes[0], str) else None
-    of = _TASKS.get(match["task"]) if match else None
-    if of is None or name != WEIGHT:
+    unit = _TASKS.get(match["task"]) if match else None
+    if unit is None or name != WEIGHT:
         raise CheckpointError(
             f"{model_dir}: head='scalar' takes transformers' ...ForSequenceClassification and ...ForTokenClassification with a "
             f"layer called score; config.json has architectures={classes}, and the head is {name}"
@@ -106,11 +106,11 @@ def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHe
             f"{model_dir}: {WEIGHT} has shape {list(shape)}; a scalar head has one row (num_labels: 1)"
         )
     # transformers would ignore the bias, and so give other scores than the model was trained for.
-    if bias and of == "sequence":
+    if bias and unit == "sequence":
         raise CheckpointError(f"{model_dir} has {BIAS}, which transformers' {classes[0]} has no place for")
     if config.get("problem_type") not in (None, "regression"):
         raise CheckpointError(f"{model_dir}: problem_type={config['problem_type']!r} is not that of one number a token")
-    return ScalarHead(of, bias, _dropout(config) if of == "token" else 0.0)
+    return ScalarHead(unit, bias, _dropout(config) if unit == "token" else 0.0)
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
@@ -141,12 +141,12 @@ def exported_config(config: Mapping[str, Any], head: ScalarHead | None) -> dict[
     match = _CLASS.match(str(next(iter(classes), "")))
     if match is None:
         raise CheckpointError(f"export: architectures={list(classes)} in config.json do not tell the model's class")
-    task = {of: task for task, of in _TASKS.items()}[head.of]
+    task = {unit: task for task, unit in _TASKS.items()}[head.unit]
     changed: dict[str, Any] = {
         "architectures": [f"{match['model']}For{task}"],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
-    if head.of == "token":
+    if head.unit == "token":
         changed |= {"classifier_dropout": head.dropout}
     return dict(config) | changed

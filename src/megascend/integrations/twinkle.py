@@ -101,7 +101,7 @@ def mend_twinkle() -> list[str]:
     if MegatronStrategy.wrap_model is not _wrap_model:  # else patched already
         for change in mended:
             patch(*change)
-    return [f"{name}: {why}" for _, name, _, why in mended]
+    return [f"{name}: {reason}" for _, name, _, reason in mended]
 
 
 def _wrap_model(self: Any, model: list[Any]) -> list[Any]:

@@ -257,5 +257,5 @@ def _exchange(first: Path, second: Path) -> bool:
     # glibc before 2.28, another libc, or not Linux.
     if renameat2 is None:
         return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2(here, os.fsencode(first.absolute()), here, os.fsencode(second.absolute()), exchange) == 0
+    current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(current, os.fsencode(first.absolute()), current, os.fsencode(second.absolute()), exchange) == 0

@@ -55,11 +55,11 @@ class LastingFile(io.RawIOBase):
             except BlockingIOError:  # whoever shares it has made it non-blocking
                 select.select([], [self._descriptor], [], 1.0)
             except OSError as error:
-                self.lost(error)
+                self.note_loss(error)
                 break
         return size
 
-    def lost(self, error: OSError) -> None:
+    def note_loss(self, error: OSError) -> None:
         """Take note of the first error. Where nothing will be read again, the descriptor becomes the null device: libraries and
         child processes write to it as well."""
         if not self._lossy:
@@ -85,8 +85,8 @@ class LastingOutput:
             stream = getattr(sys, name)
             if stream is None:  # as Python has it where the descriptor is closed
                 file = LastingFile(DESCRIPTORS[name] if name in closed else os.open(os.devnull, os.O_WRONLY), name)
-                file.lost(OSError(errno.EBADF, "it was closed before the start"))
-                self._put(name, _text(io.BufferedWriter(file), encoding="utf-8", line_buffering=True))
+                file.note_loss(OSError(errno.EBADF, "it was closed before the start"))
+                self._replace(name, _text(io.BufferedWriter(file), encoding="utf-8", line_buffering=True))
             elif isinstance(stream, io.TextIOWrapper):
                 raw = getattr(stream.buffer, "raw", stream.buffer)
                 if isinstance(raw, io.FileIO):
@@ -94,8 +94,8 @@ class LastingOutput:
                         stream.flush()
                     file = LastingFile(raw.fileno(), name)
                     buffer: Any = file if raw is stream.buffer else io.BufferedWriter(file)
-                    how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-                    self._put(name, _text(buffer, encoding=stream.encoding, **how))
+                    options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+                    self._replace(name, _text(buffer, encoding=stream.encoding, **options))
 
     def restore(self) -> None:
         """Restore what :meth:`install` replaced."""
@@ -115,7 +115,7 @@ class LastingOutput:
                 problem, file.loss = file.loss, None
                 yield name, problem
 
-    def _put(self, name: str, stream: io.TextIOWrapper) -> None:
+    def _replace(self, name: str, stream: io.TextIOWrapper) -> None:
         self._replaced[name] = stream, getattr(sys, name)
         setattr(sys, name, stream)
 
@@ -134,6 +134,6 @@ def _occupy(number: int) -> bool:
     return False
 
 
-def _text(buffer: Any, **how: Any) -> io.TextIOWrapper:
+def _text(buffer: Any, **options: Any) -> io.TextIOWrapper:
     """Wrap a buffer as a text stream; characters that its encoding lacks are escaped, so that they cannot end the run."""
-    return io.TextIOWrapper(buffer, errors="backslashreplace", **how)
+    return io.TextIOWrapper(buffer, errors="backslashreplace", **options)

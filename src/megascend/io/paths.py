@@ -101,14 +101,14 @@ def unwritable_reason(directory: Path) -> str | None:
     """Return why no file can be written to a directory, which may be missing; None if one can. Removes what it creates."""
     missing: list[Path] = []
     try:
-        there = directory = followed(directory)
-        while not os.path.lexists(there):
-            missing.append(there)
-            there = followed(there.parent)
+        ancestor = directory = followed(directory)
+        while not os.path.lexists(ancestor):
+            missing.append(ancestor)
+            ancestor = followed(ancestor.parent)
     except OSError as error:  # cyclic links
         return f"{directory}: {error.strerror or error}"
-    if not there.is_dir():
-        return f"{there} is not a directory"
+    if not ancestor.is_dir():
+        return f"{ancestor} is not a directory"
     created: list[Path] = []
     try:
         for path in reversed(missing):
@@ -118,7 +118,7 @@ def unwritable_reason(directory: Path) -> str | None:
         with tempfile.TemporaryFile(dir=directory):
             return None
     except OSError as error:
-        return f"{there if created == [] else directory}: {error.strerror or error}"
+        return f"{ancestor if created == [] else directory}: {error.strerror or error}"
     except UnicodeEncodeError as error:
         return f"its name has characters that the locale's encoding for files ({error.encoding}) lacks; PYTHONUTF8=1 sets UTF-8"
     finally:

@@ -75,7 +75,7 @@ class Job:
         attention: None if the kernels do not support the model's attention.
         gated: width of the SwiGLU of dense layers, or None.
         vocabulary: rows of the output layer.
-        done: file to create when all kernels are in Triton's cache.
+        done_file: file to create when all kernels are in Triton's cache.
     """
 
     dtype: str
@@ -84,7 +84,7 @@ class Job:
     attention: Attention | None
     gated: int | None
     vocabulary: int
-    done: str
+    done_file: str
 
     @classmethod
     def of(
@@ -110,6 +110,7 @@ class Job:
         shape, tensor = info.shape, topology.tensor
         text: Mapping[str, Any] = raw.get("text_config") or raw
         width = info.attention_width // shape.num_heads
+        # transformers 5 nests the rotary settings here; files written by earlier versions have the factor at the top.
         rope: Mapping[str, Any] = text.get("rope_parameters") or {}
         rotary = int(width * float(text.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1))
         fits = (
@@ -138,18 +139,18 @@ class Job:
             attention=attention if fits else None,
             gated=gated and gated // tensor,
             vocabulary=-(-shape.vocab_size // tensor),
-            done="",
+            done_file="",
         )
         # The kernels' source is part of the name: other code compiles to other files in Triton's cache.
         code = [digest(file, hashlib.sha256) for file in sorted(Path(__file__).parent.glob("*.py"))]
         content = [job.to_text(), [metadata.version(name) for name in PACKAGES], code]
         name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]
-        return replace(job, done=str(triton_cache() / f"megascend-{name}.done"))
+        return replace(job, done_file=str(triton_cache() / f"megascend-{name}.done"))
 
     @property
     def is_done(self) -> bool:
         """Check whether an earlier process has compiled all kernels."""
-        return Path(self.done).exists()
+        return Path(self.done_file).exists()
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -164,6 +165,7 @@ class Job:
 
 def triton_cache() -> Path:
     """Return the folder in which Triton keeps what it has compiled; absolute."""
+    # Triton's own order of precedence: this process and the run have to agree on the folder.
     if chosen := os.environ.get("TRITON_CACHE_DIR"):
         return Path(chosen).absolute()
     return Path(os.environ.get("TRITON_HOME") or home()).absolute() / ".triton" / "cache"
@@ -233,6 +235,7 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
         def compile_only(function: Any, *arguments: Any, **options: Any) -> Any:
             # warmup: compile without launching.
             kernel = run(function, *arguments, **(options | {"warmup": True}))
+            # Several calls may specialise to one kernel, whose C stub is compiled once.
             if kernel.hash not in compiled:
                 compiled[kernel.hash] = kernel
                 if launchers:
@@ -291,7 +294,7 @@ def calls(job: Job) -> list[Callable[[], object]]:
 
 
 def main() -> None:
-    """Run the job in the first argument, and create its ``done`` file."""
+    """Run the job in the first argument, and create its ``done_file``."""
     die_with_parent()  # without the run, the kernels are not needed
     job = Job.parse(sys.argv[1])
     try:
@@ -299,7 +302,8 @@ def main() -> None:
     except OSError:  # no device is visible; the run itself handles or reports that
         return
     compile_all(job, target)
-    Path(job.done).touch()
+    # Last, so that the next run starts a job again that was killed on the way.
+    Path(job.done_file).touch()
 
 
 if __name__ == "__main__":

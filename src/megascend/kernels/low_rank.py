@@ -31,32 +31,32 @@ class LowRank:
 
     def add_(self, logits: Tensor, down: Tensor, part: slice) -> None:
         """Add the term to ``logits`` [tokens of part, at least rows], in place."""
-        for number, segment in self._within(part):
+        for number, segment in self._segments_in(part):
             logits[segment.start - part.start : segment.stop - part.start, : self.up.shape[2]].addmm_(
                 down[segment], self.up[number]
             )
 
     def propagate(self, grad_logits: Tensor, down: Tensor, grad_down: Tensor, part: slice) -> None:
         """Backpropagate the gradient of a chunk's logits: add that of ``up`` to ``grads``, write that of ``down``."""
-        for number, segment in self._within(part):
+        for number, segment in self._segments_in(part):
             grad = grad_logits[segment.start - part.start : segment.stop - part.start]
             torch.mm(grad, self.up[number].t(), out=grad_down[segment])
             add_product_(self.grads[number], down[segment].t(), grad)
 
-    def _within(self, part: slice) -> Iterator[tuple[int, slice]]:
+    def _segments_in(self, part: slice) -> Iterator[tuple[int, slice]]:
         for number, segment in self.segments:
             start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
             if start < stop:
                 yield number, slice(start, stop)
 
 
-def add_product_(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """Compute ``into += left @ right`` for float32 ``into`` and factors of any dtype; on CUDA in one kernel."""
-    if not into.numel():
+def add_product_(target: Tensor, left: Tensor, right: Tensor) -> None:
+    """Compute ``into += left @ right`` for float32 ``target`` and factors of any dtype; on CUDA in one kernel."""
+    if not target.numel():
         return
     if left.dtype == torch.float32:
-        into.addmm_(left, right)
+        target.addmm_(left, right)
     elif left.device.type == "cuda":
-        torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
+        torch.addmm(target, left, right, out_dtype=torch.float32, out=target)
     else:
-        into += torch.mm(left, right)
+        target += torch.mm(left, right)

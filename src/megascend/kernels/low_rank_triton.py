@@ -52,10 +52,12 @@ def _narrow_kernel(
             ) * inner_stride
             total = tl.zeros([ROWS, M], tl.float32)
             for start in range(0, k, K):
-                at = start + depth
-                x = tl.load(row_ptrs + at[None, :], mask=in_segment[:, None] & (at < k)[None, :], other=0.0)
-                weight_ptrs = weights + matrix_offset + at[:, None] * k_stride + column[None, :] * m_stride
-                w = tl.load(weight_ptrs, mask=(at < k)[:, None] & (column < m)[None, :], other=0.0)
+                inner_index = start + depth
+                x = tl.load(
+                    row_ptrs + inner_index[None, :], mask=in_segment[:, None] & (inner_index < k)[None, :], other=0.0
+                )
+                weight_ptrs = weights + matrix_offset + inner_index[:, None] * k_stride + column[None, :] * m_stride
+                w = tl.load(weight_ptrs, mask=(inner_index < k)[:, None] & (column < m)[None, :], other=0.0)
                 total = tl.dot(x, w, total)
             out_ptrs = out + row.to(tl.int64)[:, None] * m + column[None, :]
             tl.store(out_ptrs, total.to(out.dtype.element_ty), mask=in_segment[:, None] & (column < m)[None, :])
@@ -98,7 +100,7 @@ def _wide_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    small, large, ends, into, inner, small_stride, large_stride, outer_stride, inner_stride, p_stride, q_stride, p, q,
+    small, large, ends, target, inner, small_stride, large_stride, outer_stride, inner_stride, p_stride, q_stride, p, q,
     ROWS: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
     """Compute ``into[segment] += small.T @ large`` over the rows of one segment, for Q of the q columns."""
@@ -117,10 +119,10 @@ def _gradient_kernel(
             large_block = tl.load(large_ptrs, mask=in_segment & (column < q)[None, :], other=0.0)
             total = tl.dot(tl.trans(small_block), large_block, total)
         matrix_offset = (segment // inner).to(tl.int64) * outer_stride + (segment % inner).to(tl.int64) * inner_stride
-        into_ptrs = into + matrix_offset + across[:, None] * p_stride + column[None, :] * q_stride
+        target_ptrs = target + matrix_offset + across[:, None] * p_stride + column[None, :] * q_stride
         # No atomics: no other program has this tile of this segment.
         inside = (across < p)[:, None] & (column < q)[None, :]
-        tl.store(into_ptrs, tl.load(into_ptrs, mask=inside, other=0.0) + total, mask=inside)
+        tl.store(target_ptrs, tl.load(target_ptrs, mask=inside, other=0.0) + total, mask=inside)
 
 
 def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = None) -> Tensor:
@@ -132,7 +134,7 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = N
     (n, k), m = rows.shape, weights.shape[-1]
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     out = torch.empty(n, m, dtype=rows.dtype, device=rows.device)
-    segments, inner, *strides = _of(weights)
+    segments, inner, *strides = _strides_of(weights)
     block = triton.next_power_of_2(len(ends))
     if m <= MAX_RANK and (k > MAX_RANK or (m <= k and base is None)):
         small = _small(m)
@@ -153,20 +155,20 @@ def product(rows: Tensor, weights: Tensor, ends: Tensor, base: Tensor | None = N
     return out
 
 
-def accumulate(into: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
+def accumulate(target: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
     """Add ``left[segment s].T @ right[segment s]``, [n, k] and [n, m], to float32 ``into[s]``; k or m is at most MAX_RANK."""
-    if into.shape[-2] > into.shape[-1]:
-        accumulate(into.mT, right, left, ends)
+    if target.shape[-2] > target.shape[-1]:
+        accumulate(target.mT, right, left, ends)
         return
-    p, q = into.shape[-2:]
-    small, large = (of if of.stride(1) == 1 else of.contiguous() for of in (left, right))
-    segments, inner, *strides = _of(into)
+    p, q = target.shape[-2:]
+    small, large = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (left, right))
+    segments, inner, *strides = _strides_of(target)
     # At most 8192 fp32 sums per program: 64 registers for each thread of 4 warps.
     wide = next(
         (wide for wide in (128, 64) if segments * triton.cdiv(q, wide) >= PROGRAMS and wide * _small(p) <= 8192), 32
     )
     _gradient_kernel[(segments, triton.cdiv(q, wide))](  # type: ignore[reportIndexIssue]
-        small, large, ends, into, inner, small.stride(0), large.stride(0), *strides, p, q,
+        small, large, ends, target, inner, small.stride(0), large.stride(0), *strides, p, q,
         ROWS=64, P=_small(p), Q=wide, num_warps=4, num_stages=3,
     )  # fmt: skip
 
@@ -176,7 +178,7 @@ def _small(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _of(matrices: Tensor) -> tuple[int, int, int, int, int, int]:
+def _strides_of(matrices: Tensor) -> tuple[int, int, int, int, int, int]:
     """Return (segments, inner, strides of outer and inner, strides of a matrix's rows and columns)."""
     if matrices.dim() == 3:
         return len(matrices), 1, matrices.stride(0), 0, matrices.stride(1), matrices.stride(2)

@@ -56,8 +56,8 @@ def _sin_cos_of(
             start = tl.load(starts + first + index, mask=first + index < sequences, other=2147483647)[None, :]
             begin = tl.maximum(begin, tl.max(tl.where(start <= token[:, None], start, 0), 1))
         position = token - begin
-    of_angles = angles + position.to(tl.int64)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    return _sin_cos(tl.load(of_angles, mask=inside & (position < positions)[:, None], other=0.0))
+    angle_ptrs = angles + position.to(tl.int64)[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    return _sin_cos(tl.load(angle_ptrs, mask=inside & (position < positions)[:, None], other=0.0))
 
 
 @triton.jit
@@ -71,15 +71,15 @@ def _store(pointers, values, inside):
 
 
 @triton.jit
-def _head(of_x, of_out, gain, sin, cos, inside, eps, HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr):
+def _head(x_ptrs, out_ptrs, gain, sin, cos, inside, eps, HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr):
     """Process one query head, or the key head, of a tile's tokens."""
     column = tl.arange(0, HALF)
-    first, second = _load(of_x + column[None, :], inside), _load(of_x + HALF + column[None, :], inside)
+    first, second = _load(x_ptrs + column[None, :], inside), _load(x_ptrs + HALF + column[None, :], inside)
     if NORM:
         squares = tl.sum(first * first + second * second, 1)
     if REST:
-        place = 2 * HALF + tl.arange(0, REST)
-        rest = _load(of_x + place[None, :], inside)
+        rest_column = 2 * HALF + tl.arange(0, REST)
+        rest = _load(x_ptrs + rest_column[None, :], inside)
         if NORM:
             squares += tl.sum(rest * rest, 1)
     if NORM:
@@ -87,11 +87,11 @@ def _head(of_x, of_out, gain, sin, cos, inside, eps, HALF: tl.constexpr, REST: t
         first = first * scale * tl.load(gain + column).to(tl.float32)[None, :]
         second = second * scale * tl.load(gain + HALF + column).to(tl.float32)[None, :]
         if REST:
-            rest = rest * scale * tl.load(gain + place).to(tl.float32)[None, :]
-    _store(of_out + column[None, :], first * cos - second * sin, inside)
-    _store(of_out + HALF + column[None, :], second * cos + first * sin, inside)
+            rest = rest * scale * tl.load(gain + rest_column).to(tl.float32)[None, :]
+    _store(out_ptrs + column[None, :], first * cos - second * sin, inside)
+    _store(out_ptrs + HALF + column[None, :], second * cos + first * sin, inside)
     if REST:
-        _store(of_out + place[None, :], rest, inside)
+        _store(out_ptrs + rest_column[None, :], rest, inside)
 
 
 # These sizes change between micro batches; Triton would compile variants for 1 and for multiples of 16.
@@ -108,33 +108,39 @@ def _forward_kernel(
     inside = (token < tokens)[:, None]
     sin, cos = _sin_cos_of(token, inside, angles, starts, batch, positions, sequences, HALF, PACKED, TOKENS)
     row = token.to(tl.int64)[:, None] * groups + group
-    of_mixed, of_query = mixed + row * ((HEADS + 2) * WIDTH), query + row * (HEADS * WIDTH)
+    mixed_ptrs, query_ptrs = mixed + row * ((HEADS + 2) * WIDTH), query + row * (HEADS * WIDTH)
     for head in range(HEADS):
-        _head(of_mixed + head * WIDTH, of_query + head * WIDTH, query_gain, sin, cos, inside, eps, HALF, REST, NORM)
-    _head(of_mixed + HEADS * WIDTH, key + row * WIDTH, key_gain, sin, cos, inside, eps, HALF, REST, NORM)
+        _head(mixed_ptrs + head * WIDTH, query_ptrs + head * WIDTH, query_gain, sin, cos, inside, eps, HALF, REST, NORM)
+    _head(mixed_ptrs + HEADS * WIDTH, key + row * WIDTH, key_gain, sin, cos, inside, eps, HALF, REST, NORM)
     column = tl.arange(0, WIDTH)[None, :]
-    copied = tl.load(of_mixed + (HEADS + 1) * WIDTH + column, mask=inside)
+    copied = tl.load(mixed_ptrs + (HEADS + 1) * WIDTH + column, mask=inside)
     tl.store(value + row * WIDTH + column, copied, mask=inside)
 
 
 @triton.jit
 def _head_back(
-    of_grad, of_x, of_dx, gain, sin, cos, inside, eps, first_sum, second_sum, rest_sum,
+    grad_ptrs, x_ptrs, dx_ptrs, gain, sin, cos, inside, eps, first_sum, second_sum, rest_sum,
     HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Write one head's gradient; return the sums for the norm's weight with this head's part added."""
     column = tl.arange(0, HALF)
-    one, other = _load(of_grad + column[None, :], inside), _load(of_grad + HALF + column[None, :], inside)
+    first_grad, second_grad = (
+        _load(grad_ptrs + column[None, :], inside),
+        _load(grad_ptrs + HALF + column[None, :], inside),
+    )
     # The transpose of the rotation.
-    first, second = one * cos + other * sin, other * cos - one * sin
+    first, second = first_grad * cos + second_grad * sin, second_grad * cos - first_grad * sin
     if REST:
-        place = 2 * HALF + tl.arange(0, REST)
-        rest = _load(of_grad + place[None, :], inside)
+        rest_column = 2 * HALF + tl.arange(0, REST)
+        rest = _load(grad_ptrs + rest_column[None, :], inside)
     if NORM:
-        x_first, x_second = _load(of_x + column[None, :], inside), _load(of_x + HALF + column[None, :], inside)
+        x_first, x_second = (
+            _load(x_ptrs + column[None, :], inside),
+            _load(x_ptrs + HALF + column[None, :], inside),
+        )
         squares = tl.sum(x_first * x_first + x_second * x_second, 1)
         if REST:
-            x_rest = _load(of_x + place[None, :], inside)
+            x_rest = _load(x_ptrs + rest_column[None, :], inside)
             squares += tl.sum(x_rest * x_rest, 1)
         scale = tl.rsqrt(squares / (2 * HALF + REST) + eps)[:, None]
         x_first, x_second = x_first * scale, x_second * scale
@@ -146,16 +152,16 @@ def _head_back(
         if REST:
             x_rest = x_rest * scale
             rest_sum += rest * x_rest
-            rest = rest * tl.load(gain + place).to(tl.float32)[None, :]
+            rest = rest * tl.load(gain + rest_column).to(tl.float32)[None, :]
             products += tl.sum(rest * x_rest, 1)
         mean = (products / (2 * HALF + REST))[:, None]
         first, second = scale * (first - x_first * mean), scale * (second - x_second * mean)
         if REST:
             rest = scale * (rest - x_rest * mean)
-    _store(of_dx + column[None, :], first, inside)
-    _store(of_dx + HALF + column[None, :], second, inside)
+    _store(dx_ptrs + column[None, :], first, inside)
+    _store(dx_ptrs + HALF + column[None, :], second, inside)
     if REST:
-        _store(of_dx + place[None, :], rest, inside)
+        _store(dx_ptrs + rest_column[None, :], rest, inside)
     return first_sum, second_sum, rest_sum
 
 
@@ -178,29 +184,29 @@ def _backward_kernel(
     """Process a share of the tiles; with SUMS write one row of ``partial`` sums of both weights' gradients a program."""
     WIDTH: tl.constexpr = 2 * HALF + REST
     # Triton has no empty tensors.
-    LEFT: tl.constexpr = REST if REST > 0 else 1
+    REST_SIZE: tl.constexpr = REST if REST > 0 else 1
     query_first, query_second = tl.zeros([TOKENS, HALF], tl.float32), tl.zeros([TOKENS, HALF], tl.float32)
     key_first, key_second = tl.zeros([TOKENS, HALF], tl.float32), tl.zeros([TOKENS, HALF], tl.float32)
-    query_rest, key_rest = tl.zeros([TOKENS, LEFT], tl.float32), tl.zeros([TOKENS, LEFT], tl.float32)
+    query_rest, key_rest = tl.zeros([TOKENS, REST_SIZE], tl.float32), tl.zeros([TOKENS, REST_SIZE], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, TOKENS) * groups, tl.num_programs(0)):
         token, group = (tile // groups) * TOKENS + tl.arange(0, TOKENS), tile % groups
         inside = (token < tokens)[:, None]
         sin, cos = _sin_cos_of(token, inside, angles, starts, batch, positions, sequences, HALF, PACKED, TOKENS)
         row = token.to(tl.int64)[:, None] * groups + group
-        of_x, of_dx = mixed + row * ((HEADS + 2) * WIDTH), grad + row * ((HEADS + 2) * WIDTH)
+        x_ptrs, dx_ptrs = mixed + row * ((HEADS + 2) * WIDTH), grad + row * ((HEADS + 2) * WIDTH)
         for head in range(HEADS):
-            of_grad = query_grad + row * (HEADS * WIDTH) + head * WIDTH
+            grad_ptrs = query_grad + row * (HEADS * WIDTH) + head * WIDTH
             query_first, query_second, query_rest = _head_back(
-                of_grad, of_x + head * WIDTH, of_dx + head * WIDTH, query_gain, sin, cos, inside, eps,
+                grad_ptrs, x_ptrs + head * WIDTH, dx_ptrs + head * WIDTH, query_gain, sin, cos, inside, eps,
                 query_first, query_second, query_rest, HALF, REST, NORM,
             )  # fmt: skip
         key_first, key_second, key_rest = _head_back(
-            key_grad + row * WIDTH, of_x + HEADS * WIDTH, of_dx + HEADS * WIDTH, key_gain, sin, cos, inside, eps,
+            key_grad + row * WIDTH, x_ptrs + HEADS * WIDTH, dx_ptrs + HEADS * WIDTH, key_gain, sin, cos, inside, eps,
             key_first, key_second, key_rest, HALF, REST, NORM,
         )  # fmt: skip
         column = tl.arange(0, WIDTH)[None, :]
         copied = tl.load(value_grad + row * WIDTH + column, mask=inside)
-        tl.store(of_dx + (HEADS + 1) * WIDTH + column, copied, mask=inside)
+        tl.store(dx_ptrs + (HEADS + 1) * WIDTH + column, copied, mask=inside)
     if SUMS:
         partial += tl.program_id(0) * (2 * WIDTH)
         _store_sums(partial, query_first, query_second, query_rest, HALF, REST)
@@ -262,11 +268,11 @@ class _QkvRope(torch.autograd.Function):
                 HEADS=heads, HALF=half, REST=width - 2 * half, NORM=mixed is not None, SUMS=sums,
                 PACKED=starts is not None, TOKENS=tile, num_warps=4,
             )  # fmt: skip
-        of_query = of_key = None
+        query_weight_grad = key_weight_grad = None
         if partial is not None:
             total = partial.sum(0)
-            of_query, of_key = total[0].to(query_weight.dtype), total[1].to(key_weight.dtype)
-        return grad, of_query, of_key, None, None, None, None, None
+            query_weight_grad, key_weight_grad = total[0].to(query_weight.dtype), total[1].to(key_weight.dtype)
+        return grad, query_weight_grad, key_weight_grad, None, None, None, None, None
 
 
 def _tile(width: int) -> int:

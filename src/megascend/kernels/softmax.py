@@ -122,8 +122,8 @@ def _shard_statistics(logits: Tensor, local_targets: Tensor, entropy: bool) -> S
         return zeros - torch.inf, zeros, zeros, zeros if entropy else None
     x = logits.float()
     maximum = x.amax(-1)
-    picked = x.gather(1, local_targets.clamp_min(0)[:, None])[:, 0]
-    target = torch.where(local_targets >= 0, picked, 0.0)
+    target_logits = x.gather(1, local_targets.clamp_min(0)[:, None])[:, 0]
+    target = torch.where(local_targets >= 0, target_logits, 0.0)
     shifted = x - maximum[:, None]
     exponentials = shifted.exp()
     weighted = (exponentials * shifted).sum(-1) if entropy else None

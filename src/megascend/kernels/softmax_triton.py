@@ -13,13 +13,13 @@ WARPS = 8
 
 @triton.jit
 def _statistics_kernel(
-    logits, targets, maxima, totals, picked, weights, stride, columns, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    logits, targets, maxima, totals, target_logits, weights, stride, columns, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Compute maximum and sum online (Milakov and Gimelshein 2018): the row is read once."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
-    tl.store(picked + row, tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32))
+    tl.store(target_logits + row, tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32))
     maximum = float("-inf")
     total = 0.0
     weighted = 0.0
@@ -71,12 +71,12 @@ def shard_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return ``ShardStatistics`` of :mod:`megascend.kernels.softmax`."""
     count, columns = logits.shape
-    maxima, totals, picked, weighted = torch.empty(4, count, dtype=torch.float32, device=logits.device).unbind(0)
+    maxima, totals, target_logits, weighted = torch.empty(4, count, dtype=torch.float32, device=logits.device).unbind(0)
     _statistics_kernel[(count,)](  # type: ignore[reportIndexIssue]
-        logits, local_targets, maxima, totals, picked, weighted, logits.stride(0), columns,
+        logits, local_targets, maxima, totals, target_logits, weighted, logits.stride(0), columns,
         ENTROPY=entropy, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-    return maxima, totals, picked, weighted if entropy else None
+    return maxima, totals, target_logits, weighted if entropy else None
 
 
 def gradient_(

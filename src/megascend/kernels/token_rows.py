@@ -57,6 +57,7 @@ def chunk_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     ends = sizes.cumsum(0)
     row = torch.arange(rows, device=counts.device)
     chunk = torch.searchsorted(ends, row, right=True)
+    # A row keeps its place within its chunk: the source index differs by the distance between the chunk's two starts.
     order = row + (start - ends + sizes).index_select(0, chunk)
     return order, torch.empty_like(order).scatter_(0, order, row)
 

@@ -127,8 +127,8 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
 
 def flatten(factors: Mapping[str, Factors], prefix: str) -> dict[str, torch.Tensor]:
     """Return one tensor for every factor, by name."""
-    named = {f"{prefix}{name}.a": factor.a.contiguous() for name, factor in factors.items()}
-    return named | {f"{prefix}{name}.b": factor.b.contiguous() for name, factor in factors.items()}
+    tensors = {f"{prefix}{name}.a": factor.a.contiguous() for name, factor in factors.items()}
+    return tensors | {f"{prefix}{name}.b": factor.b.contiguous() for name, factor in factors.items()}
 
 
 def unflatten(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Factors]:

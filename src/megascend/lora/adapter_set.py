@@ -76,6 +76,7 @@ class AdapterSet:
             if name and name not in self.registry:
                 adapters = ", ".join(sorted(self.registry)) or "none"
                 raise DataError(f"sample {index} is for unknown adapter {name!r}; adapters: {adapters}")
+            # Without a gradient anywhere, the sample would count in the loss and train nothing.
             if training and not name:
                 raise DataError(
                     f"sample {index} names no adapter, and the model is frozen: pass adapter=... or set Sample.adapter"
@@ -91,6 +92,7 @@ class AdapterSet:
             if names is None
             else self.require(names)
         )
+        # A step without gradients would still decay the weights and age Adam's moments.
         idle = [adapter.name for adapter in chosen if not adapter.accumulated]
         if idle or not chosen:
             subject = f"adapter {idle[0]!r}" if idle else "no adapter"
@@ -166,6 +168,7 @@ class AdapterSet:
             adapter.make_room()
             return adapter
 
+        # On all ranks or none: a registry that differs between ranks would make the next collective hang.
         self.registry.add(catch_oom_on_all_ranks(make, self._groups, f"adapter {name!r}"))
 
     def collect_unsharded(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
@@ -231,6 +234,7 @@ class AdapterSet:
             problem = CheckpointError(f"{path}: {error} (rank {self._groups.rank})")
         except OutOfDeviceMemoryError as error:
             problem = error
+        # Only now: until all ranks have reported, none may raise, or the others would wait in the next collective.
         raise_on_all_ranks(problem, self._groups, f"whether {path} fits")
         assert adapter is not None
         return adapter
@@ -356,6 +360,7 @@ class MixedAdapters(AdapterSet):
 
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
         """Set the batch's segments: the adapter of each token, by its index in ``names``."""
+        # A context parallel rank holds the same share of every sample, so its tokens stay sorted by adapter.
         lengths = [length // self._topology.context for length in batch.padded_lengths]
         # Stacks of a pool have empty slots, for which segments must exist as well.
         count = len(names) if self._pool is None else stack_capacity(len(names))

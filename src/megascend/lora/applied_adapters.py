@@ -173,6 +173,8 @@ class LookUp(torch.autograd.Function):
         if adapter_index is not None:
             rows = rows + adapter_index * size
         ctx.save_for_backward(rows, is_local)
+        # Not by save_for_backward, which refuses tensors that change in between: other micro batches add their
+        # gradients here.
         ctx.grads = grads.view(count * size, rank)
         if not size:  # all of this rank's vocabulary is padding
             return tables.new_zeros(*ids.shape, rank)
@@ -217,9 +219,10 @@ def drop(x: Tensor, stacked: StackedAdapters, segments: TokenSegments, target: T
         return x
     rows = segments.local_slice if local else slice(None)
     rate = stacked.dropouts[segments.adapter_index[rows]][:, None]
+    # By name, which is the same in every layout; an index is not.
     layer = zlib.crc32((target.drawn_as or target.slices[0].name).encode())
     columns = mix(torch.arange(target.in_start, target.in_start + x.shape[-1], device=x.device) + layer)
-    drawn = mix(segments.keys[rows][:, None] ^ columns)
+    bits = mix(segments.keys[rows][:, None] ^ columns)
     # double: float32 cannot represent all thresholds below 2^31.
-    keep = (drawn >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)
+    keep = (bits >= rate.double() * 2.0**31).to(x.dtype) / (1 - rate).to(x.dtype)
     return x * keep.view(x.shape)

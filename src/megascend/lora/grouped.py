@@ -89,36 +89,36 @@ def product(rows: Tensor, weights: Tensor, segments: Segments | None, base: Tens
     return out if base is None else out.add_(base)
 
 
-def accumulate(into: Tensor, left: Tensor, right: Tensor, segments: Segments | None) -> None:
+def accumulate(target: Tensor, left: Tensor, right: Tensor, segments: Segments | None) -> None:
     """Compute ``into[g] += left[segment g].T @ right[segment g]``: [n, k] and [n, m] into float32 [segments, k, m].
 
     Args:
         into: also [outer, inner, k, m], as the weights of :func:`product`.
     """
-    kernel = None if segments is None else kernel_for(left, into)
+    kernel = None if segments is None else kernel_for(left, target)
     if segments is not None and kernel == "triton":
         from megascend.kernels import low_rank_triton
 
-        low_rank_triton.accumulate(into, left, right, segments.ends)
+        low_rank_triton.accumulate(target, left, right, segments.ends)
     # StackedAdapters stores the gradients of A transposed.
-    elif into.stride(-1) != 1:
-        accumulate(into.mT, right, left, segments)
+    elif target.stride(-1) != 1:
+        accumulate(target.mT, right, left, segments)
     elif segments is None:
-        into.flatten(0, -3)[0].add_(left.T @ right)
-    elif into.dim() == 4:  # by (outer, inner), whose strides may not allow a flat view
-        sums = torch.zeros_like(into, memory_format=torch.contiguous_format).flatten(0, 1)
+        target.flatten(0, -3)[0].add_(left.T @ right)
+    elif target.dim() == 4:  # by (outer, inner), whose strides may not allow a flat view
+        sums = torch.zeros_like(target, memory_format=torch.contiguous_format).flatten(0, 1)
         accumulate(sums, left, right, segments)
-        into.add_(sums.view(into.shape))
+        target.add_(sums.view(target.shape))
     elif kernel == "torch":
-        for start, end in _parts(len(into)):
+        for start, end in _parts(len(target)):
             products = torch._grouped_mm(left.T, right, offs=segments.ends[max(0, start - 1) : end])
             # In later calls the first group is the rows before ``start``.
-            into[start:end].add_(products[1:] if start else products)
+            target[start:end].add_(products[1:] if start else products)
     elif kernel == "npu":
-        into.add_(grouped_product(left.T, right, segments.ends, by_rows=False))
+        target.add_(grouped_product(left.T, right, segments.ends, by_rows=False))
     else:
         sizes = segments.sizes()
-        for total, left_rows, right_rows in zip(into, left.split(sizes), right.split(sizes), strict=True):
+        for total, left_rows, right_rows in zip(target, left.split(sizes), right.split(sizes), strict=True):
             if len(left_rows):
                 total.add_(left_rows.T @ right_rows)
 

@@ -66,6 +66,7 @@ class AdapterManager(MixedAdapters):
         model_dir: Path,
     ) -> None:
         for chunk in chunks:
+            # The frozen weights get no gradient buffers, and autograd computes no weight gradients for them.
             chunk.requires_grad_(False)
         layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
         check_untied(limits.targets, layout.prefix, tied=not config.untie_embeddings_and_output_weights)
@@ -109,6 +110,8 @@ class AdapterLayers(AppliedAdapters):
                 if target.is_embedding:
                     target.module.register_forward_hook(partial(self._after_embedding, number, target))
                     continue
+                # Its product with the vocabulary is computed by the output head, in chunks and fused with the loss; a
+                # hook on this layer's output would see no logits.
                 if target.is_output:
                     self._output = number, target
                     target.module.register_forward_hook(self._after_output)
@@ -120,16 +123,21 @@ class AdapterLayers(AppliedAdapters):
                     patch(target.module, "return_layernorm_output", True, "adapters see the norm's output")
                 target.module.register_forward_hook(partial(self._after, number, layer, target))
                 self._targets[target.module] = number, layer, target
+                # Once a layer: both products of its experts work on the same permuted rows.
                 if target.moe is not None and id(target.moe) not in self._expert_rows:
                     self._expert_rows[id(target.moe)] = send_adapter_indices(target.moe, lambda: self.mixed)
         for chunk in chunks:
             if chunk.pre_process:
+                # The embedding is frozen, so its output requires no gradient, and recomputed layers would record no
+                # graph.
                 chunk.embedding.register_forward_hook(start_graph)
 
     def watch(self, output: Tensor) -> None:
         """Restore this micro batch's segments when its backward pass begins, for layers that are recomputed."""
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
+            # With pipelining several micro batches are under way: at the time of the backward pass ``segments`` is a
+            # later one's.
             output.register_hook(lambda _: setattr(self, "segments", segments))
 
     def deltas(self, module: Any) -> list[tuple[slice, Tensor]]:
@@ -258,6 +266,7 @@ def send_adapter_indices(moe: Any, mixed: Callable[[], TokenSegments | None]) ->
     permuted: list[Tensor | None] = [None]  # passed from the first hook to the second
 
     def dispatch_preprocess(*args: Any, **options: Any) -> Any:
+        # First: the mapping of this micro batch exists only after the dispatcher's own preprocessing.
         result = preprocess(*args, **options)
         permuted[0], segments = None, mixed()
         if segments is not None:
@@ -268,6 +277,7 @@ def send_adapter_indices(moe: Any, mixed: Callable[[], TokenSegments | None]) ->
 
     def dispatch_postprocess(*args: Any, **options: Any) -> Any:
         result = postprocess(*args, **options)
+        # Cleared, so that a forward pass without adapters never reads the indices of an earlier one.
         adapter_index, permuted[0] = permuted[0], None
         rows.set_adapters(None if adapter_index is None else exchange(dispatcher, adapter_index))
         return result
@@ -283,6 +293,8 @@ def exchange(dispatcher: MoEAlltoAllTokenDispatcher, adapter_index: Tensor) -> T
     column = adapter_index[:, None].float()  # the collectives take floats; indices this small are exact
     if dispatcher.ep_size > 1:
         column = all_to_all(dispatcher.ep_group, column, dispatcher.output_splits, dispatcher.input_splits)
+    # In the dispatcher's order of exchanges: over expert parallel ranks, then over expert tensor parallel ones, then
+    # the sort of what came from several ranks.
     if dispatcher.tp_size > 1:
         splits = dispatcher.output_splits_tp
         column = gather_from_sequence_parallel_region(

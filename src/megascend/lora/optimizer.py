@@ -32,11 +32,11 @@ class AdapterOptimizer:
         """
         self._groups.monitor.call("grad reduce", self._reduce, adapters)
         with self._groups.monitor.phase("update"):
-            counted: list[Sharding] = [
+            shardings: list[Sharding] = [
                 sharding for sharding in SHARDINGS if is_main_replica(sharding, self._groups.coordinates)
             ]
             # One all-reduce for all adapters, in which one copy of every factor counts.
-            squares = torch.stack([square_norm(adapter, counted) for adapter in adapters])
+            squares = torch.stack([square_norm(adapter, shardings) for adapter in adapters])
             if self._topology.world_size > 1:
                 dist.all_reduce(squares)
             return update(adapters, squares.sqrt().tolist(), adam)
@@ -58,9 +58,9 @@ class AdapterOptimizer:
                 adapter.grads.div_(ranks)  # the loss is scaled for a mean over ranks, as Megatron's DDP computes
 
 
-def square_norm(adapter: Adapter, counted: Iterable[Sharding]) -> torch.Tensor:
-    """Return this rank's part, by the ``counted`` shardings, of the squared L2 norm of an adapter's gradients."""
-    ranges = merged(adapter.layout.ranges[sharding] for sharding in counted)
+def square_norm(adapter: Adapter, shardings: Iterable[Sharding]) -> torch.Tensor:
+    """Return this rank's part, in the ranges of ``shardings``, of the squared L2 norm of an adapter's gradients."""
+    ranges = merged(adapter.layout.ranges[sharding] for sharding in shardings)
     parts = [square_sum(adapter.grads[start:stop]) for start, stop in ranges]
     return torch.stack(parts).sum() if parts else adapter.grads.new_zeros(())
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megascend.config import Lora
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import some
+from megascend.huggingface.exported import abbreviated
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import CONFIG, EXPERT_PARAMETERS, WEIGHTS, is_expert_parameter, to_factors, to_tensors
 from megascend.lora.target_modules import matches
@@ -74,7 +74,7 @@ def check_complete(folder: Path, names: Collection[str], adaptable: Collection[s
     missing = [name for name in adaptable if name in targets and name not in names]
     if missing:
         raise CheckpointError(
-            f"adapter {folder}: {WEIGHTS} has no factors of {some(missing)}, which {CONFIG} targets (target_modules, "
+            f"adapter {folder}: {WEIGHTS} has no factors of {abbreviated(missing)}, which {CONFIG} targets (target_modules, "
             "target_parameters, layers_to_transform): copy the file again if it is damaged; if these layers were not trained, "
             f"leave them out of {CONFIG}"
         )
@@ -276,7 +276,7 @@ def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ..
     # These choose layers in ways that ``targets`` cannot express.
     if isinstance(modules, str) or narrowed:
         return tuple(sorted(names))
-    listed = sorted({*modules, *parameters})
+    module_names = sorted({*modules, *parameters})
     # Parameters of the same experts that are not adapted: the listed targets must not match them.
     siblings = {
         f"{name.rpartition('.')[0]}.{parameter}"
@@ -284,10 +284,10 @@ def _targets(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, ..
         if is_expert_parameter(name)
         for parameter in EXPERT_PARAMETERS
     }
-    selected = {name for name in {*names, *siblings} if matches(name, listed)}
+    selected = {name for name in {*names, *siblings} if matches(name, module_names)}
     # A target that matches nothing would be refused when the adapter is added.
-    used = [target for target in listed if any(matches(name, [target]) for name in names)]
-    return tuple(listed if selected == set(names) and used == listed else sorted(names))
+    used = [target for target in module_names if any(matches(name, [target]) for name in names)]
+    return tuple(module_names if selected == set(names) and used == module_names else sorted(names))
 
 
 def _ends_of(names: Iterable[str], parts: int, universe: Collection[str]) -> list[str]:

@@ -43,6 +43,8 @@ def to_tensors(factors: Mapping[str, Factors], rank: int) -> dict[str, Tensor]:
         _check_factors(name, pair, rank)
         a, b = pair.a, pair.b
         if a.ndim == 3:
+            # peft keeps one matrix for all experts: rows of A by expert, then rank; columns of B by rank, then
+            # expert.
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2)
         module = _peft_module(name, factors)
         ends = ("lora_embedding_A", "lora_embedding_B") if is_embedding(name) else ("lora_A.weight", "lora_B.weight")
@@ -97,6 +99,8 @@ def _peft_module(name: str, names: Collection[str]) -> str:
     if not is_expert_parameter(name):
         return name
     experts, _, parameter = name.rpartition(".")
+    # peft wraps a module once for each adapted parameter, and every further wrapper holds the one before as
+    # base_layer.
     outer = EXPERT_PARAMETERS[EXPERT_PARAMETERS.index(parameter) + 1 :]
     return experts + ".base_layer" * sum(f"{experts}.{other}" in names for other in outer)
 
@@ -151,10 +155,11 @@ def _fused_experts(
         factors[name] = Factors(a, b)
     if len(factors) == 2:
         gate_up, down = factors.values()
+        # The pairs have no names of their own in the file: swapped, they would load wherever the sizes happen to fit.
         if gate_up.a.shape[-1] != down.b.shape[-2] or gate_up.b.shape[-2] != 2 * down.a.shape[-1]:
             raise CheckpointError(
-                f"{WEIGHTS}: gate_up_proj of {experts} would be {_described(gate_up)} and down_proj "
-                f"{_described(down)}, which do not fit together"
+                f"{WEIGHTS}: gate_up_proj of {experts} would be {_description(gate_up)} and down_proj "
+                f"{_description(down)}, which do not fit together"
             )
     return factors
 
@@ -200,14 +205,14 @@ def _check_factors(name: str, pair: Factors, rank: int, file: str = "") -> None:
     dims = 3 if is_expert_parameter(name) else 2
     label = f"{file}: {name}" if file else name
     if a.ndim != dims or b.ndim != dims or a.shape[:-2] != b.shape[:-2]:
-        raise CheckpointError(f"{label}: A and B need {dims} dimensions, found {_described(pair)}")
+        raise CheckpointError(f"{label}: A and B need {dims} dimensions, found {_description(pair)}")
     if a.shape[-2] != rank or b.shape[-1] != rank:
-        raise CheckpointError(f"{label}: A and B are {_described(pair)}, but the rank is {rank}")
+        raise CheckpointError(f"{label}: A and B are {_description(pair)}, but the rank is {rank}")
     for factor, tensor in (("A", a), ("B", b)):
         bad = tensor.numel() - int(torch.isfinite(tensor).sum())
         if bad:
             raise CheckpointError(f"{label}: {bad} of {tensor.numel()} values of {factor} are NaN or infinite")
 
 
-def _described(pair: Factors) -> str:
+def _description(pair: Factors) -> str:
     return f"{list(pair.a.shape)} and {list(pair.b.shape)}"

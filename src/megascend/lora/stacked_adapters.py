@@ -122,11 +122,14 @@ class StackedAdapters:
         lead = (len(shape_group.target_modules), len(self.adapters), target.experts)
         inner = len(target.slices) * self.rank
 
+        # Both layouts keep the dimension contiguous that the product reads row by row: an embedding looks up rows of
+        # A, a linear layer multiplies by A with its input innermost.
         def zeros(dtype: torch.dtype) -> Tensor:
             if target.is_embedding:
                 return torch.zeros(*lead, target.in_features, inner, dtype=dtype, device=device)
             return torch.zeros(*lead, inner, target.in_features, dtype=dtype, device=device).mT
 
+        # Gradients in fp32 whatever the dtype: they are sums over the micro batches of a call.
         a, a_grads = zeros(dtype), zeros(torch.float32)
         b = torch.zeros(*lead, inner, target.out_features, dtype=dtype, device=device)
         return StackedFactors(a, a_grads, b, torch.zeros(b.shape, device=device))
@@ -136,6 +139,7 @@ class StackedAdapters:
         for stack in self.stacks:
             stack.a_grads.zero_()
             stack.b_grads.zero_()
+        # foreach operators refuse empty lists, which adapters of none of these layers would give.
         if self._parts.a:
             # One launch for hundreds of small copies, which also rounds to the model's precision.
             torch._foreach_copy_([part.stack for part in self._parts.a], [part.values for part in self._parts.a])

@@ -93,11 +93,13 @@ class TargetModule:
             raise ConfigError(f"adapters: the checkpoint has no {missing[0]}.weight, which Megatron's layer is made of")
         rows, columns = weight_shape(module)
         rank, size = layout.tensor_rank(expert=moe is not None)
+        # A row parallel layer has a part of the input columns, so this rank's A is a part, too; otherwise A is whole.
         start, total = (rank * columns, columns * size) if split == "row" else (0, columns)
         if moe is None:
             return cls(module, split, tuple(slices), columns, rows, start, total)
         total_experts = layout.config.num_moe_experts
         count = total_experts // layout.topology.expert
+        # Megatron gives expert parallel ranks consecutive experts.
         first = layout.coordinates.expert * count
         return cls(module, split, tuple(slices), columns, rows, start, total, count, first, total_experts, moe)
 

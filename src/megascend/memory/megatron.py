@@ -76,6 +76,7 @@ def _stage_items(
     # Temporaries after the activations are freed may be larger than the activations.
     embeds = stage == 0 or predicts
     name, later = max(_later(config, topology, parameters, kind, embeds=embeds).items(), key=lambda item: item[1])
+    # Peaks at different times do not add up: the larger one is the estimate, and names what to shrink.
     if later > activations + max(head, backward):
         return items | {name: later}
     items["activations"] = int(activations)
@@ -99,6 +100,7 @@ def _states(config: TrainerConfig, topology: Topology, parameters: StageParamete
     share = parameters.dense // shares[0] + parameters.experts // shares[1]
     items["main parameters"] = 0 if kind.bytes == 4 else 4 * share
     items["gradients"] = 4 * parameters.total
+    # Two moments in fp32.
     items["moments"] = 8 * share
     return items
 
@@ -126,6 +128,7 @@ def _later(
 def _in_flight(stage: int, topology: Topology, micro_batches: int) -> float:
     """Return the micro batches in flight on a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
     if topology.virtual_pipeline == 1:
+        # One-forward-one-backward: the first stage waits longest for its first gradient, so it holds the most.
         return min(topology.pipeline - stage, micro_batches)
     chunks = 2 * (topology.pipeline - stage - 1) + (topology.virtual_pipeline - 1) * topology.pipeline + 1
     return min(chunks / topology.virtual_pipeline, micro_batches)
@@ -194,6 +197,7 @@ def _backward(
         sizes.expert_ffn / topology.expert_tensor * sizes.topk if any(sizes.with_experts) else 0.0,
     )
     rows = sizes.topk if any(sizes.with_experts) else 1
+    # Of the two products of gate and up, of the layer's input, and of the rows that its experts compute.
     gradients = kind.bytes * tokens * (2 * width + (1 + rows) * sizes.hidden)
     if kind.keeps_probabilities:  # of the probabilities, and of the softmax's input
         gradients += 2 * kind.bytes * tokens * kind.longest * sizes.heads / topology.tensor

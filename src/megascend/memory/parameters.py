@@ -76,6 +76,8 @@ def _stage(
     first, last = stage == 0, stage == topology.pipeline - 1
     if prediction_head and last:
         stage_layers.add(layers)
+    # Megatron has a copy of a tied embedding on the last stage, where it is the output layer; a head for multi-token
+    # prediction embeds tokens there.
     embeds = first or (last and (tied or prediction_head))
     dense = experts = vocabulary = embedding = matrix = 0
     for name, header in headers.items():
@@ -157,6 +159,7 @@ def adapter_bytes(
         # A of each slice, and one B over the ranks and outputs of all slices.
         slices = len(parts)
         copies += padded * (sum(columns for _, columns in parts) + slices * sum(rows for rows, _ in parts))
+    # 16: four bytes each for factor, gradient and two moments.
     return int(16 * factors + (4 + element) * copies * stacked)
 
 

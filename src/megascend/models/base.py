@@ -50,10 +50,10 @@ class Architecture:
         model_class: transformers' class of the causal language model, as in ``architectures`` of ``config.json``.
         router: scoring function of the experts; None for a dense model, or if ``config.json`` states it.
         layer_kinds: entries of ``layer_types`` that the Megatron engine computes.
-        biases: linear layers that ``attention_bias: true`` gives a bias in transformers. ``qkv``: queries, keys and values, as
-            in Megatron-Core; ``attention``: the output projection too, which Megatron-Core lacks; ``all``: every linear layer,
-            here and there.
-        renamed: (part of a tensor's name in the checkpoint, the same in transformers' model), where the two differ.
+        biases: linear layers that get a bias from ``attention_bias: true`` in transformers. ``qkv``: queries, keys and values, as
+            in Megatron-Core; ``attention``: the output projection too, whose bias Megatron-Core lacks; ``all``: every linear
+            layer, as in Megatron-Core.
+        renamed: pairs of a part of a tensor's name in checkpoints and its replacement in transformers' model.
         interleaved_experts: fused experts are stored as [experts, in, out], and gate and up alternate.
         latent_norm_epsilon: epsilon of the norms of latent attention's queries, keys and values in transformers, where it is not
             ``rms_norm_eps``.
@@ -99,26 +99,32 @@ class Architecture:
         return dict(config) | {name: value for name, value in aliases.items() if value is not None}
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
-        """Return settings of mcore-bridge's ``ModelConfig`` in place of those that its parser reads from a full configuration.
+        """Return settings of mcore-bridge's ``ModelConfig`` that replace what its parser reads from a full configuration.
 
-        The parser reads keys that authors' configurations have and that transformers 5 does not write, since its code fixes them.
+        The parser reads keys of the authors' configurations. transformers 5 has their values in its code and does not write them.
         """
         settings: dict[str, Any] = {}
+        # A declaration knows the scoring function even where config.json does not name it; a sigmoid router's choice
+        # is corrected by expert biases, which are tensors of the checkpoint.
         if self.router is not None and expert_count(config):
             settings["moe_router_score_function"] = self.router
             settings["moe_router_enable_expert_bias"] = self.router == "sigmoid"
         layers = expert_layers(config)
         if layers is not None and not all(layers):
             pattern = ",".join(str(int(has_experts)) for has_experts in layers)
+            # With a pattern, ffn_hidden_size is the width of the dense layers; the experts' width is a setting of its
+            # own.
             settings |= {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": config["intermediate_size"]}
         return settings
 
     def unsupported(self, config: Config) -> list[str]:
-        """Return why the Megatron engine cannot train the model of a full configuration; empty if nothing is known against it.
+        """Return the reasons why the Megatron engine cannot train the model of a full configuration; empty if none is known.
 
         These are settings that would otherwise fail late and misleadingly: with a missing or unread tensor, with an assertion of
         Megatron-Core's, or by computing another function than transformers does. The self-check finds the rest.
         """
+        # Each check returns the sentence that a user reads in the refusal: the setting, what either side computes, a
+        # way out.
         checks = (
             self._unknown_layers(config),
             self._attention_bias(config),

@@ -59,6 +59,8 @@ class DeepSeekV2(DeepSeek):
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         # The keys are there in configurations that choose among all experts, and the other choice has a router of its own.
         return super().megatron_settings(config) | {
+            # transformers takes the softmax over all experts and then chooses; Megatron-Core's default is the softmax
+            # of the chosen.
             "moe_router_pre_softmax": True,
             "moe_router_num_groups": None,
             "moe_router_group_topk": None,

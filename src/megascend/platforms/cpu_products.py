@@ -47,12 +47,12 @@ def avoid_broken_amx(environment: MutableMapping[str, str], cpuinfo: Path = CPUI
     if VARIABLE in environment or not shows_amx(cpuinfo):
         return []
     path = paths.cache_folder() / "cpu-products" / f"{_key(cpuinfo)}.json"
-    with_amx, without = _cached_trials(path, environment)
+    with_amx, without_amx = _cached_trials(path, environment)
     if not with_amx:
         return []
-    if without:
+    if without_amx:
         raise PlatformError(
-            f"products of bf16 matrices fail on this processor, with AMX ({with_amx}) and without ({without})"
+            f"products of bf16 matrices fail on this processor, with AMX ({with_amx}) and without ({without_amx})"
         )
     environment[VARIABLE] = WITHOUT_AMX
     return [f"{VARIABLE}={WITHOUT_AMX}: this machine reports AMX, but bf16 products with it fail ({with_amx})"]
@@ -77,7 +77,7 @@ def _cached_trials(path: Path, environment: MutableMapping[str, str]) -> tuple[s
     """Return :func:`_trials`, run once for all processes that share the file ``path``."""
     try:
         shared.cached(path, lambda fresh: fresh.write_text(json.dumps(_trials(environment)), encoding="utf-8"))
-        with_amx, without = json.loads(path.read_text(encoding="utf-8"))
+        with_amx, without_amx = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:  # includes TimeoutError
         logging.getLogger(__name__).warning(
             "the result of a bf16 trial could not be stored in %s (%s): each start repeats it; set MEGASCEND_CACHE to another "
@@ -86,7 +86,7 @@ def _cached_trials(path: Path, environment: MutableMapping[str, str]) -> tuple[s
             error,
         )
         return _trials(environment)
-    return with_amx, without
+    return with_amx, without_amx
 
 
 def _trials(environment: MutableMapping[str, str]) -> tuple[str, str]:
@@ -110,11 +110,13 @@ def _trial(environment: MutableMapping[str, str]) -> str:
         raise PlatformError(f"a trial of bf16 products did not end within {TIMEOUT_S:.0f} s") from None
     if completed.returncode == 0:
         return ""
+    # In a process of its own, since an illegal instruction would end this one.
     if completed.returncode < 0:
         return f"signal {-completed.returncode}"
     return (completed.stderr.strip().splitlines() or ["no message"])[-1]
 
 
 def _key(cpuinfo: Path) -> str:
+    # What the result depends on; several hosts may share the folder of the cache.
     decisive = [sorted(_flags(cpuinfo)), platform.release(), platform.node(), metadata.version("torch"), TRIAL]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]

@@ -162,8 +162,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     for chunk in range(q.shape[2]):
         values = written[:, :, chunk] - forgotten[:, :, chunk] @ state
         outputs.append(from_state[:, :, chunk] @ state + scores[:, :, chunk] @ values)
-        kept = decay[:, :, chunk, -1, None, None].exp()
-        state = kept * state + to_end[:, :, chunk].transpose(-1, -2) @ values
+        chunk_decay = decay[:, :, chunk, -1, None, None].exp()
+        state = chunk_decay * state + to_end[:, :, chunk].transpose(-1, -2) @ values
     return torch.cat(outputs, dim=2)[:, :, :tokens], state
 
 

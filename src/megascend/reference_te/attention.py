@@ -313,6 +313,7 @@ class DotProductAttention(ReferenceModule):
         keys, values = self._gather(key[:, None], value[:, None])  # [size, t, 1, heads, dim]
         pieces, end = [], 0
         for index, (query_count, key_count) in enumerate(zip(*lengths, strict=True)):
+            # Every rank has an equal share of each padded sequence: starts are divided like lengths.
             q_begin, q_room = starts[0][index] // size, room[0][index] // size
             k_begin, k_room = starts[1][index] // size, room[1][index] // size
             if q_begin > end:
@@ -324,6 +325,7 @@ class DotProductAttention(ReferenceModule):
             chunks = chunk_starts(room[0][index], rank, size)
             parts, row = [], q_begin
             for position, count in chunks:
+                # What follows in the chunk is padding, which gets zeros.
                 real = max(0, min(count, query_count - position))
                 if real:
                     piece = query[row : row + real, None]

@@ -58,6 +58,7 @@ def visible(rule: MaskRule, queries: int, keys: int, offset: int, device: torch.
     distance = torch.arange(keys, device=device) - torch.arange(offset, offset + queries, device=device)[:, None]
     keep = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
+        # Distance is the key's position minus the query's: the past is negative.
         keep &= distance >= -left
     if right >= 0:
         keep &= distance <= right
@@ -139,5 +140,6 @@ def unzigzag(gathered: Tensor, start: int, local: int) -> Tensor:
     if size == 1:
         return gathered[0, start : start + local]
     first = [gathered[rank, start : start + half] for rank in range(size)]
+    # Reversed: the last chunk is rank 0's.
     second = [gathered[rank, start + half : start + local] for rank in reversed(range(size))]
     return torch.cat(first + second)

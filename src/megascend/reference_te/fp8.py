@@ -299,6 +299,7 @@ class _Aligned(torch.nn.Module):
         if self.align_size is None:
             refuse(f"{type(self).__name__} without align_size, which then comes from the fp8 recipe", "pass align_size")
         counts = [int(count) for count in m_splits]
+        # Rounded up in integers. A count of 0 stays 0: an expert without tokens gets no padding.
         padded = [-(-count // self.align_size) * self.align_size for count in counts]
         expected = sum(padded if rows_padded else counts)
         if len(counts) != self.num_gemms or expected != inp.shape[0]:

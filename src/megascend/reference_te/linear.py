@@ -119,10 +119,13 @@ class _LinearBase(ReferenceModule):
             group = self._tp_group_for("input")
             x = gather_from_ranks(x, group) if self.sequence_parallel else copy_to_ranks(x, group)
         bias = self.bias.to(x.dtype) if self.apply_bias else None
+        # In the dtype of the input, as Transformer Engine, also where parameters have another one.
         weight = self.weight.to(x.dtype)
         if not (communicates and self.parallel_mode == "row"):
             return F.linear(x, weight, bias)  # type: ignore[reportArgumentType]
         group = self._tp_group_for("output")
+        # Each rank has a part of the inner dimension: with the bias in every product, the sum would hold it once a
+        # rank.
         partial = F.linear(x, weight)  # type: ignore[reportArgumentType]
         out = sum_and_scatter(partial, group) if self.sequence_parallel else sum_over_ranks(partial, group)
         return out if bias is None else out + bias  # added once, after the sum over ranks

@@ -183,4 +183,5 @@ def multi_tensor_scale(
             flawed = torch.isfinite(source).all().logical_not().to(noop_flag.dtype)
             # Only ever set: callers may use one flag for several lists, and clear it themselves.
             noop_flag.copy_(torch.maximum(noop_flag, flawed.to(noop_flag.device)))
+        # One tensor in both lists, as in gradient clipping, is scaled in place, without an fp32 copy.
         destination.copy_(source.float() * scale if source is not destination else source.mul_(scale))

@@ -34,6 +34,8 @@ def install(force: bool = False) -> list[str]:
     """
     if is_installed():
         return []
+    # Megatron-Core chooses its layer classes at import, by whether transformer_engine can be imported; later is too
+    # late.
     early = [name for name in MUST_COME_LATER if name in sys.modules]
     if early:
         raise ImportOrderError(
@@ -44,6 +46,7 @@ def install(force: bool = False) -> list[str]:
     if importlib.util.find_spec(ROOT) is not None:
         import torch
 
+        # Hiding a fast implementation that works would look like a slow run, not like a mistake.
         if torch.cuda.is_available() and not force:
             raise PlatformError(
                 "a real transformer_engine is installed and CUDA is available: use platform 'cuda', or ask for the "

@@ -47,21 +47,21 @@ class EqualStreak:
     Attributes:
         groups, responses: their number.
         cut_off: responses that reached the maximum length.
-        least, most: smallest and largest reward.
+        least, largest: smallest and largest reward.
     """
 
     groups: int = 0
     responses: int = 0
     cut_off: int = 0
     least: float = math.inf
-    most: float = -math.inf
+    largest: float = -math.inf
 
     def add(self, group: Group) -> None:
         """Count a group."""
         self.groups += 1
         self.responses += len(group.responses)
         self.cut_off += sum(response.finish_reason == "length" for response in group.responses)
-        self.least, self.most = min(self.least, *group.rewards), max(self.most, *group.rewards)
+        self.least, self.largest = min(self.least, *group.rewards), max(self.largest, *group.rewards)
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,8 @@ class RolloutCollector:
     async def _roll_out(self, dispatch: Dispatch) -> None:
         """Roll out one prompt, and put its graded group into the buffer."""
         number = dispatch.number
+        # Outside the coroutine, since a retry is a dispatch of its own that must avoid the engines of the earlier
+        # ones.
         failed = self._failed.setdefault(number, [])
         try:
             sampling = replace(self._task.sampling, seed=_seed(self._task.sampling.seed, number))
@@ -267,6 +269,7 @@ class RolloutCollector:
                 # A prompt that fails on every engine is at fault itself, or the engines are gone.
                 if len(failed) == ATTEMPTS:
                     raise
+                # Longer each time: an engine may be restarting.
                 await asyncio.sleep(BACKOFF_S * 2 ** (len(failed) - 1))
                 self._buffer.failed(number)
             else:
@@ -281,6 +284,7 @@ class RolloutCollector:
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
             # The first one: later ones often follow from it.
             self._problem = self._problem or problem
+        # In every case: take() also has to learn of a problem.
         self._changed.set()
         self._fill()
 
@@ -289,8 +293,8 @@ class RolloutCollector:
         task, streak = self._task, self._buffer.equal_streak
         limit = task.max_equal_groups if task.drop_equal else 0
         last = task.decode(group.responses[-1].tokens)
-        same = streak.most - streak.least <= MIN_RANGE
-        values = f"{streak.most:g} to all of them" if same else f"{streak.least:g} to {streak.most:g}"
+        same = streak.largest - streak.least <= MIN_RANGE
+        values = f"{streak.largest:g} to all of them" if same else f"{streak.least:g} to {streak.largest:g}"
         description = (
             f"step {self._batches_taken + 1}: the last {streak.groups} groups have no learning signal: within each, all rewards "
             f"are equal (to {MIN_RANGE:g}); {reward_name(task.reward)} gave the {streak.responses} responses {values}, "

@@ -38,15 +38,16 @@ class BoundedProtocol(asyncio.Protocol):
     deadline of its own, enforced by its reader.
 
     Attributes:
-        most: maximum number of connections. uvicorn's ``limit_concurrency`` would refuse requests regardless of their owner.
+        limit: maximum number of connections. uvicorn's ``limit_concurrency`` would refuse requests regardless of their owner.
         connections: all open ones, including this one.
         since: time at which this one was opened.
     """
 
-    most: int
+    limit: int
     connections: set[BoundedProtocol]
 
     def __init__(self, **options: Any) -> None:
+        # uvicorn's own protocol does the work; this class stands between it and the transport and only keeps time.
         self._http = H11Protocol(**options)
         self._answering = 0
         self._scope: MutableMapping[str, Any] = {}
@@ -62,7 +63,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._http.connection_made(transport)
         self._read_timer = self._loop.call_later(WRITE_S, self._check_reading)
         self._await_head()
-        if len(self.connections) > self.most:
+        if len(self.connections) > self.limit:
             connections = list(self.connections)
             connections[choose_victim([OpenConnection(c.owner, c.idle, c.since) for c in connections])]._drop()
 
@@ -132,6 +133,7 @@ class BoundedProtocol(asyncio.Protocol):
     def _check_reading(self) -> None:
         """End the connection if data is pending and the client has read nothing since the last call."""
         before, self._unread = self._unread, None
+        # Only while data is waiting: a connection that has nothing to send owes no progress.
         if self._paused or self._transport.is_closing():
             self._unread = self._transport.get_write_buffer_size()
             # Nothing was read in a whole interval; a client that reads slowly makes progress.
@@ -151,9 +153,9 @@ class BoundedProtocol(asyncio.Protocol):
         self.connections.discard(self)
 
 
-def bounded(most: int) -> type[BoundedProtocol]:
-    """Return a protocol class for a server with at most ``most`` connections."""
-    return type("Bounded", (BoundedProtocol,), {"most": most, "connections": set()})
+def bounded(limit: int) -> type[BoundedProtocol]:
+    """Return a protocol class for a server with at most ``limit`` connections."""
+    return type("Bounded", (BoundedProtocol,), {"limit": limit, "connections": set()})
 
 
 def reporting(app: ASGIApp) -> ASGIApp:
@@ -168,6 +170,7 @@ def reporting(app: ASGIApp) -> ASGIApp:
         headers = dict(scope["headers"])
         body_ended = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
 
+        # A client answered before its body has ended may go on sending: the deadline for a head covers that, too.
         async def receive_noting_end() -> Message:
             nonlocal body_ended
             message = await receive()
@@ -205,11 +208,11 @@ def choose_victim(connections: Sequence[OpenConnection]) -> int:
     many, the one with the oldest connection is chosen.
     """
     count = Counter(connection.owner for connection in connections)
-    most = max(count.values())
+    largest = max(count.values())
     first: dict[str, float] = {}
     for connection in connections:
         first[connection.owner] = min(connection.since, first.get(connection.owner, connection.since))
-    owner = min((owner for owner in count if count[owner] == most), key=lambda owner: first[owner])
+    owner = min((owner for owner in count if count[owner] == largest), key=lambda owner: first[owner])
     candidates = [index for index, connection in enumerate(connections) if connection.owner == owner]
     idle = [index for index in candidates if connections[index].idle]
     if idle:

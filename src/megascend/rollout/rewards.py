@@ -88,23 +88,24 @@ def checked(reward: Reward, response: str, example: Mapping[str, Any]) -> float:
         DataError: it raised, or its result is not a finite number, or too large; the message shows the response.
     """
     label = f"the reward function {reward_name(reward)}"
-    where = f"; the response was {response!r:.200}"
+    quotation = f"; the response was {response!r:.200}"
     try:
         value = reward(response, example)
     except Exception as error:
-        raise DataError(f"{label} raised {type(error).__name__}: {error}{where}") from error
+        raise DataError(f"{label} raised {type(error).__name__}: {error}{quotation}") from error
     if inspect.iscoroutine(value):
         value.close()  # it would be reported as never awaited
     try:
         number = as_number(value)
     except Exception as error:
-        raise DataError(f"{label} returned {value!r:.60}, which cannot be read ({error}){where}") from error
+        raise DataError(f"{label} returned {value!r:.60}, which cannot be read ({error}){quotation}") from error
     if number is None or not math.isfinite(number):
         hint = " (does every branch of it return one?)" if value is None else ""
-        raise DataError(f"{label} returned {value!r:.60}, not a finite number{hint}{where}")
+        raise DataError(f"{label} returned {value!r:.60}, not a finite number{hint}{quotation}")
     if abs(number) > LARGEST_REWARD:
         raise DataError(
-            f"{label} returned {value!r:.60}, beyond {LARGEST_REWARD:g}, so that its advantage would overflow: scale it{where}"
+            f"{label} returned {value!r:.60}, beyond {LARGEST_REWARD:g}, so that its advantage would overflow: "
+            f"scale it{quotation}"
         )
     return number
 

@@ -51,6 +51,7 @@ class ResponseRow:
     def draw(self) -> Draw:
         """Sampling parameters and random number for the next token."""
         params = self.request.params
+        # A function of seed, response and position, so that neither the batch nor the layout changes a draw.
         number = uniform(self.seed, self.sample, len(self.tokens)) if params.temperature > 0 else 0.0
         return Draw(params.temperature, number, params.top_p, params.top_k)
 

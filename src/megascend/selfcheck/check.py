@@ -19,7 +19,7 @@ from megascend.models import registered
 from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.process import Trial, TrialResult, Worker, cache_folder, versions
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
-from megascend.selfcheck.trial_inputs import described
+from megascend.selfcheck.trial_inputs import description
 from megascend.selfcheck.verdict import Convicted, Verdict, gaps, objection, warnings_about
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _examine_here(raw: Mapping[str, Any], config: Any, longest: int, subject: Su
     except CannotSliceError as error:
         return Verdict("not checked", str(error))
     except (LookupError, TypeError, AttributeError) as error:  # a configuration that is not laid out like a decoder's
-        return Verdict("not checked", f"config.json: {described(error)}")
+        return Verdict("not checked", f"config.json: {description(error)}")
     settings = {"engine": subject.engine, "packing": subject.packing, "head": repr(subject.scalar_head)}
     path = cache_folder() / f"{key(part, LOCAL_PACKAGES, **settings)}.json"
     return _cached(path, lambda: (in_process.compare(part, subject), True))
@@ -140,7 +140,7 @@ def _as_megascend_error(make: Callable[[], Verdict]) -> Verdict:
         raise
     except Exception as error:
         raise PlatformError(
-            f"the self-check failed ({described(error)}); set self_check: off to skip it, and then compare log-probabilities "
+            f"the self-check failed ({description(error)}); set self_check: off to skip it, and then compare log-probabilities "
             "yourself (backend.forward)"
         ) from error
 
@@ -218,9 +218,11 @@ def find_settings(part: Slice, result: TrialResult) -> tuple[list[Convicted], bo
     first_suspects = suspects.known_suspects(part.config, result.full)
     other_suspects = suspects.other_suspects(part.config, result.default, first_suspects)
     first, second = suspects.plan(part.config, first_suspects), suspects.plan(part.config, other_suspects)
+    # Below the switch of RoPE both sides may agree: then the remedy is a shorter max_length, not another engine.
     short = [length for length in part.lengths if length <= ORIGINAL_POSITIONS]
     configs = [*first.configs, *second.configs]
     trials = [Trial(config, part.lengths) for config in configs] + [Trial(part.config, short)]
+    # All trials in one job: starting a worker takes longer than most trials.
     agrees = [finding.agrees for finding in process.run(trials).findings]
     guilty = suspects.culprits(first, agrees[: len(first.configs)]) or suspects.culprits(
         second, agrees[len(first.configs) : len(configs)]
@@ -242,6 +244,7 @@ def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> 
         "config": part.config,
         "lengths": part.lengths,
         "versions": versions() if packages is None else versions(packages),
+        # A verdict of other code says nothing: a patch may have removed the difference, or caused one.
         "code": code_digest(),
         **settings,
     }

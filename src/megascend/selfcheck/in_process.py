@@ -24,7 +24,7 @@ from megascend.errors import ConfigError, MegascendError
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.selfcheck.process import Trial, TrialResult
 from megascend.selfcheck.slicing import WINDOWS, Slice, slice_model
-from megascend.selfcheck.trial_inputs import choose_samples, described, difference, randomise
+from megascend.selfcheck.trial_inputs import choose_samples, description, difference, randomise
 from megascend.selfcheck.verdict import Verdict
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
@@ -103,6 +103,7 @@ def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subjec
             plain = subject.plain(copy.deepcopy(small))
     except Exception:  # noqa: BLE001  an architecture's code may raise any exception; the self-check reports it
         return
+    # Building draws weights: the run's own random numbers must not depend on whether the check ran.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _engine_errors(subject, plain):
         model = subject.build(copy.deepcopy(small)).eval()
         if called:
@@ -128,7 +129,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
             plain = subject.plain(copy.deepcopy(config)).eval()
             randomise(plain, trial.seed)
         except Exception as error:  # noqa: BLE001  an architecture's code may raise any exception; the verdict reports it
-            return TrialResult(transformers_problem=described(error))
+            return TrialResult(transformers_problem=description(error))
         with _engine_errors(subject, plain):
             model = subject.build(copy.deepcopy(config)).eval()
             model.load_state_dict(plain.state_dict())
@@ -137,9 +138,11 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
         try:
             chosen = choose_samples(plain, config.vocab_size, sorted(trial.lengths), trial.seed)
         except Exception as error:  # noqa: BLE001  as above
-            return TrialResult(transformers_problem=described(error))
+            return TrialResult(transformers_problem=description(error))
         samples = [ids[:-1] for ids in chosen["samples"]]
         with _engine_errors(subject, plain):
+            # Both ways: a mistake of packing or of masks shows only where samples share a micro batch, and has its
+            # own remedy.
             separate = [subject.logits(model, [ids])[0] for ids in samples]
             batched = subject.logits(model, samples)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]
@@ -164,7 +167,7 @@ def _engine_errors(subject: Subject, plain: Any) -> Iterator[None]:
     except Exception as error:
         raise ConfigError(
             f"engine {subject.engine}: {type(plain).__name__} ({plain.config.model_type}) cannot be called as this engine "
-            f"calls it ({described(error)}); use another engine"
+            f"calls it ({description(error)}); use another engine"
         ) from error
 
 
@@ -180,12 +183,12 @@ def _differences(outputs: Sequence[Tensor], expected: Sequence[tuple[Tensor, Ten
 def objection(verdict: Verdict, model_type: str, subject: Subject, versions: Mapping[str, str]) -> str:
     """Return the error message for a model whose engine and transformers results differ."""
     assert verdict.largest is not None
-    where = (
+    location = (
         "samples that share a micro batch (each is right in a micro batch of one)" if verdict.mixed_only else "samples"
     )
     remedy = subject.remedy if verdict.mixed_only else "use another engine"
     return (
         f"self-check: engine {subject.engine} and transformers {versions['transformers']} compute different numbers for this "
         f"{model_type} model: logits of a {verdict.layers}-layer slice differ by {verdict.largest:.2g} of the largest logit on "
-        f"{where}; {remedy} (self_check: off skips this check and trains what engine {subject.engine} computes)"
+        f"{location}; {remedy} (self_check: off skips this check and trains what engine {subject.engine} computes)"
     )

@@ -135,6 +135,7 @@ class Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 text=True,
+                # A plain environment: the worker is no rank, and imports a Megatron of its own for the CPU.
                 env=plain_environment() | faster_start(),
                 cwd=self._path,
                 encoding="utf-8",
@@ -166,6 +167,7 @@ class Worker:
         model_types = {trial.config.get("model_type"): None for trial in trials}
         # Architectures that this process registered are unknown to the worker, which is another process.
         architectures = [registered(model_type) for model_type in model_types]
+        # Job and result are files; stdin carries the path of the job only.
         job.write_text(
             json.dumps(
                 {
@@ -180,6 +182,8 @@ class Worker:
             encoding="utf-8",
         )
         try:
+            # A line on stdin starts the job; until then the worker imports, and the end of stdin tells it that nobody
+            # needs it.
             self._process.communicate(f"{job}\n", timeout=deadline_s)
         except subprocess.TimeoutExpired as error:
             raise PlatformError(f"its process took longer than {deadline_s:.0f} s") from error

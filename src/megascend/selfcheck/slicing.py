@@ -70,6 +70,8 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     if missing or "text_config" in raw:
         raise CannotSliceError(f"config.json has no {', '.join(missing) or 'text model of its own, but a text_config'}")
     config = {name: value for name, value in raw.items() if name not in IRRELEVANT_SETTINGS}
+    # The vocabulary shrinks below these ids, and torch's Embedding refuses a padding id beyond it. fp32, since
+    # rounding to 16 bits would hide a mistake of the size that the check looks for.
     config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "dtype": "float32"}
     layers, not_shown = _layers(full)
     config |= _per_layer(raw, full["num_hidden_layers"], layers) | {"num_hidden_layers": layers}
@@ -87,6 +89,8 @@ def _layers(full: Mapping[str, Any]) -> tuple[int, str]:
     """Return how many of the first layers include every kind of layer, and a description of kinds left out."""
     total: int = full["num_hidden_layers"]
     kinds = [_kind(full, layer) for layer in range(total)]
+    # Layers are kept from the first on, not picked: settings such as first_k_dense_replace count from the model's
+    # first layer.
     required = max(kinds.index(kind) for kind in dict.fromkeys(kinds)) + 1
     if required <= MAX_LAYERS:
         return min(total, max(2, required)), ""
@@ -121,37 +125,38 @@ def _per_layer(raw: Mapping[str, Any], total: int, layers: int) -> dict[str, Any
 def _widths(raw: Mapping[str, Any], full: Mapping[str, Any]) -> dict[str, Any]:
     """Return hidden and feed-forward sizes, heads and vocabulary of the slice."""
     widths: dict[str, Any] = {"vocab_size": min(full["vocab_size"], VOCABULARY)}
-    for name, most in (
+    for name, limit in (
         ("intermediate_size", FFN),
         ("moe_intermediate_size", EXPERT_FFN),
         ("shared_expert_intermediate_size", SHARED_FFN),
     ):
         if isinstance(full.get(name), int) and full[name]:
-            widths[name] = min(full[name], most)
+            widths[name] = min(full[name], limit)
     heads, hidden = full["num_attention_heads"], full["hidden_size"]
     groups = full.get("num_key_value_heads") or heads
     if heads % groups:
         return widths  # an invalid configuration: transformers reports it when the slice is built
     latent = bool(full.get("kv_lora_rank"))
-    few = {"num_attention_heads": 4, "num_key_value_heads": 4 if groups == heads else min(groups, 2)}
+    # Several groups stay several and one stays one: how heads map to groups is what an engine can get wrong.
+    head_counts = {"num_attention_heads": 4, "num_key_value_heads": 4 if groups == heads else min(groups, 2)}
     if heads < 4:
-        few = {"num_attention_heads": heads, "num_key_value_heads": groups}
+        head_counts = {"num_attention_heads": heads, "num_key_value_heads": groups}
     if "num_key_value_heads" not in full:
-        del few["num_key_value_heads"]
-    widths |= few
+        del head_counts["num_key_value_heads"]
+    widths |= head_counts
     if latent:
         return widths | {"hidden_size": HIDDEN}
     explicit = raw.get("head_dim")
     head_dim = explicit or hidden // heads
     # Where heads fill the hidden size they must do so in the slice, because the configuration may not state a head size.
     tied_to_heads = not explicit or heads * head_dim == hidden
-    return widths | {"hidden_size": few["num_attention_heads"] * head_dim if tied_to_heads else HIDDEN}
+    return widths | {"hidden_size": head_counts["num_attention_heads"] * head_dim if tied_to_heads else HIDDEN}
 
 
 def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) -> tuple[dict[str, Any], int]:
     """Return the position settings and the longest sample, scaled so that RoPE's switch lies within the samples."""
-    most: int | None = full.get("max_position_embeddings")
-    if most is None:
+    limit: int | None = full.get("max_position_embeddings")
+    if limit is None:
         return {}, longest
     sections = rope_settings(full)
     inner = [section.get("original_max_position_embeddings") for section in sections]
@@ -159,14 +164,16 @@ def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) ->
     if not original:
         plain = all((section.get("rope_type") or section.get("type") or "default") == "default" for section in sections)
         # Fewer positions make smaller tables, but scaled kinds of RoPE compute their angles from the number of positions.
-        most = min(most, POSITIONS) if plain else most
-        return {"max_position_embeddings": most}, min(longest, most)
+        limit = min(limit, POSITIONS) if plain else limit
+        return {"max_position_embeddings": limit}, min(longest, limit)
     changed: dict[str, Any] = {
         name: _rescaled(raw[name]) for name in ROPE_SECTIONS if isinstance(raw.get(name), Mapping)
     }
-    changed["max_position_embeddings"] = max(2, most * ORIGINAL_POSITIONS // original)
+    changed["max_position_embeddings"] = max(2, limit * ORIGINAL_POSITIONS // original)
     if full.get("original_max_position_embeddings"):
         changed["original_max_position_embeddings"] = ORIGINAL_POSITIONS
+    # Samples shrink with the positions: a run whose samples never pass the switch is not refused for what lies beyond
+    # it.
     longest = longest * ORIGINAL_POSITIONS // original
     return changed, max(2, min(longest, changed["max_position_embeddings"]))
 

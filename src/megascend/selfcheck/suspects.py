@@ -128,15 +128,15 @@ class Plan:
 def plan(config: Mapping[str, Any], suspects: Sequence[Suspect]) -> Plan:
     """Return the configurations to try."""
 
-    def without(chosen: Sequence[Suspect]) -> Config:
+    def config_without(chosen: Sequence[Suspect]) -> Config:
         changed = dict(config)
         for suspect in chosen:
             changed |= suspect.changes
         return changed
 
-    one_plain = [without([suspect]) for suspect in suspects]
-    but_one = [without([other for other in suspects if other is not suspect]) for suspect in suspects]
-    return Plan(suspects, [*one_plain, without(suspects), *but_one] if suspects else [])
+    one_plain = [config_without([suspect]) for suspect in suspects]
+    but_one = [config_without([other for other in suspects if other is not suspect]) for suspect in suspects]
+    return Plan(suspects, [*one_plain, config_without(suspects), *but_one] if suspects else [])
 
 
 def culprits(trials: Plan, agrees: Sequence[bool]) -> list[Suspect]:

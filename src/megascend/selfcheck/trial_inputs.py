@@ -71,6 +71,8 @@ class Choices(TorchFunctionMode):
             return
         best = scores.float().sort(dim, descending=True).values
         gaps = best.select(dim, k - 1) - best.select(dim, k)
+        # Over the spread of this sample's scores, so that the margin is relative: scores have no common scale.
+        # Experts that a router has masked have infinite scores, which are neither chosen nor near ties.
         finite = best[best.isfinite()]
         gaps = gaps[gaps.isfinite()] / finite.std()
         if len(gaps):
@@ -149,6 +151,6 @@ def difference(outputs: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor])
     return largest if largest == largest else float("inf")
 
 
-def described(error: BaseException) -> str:
+def description(error: BaseException) -> str:
     """Describe an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"

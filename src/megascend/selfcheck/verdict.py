@@ -74,14 +74,14 @@ class Verdict:
 
 def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str, str]) -> SelfCheckError:
     """Return the error for a model whose two sides differ; ``config``: with all defaults; ``versions``: of the packages."""
-    when = (
+    condition = (
         "when short and long samples share a micro batch (each is right in a micro batch of one)"
         if verdict.mixed_only
         else f"on samples of {verdict.lengths[0]} to {verdict.lengths[-1]} tokens"
     )
     names = [setting.name for setting in verdict.convicted]
     if names:
-        cause = f"They disagree about {', '.join(_named(setting, config) for setting in verdict.convicted)}"
+        cause = f"They disagree about {', '.join(_setting_name(setting, config) for setting in verdict.convicted)}"
     else:
         cause = "No setting of config.json explains it"
     inner = [section.get("original_max_position_embeddings") for section in rope_settings(config)]
@@ -92,7 +92,7 @@ def objection(verdict: Verdict, config: Mapping[str, Any], versions: Mapping[str
     )
     return SelfCheckError(
         f"self-check: {sides} compute different numbers for this {config.get('model_type')} model: logits of a "
-        f"{verdict.layers}-layer slice differ by {verdict.largest:.2g} of the largest logit {when}. {cause}. "
+        f"{verdict.layers}-layer slice differ by {verdict.largest:.2g} of the largest logit {condition}. {cause}. "
         f"{advice(names, original, verdict.short_ones_agree)}; self_check: off skips this check and trains what "
         "Megatron-Core computes"
     )
@@ -126,7 +126,7 @@ def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
     return warnings
 
 
-def _named(setting: Convicted, config: Mapping[str, Any]) -> str:
+def _setting_name(setting: Convicted, config: Mapping[str, Any]) -> str:
     # The slice may have scaled the value; the message shows the one of the user's config.json.
     value = config.get(setting.name)
     text = repr(value) if isinstance(value, str | int | float) else setting.value

@@ -157,6 +157,8 @@ class Checkpoints:
     def commit(self, tenant: str, record: Record) -> Record:
         """Write the record of a complete checkpoint directory, which publishes it; fill in its size."""
         directory = record.path.directory(self.root, tenant)
+        # The size is stored, since quotas and listings ask for it often, and a checkpoint does not change once it is
+        # published.
         sized = replace(record, size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
         self._write(tenant, sized)
         return sized
@@ -245,11 +247,13 @@ class Checkpoints:
             return None
         except (ValueError, TypeError) as error:
             raise RequestRefusedError(f"the record of checkpoint {path} is damaged: {error}", 500) from None
+        # An expired checkpoint is gone for clients at once; its files follow with the next sweep.
         over = record.expires is not None and record.expires < self._clock()
         return None if (over and not expired) or not directory.is_dir() else record
 
     def _write(self, tenant: str, record: Record) -> None:
         file = _record_file(record.path.directory(self.root, tenant))
+        # Durable: the client is told that the checkpoint is saved, which a power cut must not take back.
         with replacing(file, durable=True) as temporary:
             temporary.write_text(json.dumps({**asdict(record), "path": str(record.path)}, indent=1), "utf-8")
 

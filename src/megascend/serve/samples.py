@@ -102,10 +102,10 @@ def loss_of(name: str, settings: Mapping[str, Any]) -> Loss:
     """
     supported = ("cross_entropy", *(policy.__name__ for policy in POLICY))
     if name not in supported:
-        why = {
+        reason = {
             "custom": "; the client computes custom losses itself with this server (forward_backward_custom)",
         }.get(name, "")
-        raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{why}; supported: {', '.join(supported)}")
+        raise ConfigError(f"loss_fn {str(name)[:60]!r} is not supported{reason}; supported: {', '.join(supported)}")
     numbers: dict[str, float] = {}
     for key, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int | float):

@@ -175,6 +175,7 @@ class Service:
         targets = self.base.targets(
             attention=settings.train_attn, mlp=settings.train_mlp, output=settings.train_unembed
         )
+        # Drawn here and not on the ranks, where each would draw another one.
         seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
         lora = Lora(rank=settings.rank, alpha=self.settings.alpha, targets=targets, seed=seed)
 
@@ -272,6 +273,7 @@ class Service:
             return earlier
         # A request that fills a gap is always taken: refusing it would keep the later ones, already taken, from running.
         new = number is None or number > model.order.following or not model.order.early
+        # A replay enqueues what was accepted before the restart, whatever the limits are now.
         if new and not self.durability.replaying:
             self._check_load(model, values.get("tokens", 0))
         future = self.futures.make(name, model.tenant, model.name, kind, number_in_line=number, **values)
@@ -299,6 +301,8 @@ class Service:
 
         def command(ticket: int) -> Command | None:
             if spoils:
+                # An empty batch with an error: the ranks note for the step of this adapter that a part of its
+                # gradients is missing.
                 return ForwardBackward(ticket, model.adapter, (), None, str(error))
             self.break_future(ticket, error)
             return None
@@ -337,6 +341,7 @@ class Service:
 
     def cancel(self, future: Future) -> None:
         """Cancel a sampling request on vLLM or on the ranks."""
+        # False for a request that vLLM does not have: then the ranks have it.
         if self.vllm is not None and self.vllm.cancel(future.number):
             return
         self._inbox.submit(Cancel(future.number, ""))

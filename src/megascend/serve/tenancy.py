@@ -39,6 +39,7 @@ class Order(Generic[T]):
         """Add a request that was not :meth:`seen`; return the requests that may run now, in order."""
         self.early[number] = item
         ready = []
+        # One arrival may fill the gap that several later requests have waited behind.
         while self.following in self.early:
             ready.append(self.early.pop(self.following))
             self.following += 1
@@ -194,6 +195,7 @@ class Tenancy:
 
     def remove_model(self, model: Model) -> None:
         """Remove a model; its session stays."""
+        # Also called for a model that is gone: its creation may fail after a client has unloaded it.
         self.models.pop(model.name, None)
         if model.session in self.sessions and model.name in self.sessions[model.session].models:
             self.sessions[model.session].models.remove(model.name)

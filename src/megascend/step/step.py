@@ -95,7 +95,7 @@ class Step:
         engine, trainable = self._engine, self._engine.trainable
         with self._groups.monitor.phase("forward and backward"):
             call = f"forward_backward({loss.describe()}{f', {outputs}=True' if outputs else ''}){trainable.describe()}"
-            plan, names, agreed = self._plan(call, samples, loss, adapter)
+            plan, adapter_names, agreed = self._plan(call, samples, loss, adapter)
             normalizer = normalizer_of(loss, agreed, engine)
             compute = MicroBatchLoss(normalizer, self._context_group)
             token_outputs: list[Tensor] = []  # of each micro batch, on ranks that compute the loss
@@ -107,7 +107,7 @@ class Step:
                 return total, metrics
 
             def run_batches(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Tensor]]]:
-                batches = self._build(samples, plan, names, normalizer.names, loss)
+                batches = self._build(samples, plan, adapter_names, normalizer.names, loss)
                 contexts.enter_context(trainable.applying(normalizer.names))
                 chunks = self._topology.virtual_pipeline
                 contexts.enter_context(
@@ -218,11 +218,11 @@ class Step:
             return batch.weights.sum(), scores(batch, output)
 
         with self._groups.monitor.phase("forward only"):
-            plan, adapters, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
+            plan, adapter_names, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
             order = list(agreed.counts)
 
             def run_batches(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
-                batches = self._build(samples, plan, adapters, order, None)
+                batches = self._build(samples, plan, adapter_names, order, None)
                 contexts.enter_context(engine.evaluating())
                 contexts.enter_context(trainable.applying(order))
                 return batches, engine.run(batches, stored_scores, forward_only=True)
@@ -259,9 +259,9 @@ class Step:
 
         with self._groups.monitor.phase("forward only"):
             call = f"next_token_logits(){trainable.describe()}"
-            plan, names, agreed = self._plan(call, samples, None, adapter)
+            plan, adapter_names, agreed = self._plan(call, samples, None, adapter)
             order = list(agreed.counts)
-            batches = self._build(samples, plan, names, order, None)
+            batches = self._build(samples, plan, adapter_names, order, None)
             for batch in batches:
                 if not batch.dummy:
                     on_batch(batch)
@@ -274,12 +274,12 @@ class Step:
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
 
     def _run_or_raise_oom(self, run_batches: Callable[[ExitStack], T], contexts: ExitStack, call: str) -> T:
-        """Call ``run_batches(contexts)``; if ranks are independent in it, raise OutOfDeviceMemoryError on all when one runs out.
+        """Call ``run_batches(contexts)``; on independent ranks, raise OutOfDeviceMemoryError on all if one runs out of memory.
 
         Args:
             contexts: stack for the contexts that ``run_batches`` enters.
         """
-        # Where ranks depend on each other, the others may wait for this one in a collective of the model, and cannot be told.
+        # Other ranks may be in a collective of the model, where no message reaches them: only the hang monitor ends that wait.
         if self._topology.world_size == 1 or not self._engine.independent_ranks:
             return run_batches(contexts)
         try:
@@ -312,33 +312,41 @@ class Step:
         """
         engine, layout = self._engine, self._engine.layout
         plan: list[list[int]] = []
-        names: list[str] = []
+        adapter_names: list[str] = []
         lengths = [layout.padded_length(len(sample)) for sample in samples]
         pairs = [sample.pair if loss is not None and loss.per == "pair" else None for sample in samples]
         try:
             check_samples(samples, engine)
             training = loss is not None
-            names = [""] * len(samples) if reference else engine.trainable.names(samples, adapter, training=training)
-            check_pairs(pairs, names)
+            # The reference is the model without adapters.
+            adapter_names = (
+                [""] * len(samples) if reference else engine.trainable.names(samples, adapter, training=training)
+            )
+            check_pairs(pairs, adapter_names)
             pair_positions(samples, loss)
             if loss is not None:
                 check_fields(samples, loss)
             budget = engine.batching.budget
-            plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=names)
-            report = agreement.report(samples, len(plan), names, loss)
+            plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=adapter_names)
+            report = agreement.report(samples, len(plan), adapter_names, loss)
         except DataError as error:
             # Reported, not raised: the other ranks wait in the exchange below.
             report = agreement.RankReport(problem=str(error))
         agreed = agreement.exchange(report, self._topology, self._groups, call)
-        return split_to(plan, agreed.micro_batches, lengths, pairs), names, agreed
+        return split_to(plan, agreed.micro_batches, lengths, pairs), adapter_names, agreed
 
     def _build(
-        self, samples: Sequence[Sample], plan: list[list[int]], names: list[str], order: list[str], loss: Loss | None
+        self,
+        samples: Sequence[Sample],
+        plan: list[list[int]],
+        adapter_names: list[str],
+        order: list[str],
+        loss: Loss | None,
     ) -> list[MicroBatch]:
-        """Build the micro batches of ``plan``; ``order`` are the adapters of all ranks' samples."""
+        """Build the micro batches of ``plan``; ``order``: the adapters of all ranks' samples, which layers know by index."""
         engine = self._engine
         mtp = loss is not None and engine.mtp_loss_weight > 0
-        adapter_index = [order.index(name) for name in names]
+        adapter_index = [order.index(name) for name in adapter_names]
         batches = []
         for members in plan:
             source, index = samples, adapter_index

@@ -104,14 +104,14 @@ def _outcome_of(
         _set_up_torch(files, world_size, backend, timeout_s)
         return RankOutcome(result=pickle.dumps(call()), at=time.monotonic())
     except BaseException as error:  # noqa: BLE001  SystemExit and pytest's outcomes are failures of the rank too
-        at = time.monotonic()
+        time_s = time.monotonic()
         try:
             pickled = pickle.dumps(error)
             # Some exceptions can be pickled and not be loaded again, because their constructor takes other arguments.
             pickle.loads(pickled)
         except Exception:  # noqa: BLE001  an exception that cannot travel: its traceback does
             pickled = b""
-        return RankOutcome(failure=traceback.format_exc(), error=pickled, at=at)
+        return RankOutcome(failure=traceback.format_exc(), error=pickled, at=time_s)
 
 
 def _set_environment(files: RankFiles, world_size: int) -> None:

@@ -85,9 +85,9 @@ def run_distributed(
                     (release_read, release_write),
                 )
             staying = [rank for rank in ranks if rank.files.rank not in expect_lost]
-            lost = [rank for rank in ranks if rank.files.rank in expect_lost]
-            _wait(staying, lost, time.monotonic() + timeout_s, timeout_s)
-            _let_exit(lost, GRACE_S)
+            lost_ranks = [rank for rank in ranks if rank.files.rank in expect_lost]
+            _wait(staying, lost_ranks, time.monotonic() + timeout_s, timeout_s)
+            _let_exit(lost_ranks, GRACE_S)
             # Lets the ranks exit, while their results are unpickled.
             os.close(release_write)
             release_write = -1
@@ -242,12 +242,12 @@ def _fork(
     return pid
 
 
-def _wait(ranks: list[Rank], lost: list[Rank], deadline: float, timeout_s: float) -> None:
+def _wait(ranks: list[Rank], lost_ranks: list[Rank], deadline: float, timeout_s: float) -> None:
     """Return when every one of ``ranks`` has a result; raise on the first failure or at the deadline."""
     while True:
-        for rank in [*ranks, *lost]:
+        for rank in [*ranks, *lost_ranks]:
             rank.look()
-        for rank in lost:
+        for rank in lost_ranks:
             if rank.outcome is not None:
                 event = rank.report() if rank.outcome.failure else f"rank {rank.files.rank} returned"
                 raise DistributedTestError(f"rank {rank.files.rank} was expected to be lost, but {event}")

@@ -87,8 +87,8 @@ def full_disk(size_bytes: int) -> Iterator[Path]:
     """
     with tempfile.TemporaryDirectory(prefix="megascend-disk-") as folder:
         mount = f'mount -t tmpfs -o size={int(size_bytes)},mode=777 tmpfs "$1"'
-        with _mounted(mount, Path(folder)) as seen:
-            yield seen
+        with _mounted(mount, Path(folder)) as path:
+            yield path
 
 
 @contextmanager
@@ -101,8 +101,8 @@ def read_only(path: str | Path) -> Iterator[Path]:
     Raises:
         PlatformError: as :func:`full_disk`.
     """
-    with _mounted('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', Path(path).resolve()) as seen:
-        yield seen
+    with _mounted('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"', Path(path).resolve()) as mounted:
+        yield mounted
 
 
 @contextmanager
@@ -123,8 +123,8 @@ def _mounted(script: str, folder: Path) -> Iterator[Path]:
         finally:  # --lazy: a process that a test left behind may have a file open there
             subprocess.run(["umount", "--lazy", str(folder)], check=True, timeout=MOUNT_S)
         return
-    with _mounted_in_namespace(script, folder, direct.stderr.strip()) as seen:
-        yield seen
+    with _mounted_in_namespace(script, folder, direct.stderr.strip()) as mounted:
+        yield mounted
 
 
 @contextmanager

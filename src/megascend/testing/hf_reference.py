@@ -109,12 +109,12 @@ def train(
     Args:
         before: called before each step with its number and the optimizer.
     """
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    parameters = list(named.values())
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = list(trainable.values())
     # As Megatron-Core: no weight decay on biases and norms. Biases of experts are vectors, fused into one parameter of two
     # dimensions.
-    matrices = [p for name, p in named.items() if p.dim() > 1 and not name.endswith("bias")]
-    vectors = [p for name, p in named.items() if p.dim() <= 1 or name.endswith("bias")]
+    matrices = [p for name, p in trainable.items() if p.dim() > 1 and not name.endswith("bias")]
+    vectors = [p for name, p in trainable.items() if p.dim() <= 1 or name.endswith("bias")]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": job["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}],
         lr=job["lr"],

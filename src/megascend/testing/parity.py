@@ -128,7 +128,7 @@ def _on_cuda() -> list[Case]:
             cases.setdefault(name, replace(case, name=name, packing=False, micro_batch_tokens=budget))
     sixteen: dict[str, Any] = {"precision": "bf16", "loss_bound": 2e-2, "norm_bound": 0.1}
     moe: dict[str, Any] = {"arch": "qwen3_moe", "precision": "bf16", "loss_bound": 0.15, "norm_bound": 0.6}
-    more = [
+    further_cases = [
         Case("bf16 PP2", 2, Parallel(pipeline=2), **sixteen),
         Case("bf16 CP2", 2, Parallel(context=2), **sixteen),
         Case("bf16 CP2, padded", 2, Parallel(context=2), packing=False, micro_batch_tokens=200, **sixteen),
@@ -143,7 +143,7 @@ def _on_cuda() -> list[Case]:
         Case("MoE bf16 TP2 + SP (ETP2), grouped experts", 2, Parallel(tensor=2), experts="grouped", **moe),
         Case("MoE bf16 EP2, grouped experts", 2, Parallel(expert=2), experts="grouped", **moe),
     ]
-    return [*cases.values(), *more]
+    return [*cases.values(), *further_cases]
 
 
 def _layouts() -> list[Case]:
@@ -439,9 +439,9 @@ def run_case(
     With ``weights`` rank 0's has the trained weights, as they are exported.
     """
     backend = case_backend(case, checkpoint)
-    everything = causal_samples(tokens)
-    samples = backend.shard(everything)
-    logits = backend.forward(everything, logits=True).logits if backend.topology.data == 1 else None
+    all_samples = causal_samples(tokens)
+    samples = backend.shard(all_samples)
+    logits = backend.forward(all_samples, logits=True).logits if backend.topology.data == 1 else None
     losses, norms = [], []
     for number in range(steps):
         if case.resumes and number == steps // 2:

@@ -264,7 +264,7 @@ def check_model(parallel: Parallel, expert_tensor: int, model: ModelShape) -> No
         raise TopologyError(
             f"{model.num_layers} layers cannot be divided evenly over parallel.pipeline={p.pipeline}"
             + (f" x parallel.virtual_pipeline={p.virtual_pipeline} = {stages}" if p.virtual_pipeline > 1 else "")
-            + f" stages; {'the product must be' if p.virtual_pipeline > 1 else 'use'} {_listed(_divisors(model.num_layers))}"
+            + f" stages; {'the product must be' if p.virtual_pipeline > 1 else 'use'} {_abbreviated(_divisors(model.num_layers))}"
         )
     if not model.is_moe:
         for name, value, default in (("expert", p.expert, 1), ("expert_tensor", p.expert_tensor, None)):
@@ -301,14 +301,14 @@ def resolve_sequence_parallel(parallel: Parallel, is_moe: bool) -> tuple[bool, l
 def _check_divides(setting: str, value: int, count: int | None, unit: str, common: tuple[int, ...] = ()) -> None:
     if count is not None and count % value:
         usable = [size for size in _divisors(count) if all(total % size == 0 for total in common)]
-        raise TopologyError(f"{setting}={value} does not divide the {count} {unit}; use {_listed(usable)}")
+        raise TopologyError(f"{setting}={value} does not divide the {count} {unit}; use {_abbreviated(usable)}")
 
 
 def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def _listed(sizes: list[int], limit: int = 8) -> str:
+def _abbreviated(sizes: list[int], limit: int = 8) -> str:
     texts = [str(size) for size in sizes[:limit]]
     if len(sizes) > limit:
         return ", ".join(texts) + ", ..."

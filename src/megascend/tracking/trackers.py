@@ -140,7 +140,7 @@ class BackgroundTracker:
         self.name = name
         self._open, self._run, self._opened, self._failed = open_tracker, run, opened, failed
         self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(waiting)
-        self._lost = 0
+        self._lost_count = 0
         self._failure_reported = False
         self._outcome: RunOutcome = "failed"
         # A daemon: a tracker that hangs in the network must not keep the process alive.
@@ -170,8 +170,8 @@ class BackgroundTracker:
             logger.warning(
                 "tracker %s: not finished after %.0f s, %d queued records are lost", self.name, timeout_s, left
             )
-        elif self._lost:
-            logger.warning("tracker %s: %d records were lost", self.name, self._lost)
+        elif self._lost_count:
+            logger.warning("tracker %s: %d records were lost", self.name, self._lost_count)
 
     def _submit(self, record: Callable[[Tracker], None]) -> None:
         try:
@@ -186,23 +186,23 @@ class BackgroundTracker:
             self._opened(self.name, tracker.run_id)
         # SystemExit too: a package may call sys.exit(), for example when it cannot log in.
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever its package raises, training continues
-            self._problem(f"it cannot be opened: {type(error).__name__}: {error}", lost=0)
+            self._problem(f"it cannot be opened: {type(error).__name__}: {error}", lost_count=0)
         while (record := self._waiting.get()) is not None:
             self._call(tracker, record)
         if tracker is not None:
-            self._call(tracker, lambda tracker: tracker.close(self._outcome), lost=0)
+            self._call(tracker, lambda tracker: tracker.close(self._outcome), lost_count=0)
 
-    def _call(self, tracker: Tracker | None, record: Callable[[Tracker], None], lost: int = 1) -> None:
+    def _call(self, tracker: Tracker | None, record: Callable[[Tracker], None], lost_count: int = 1) -> None:
         if tracker is None:
-            self._lost += lost
+            self._lost_count += lost_count
             return
         try:
             record(tracker)
         except (Exception, SystemExit) as error:  # noqa: BLE001  as above
-            self._problem(f"{type(error).__name__}: {error}", lost)
+            self._problem(f"{type(error).__name__}: {error}", lost_count)
 
-    def _problem(self, text: str, lost: int = 1) -> None:
-        self._lost += lost
+    def _problem(self, text: str, lost_count: int = 1) -> None:
+        self._lost_count += lost_count
         if not self._failure_reported:
             self._failure_reported = True
             self._failed(self.name, text)

@@ -145,6 +145,7 @@ class Delivery:
         if not update.engines:
             raise ConfigError("push: no engines are configured")
         names = [engine.name for engine in update.engines]
+        # Answers are told apart by name.
         if len(set(names)) < len(names):
             raise ConfigError(f"push: engine names are not unique: {', '.join(names)}")
         # The devices of the engines' workers decide the transport.
@@ -201,6 +202,7 @@ class Delivery:
         if update.sender is not None:
             update.sender.close()
         with contextlib.suppress(Exception):
+            # Within the margin that other ranks grant this one for reporting a failure.
             self._all(update, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:
@@ -211,11 +213,13 @@ class Delivery:
 
     def _fitting_transport(self, members: Mapping[str, Location | None]) -> str:
         """Choose the transport of an update, or check the configured one against the members' devices."""
-        here = Location.of(self._device)
+        local = Location.of(self._device)
         try:
             if self._transport == AUTO:  # an engine that does not report its location is taken to be on the CPU
-                return choose(here, {name: at or Location("cpu") for name, at in members.items()})
-            check(self._transport, here, {name: at for name, at in members.items() if at is not None})
+                return choose(local, {name: location or Location("cpu") for name, location in members.items()})
+            check(
+                self._transport, local, {name: location for name, location in members.items() if location is not None}
+            )
         except TransportError as error:
             raise ConfigError(f"push: {error}") from error
         return self._transport

@@ -15,7 +15,7 @@ from simnpu.visible import CURRENT, device_count, existing
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What ``get_device_properties`` tells of the simulated device."""
+    """Result of ``get_device_properties``."""
 
     name: str
     total_memory: int
@@ -27,12 +27,12 @@ class DeviceProperties:
 
 
 def is_available() -> bool:
-    """Whether a device is visible."""
+    """Check whether a device is visible."""
     return device_count() > 0
 
 
 def device_index(device: torch.device | str | int | None) -> int:
-    """The index that ``device`` stands for; None and a device without index are the current one."""
+    """Return the index that ``device`` stands for; None and a device without index are the current one."""
     if isinstance(device, str):
         device = torch.device(device)
     if isinstance(device, torch.device):
@@ -91,15 +91,15 @@ class device_of(device):
 
 
 def get_device_name(device: torch.device | str | int | None = None) -> str:
-    """Says that the device is simulated, unless ``SIMNPU_DEVICE_NAME`` gives it a chip's name."""
+    """Return a name that says that the device is simulated, unless ``SIMNPU_DEVICE_NAME`` gives it a chip's name."""
     device_index(device)
     return device_name()
 
 
 def get_device_properties(device: torch.device | str | int | None = None) -> DeviceProperties:
-    """Name and cores of the chip, and the host's memory as ``total_memory`` in bytes."""
+    """Return name and cores of the chip, and the host's memory as ``total_memory`` in bytes."""
     device_index(device)
-    cores = {"cube_core_num": named.cube_cores, "vector_core_num": named.vector_cores} if (named := chip()) else {}
+    cores = {"cube_core_num": model.cube_cores, "vector_core_num": model.vector_cores} if (model := chip()) else {}
     return DeviceProperties(device_name(), psutil.virtual_memory().total, **cores)
 
 
@@ -109,21 +109,21 @@ def get_device_capability(device: torch.device | str | int | None = None) -> Non
 
 
 def can_device_access_peer(device: int, peer_device: int) -> bool:
-    """All simulated devices of a process can copy to each other."""
+    """Check whether two different devices were named: all devices of a process can copy to each other."""
     return device_index(device) != device_index(peer_device)
 
 
 def is_initialized() -> bool:
-    """The simulated device needs no initialisation."""
+    """Return True: the simulated device needs no initialisation."""
     return True
 
 
 def init() -> None:
-    """Nothing to do: see :func:`is_initialized`."""
+    """Do nothing: see :func:`is_initialized`."""
 
 
 def _lazy_init() -> None:
-    """Nothing to do: see :func:`is_initialized`."""
+    """Do nothing: see :func:`is_initialized`."""
 
 
 def _lazy_call(callback: Callable[[], object]) -> None:
@@ -132,17 +132,17 @@ def _lazy_call(callback: Callable[[], object]) -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    """A forked process can use the simulated device: it is CPU memory."""
+    """Return False: a forked process can use the simulated device: it is CPU memory."""
     return False
 
 
 def synchronize(device: torch.device | str | int | None = None) -> None:
-    """Nothing to wait for: every operator has finished when its call returns."""
+    """Return at once: every operator has finished when its call returns."""
     device_index(device)
 
 
 def is_bf16_supported() -> bool:
-    """As the 910B generation."""
+    """Return True, as on the 910B generation."""
     return True
 
 

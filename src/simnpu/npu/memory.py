@@ -43,12 +43,12 @@ Device = torch.device | str | int | None
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Bytes of the tensors alive on the device."""
+    """Return the bytes of the tensors alive on the device."""
     return allocations.allocated(device_index(device))
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """The largest value of :func:`memory_allocated` since the last reset."""
+    """Return the largest value of :func:`memory_allocated` since the last reset."""
     return allocations.peak(device_index(device))
 
 
@@ -67,12 +67,12 @@ memory_cached, max_memory_cached, reset_max_memory_cached = (
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """No accumulated figures are kept."""
+    """Check the device alone: no accumulated figures are kept."""
     device_index(device)
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
-    """The figures above under the names of PyTorch's caching allocator; others are not kept."""
+    """Return the figures above under the names of PyTorch's caching allocator; others are not kept."""
     used, peak = memory_allocated(device), max_memory_allocated(device)
     stats = {"num_alloc_retries": 0, "num_ooms": 0}
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes"):
@@ -87,19 +87,19 @@ def memory_stats_as_nested_dict(device: Device = None) -> dict[str, Any]:
 
 
 def nested(stats: dict[str, int]) -> dict[str, Any]:
-    """``a.b: 1`` as ``{a: {b: 1}}``."""
+    """Nest ``a.b: 1`` as ``{a: {b: 1}}``."""
     tree: dict[str, Any] = {}
     for name, value in stats.items():
         *above, last = name.split(".")
-        place = tree
+        branch = tree
         for part in above:
-            place = place.setdefault(part, {})
-        place[last] = value
+            branch = branch.setdefault(part, {})
+        branch[last] = value
     return tree
 
 
 def host_memory_stats() -> dict[str, int]:
-    """Empty: pinned memory is not counted here."""
+    """Return nothing: pinned memory is not counted here."""
     return {}
 
 
@@ -107,14 +107,14 @@ host_memory_stats_as_nested_dict = host_memory_stats
 
 
 def reset_accumulated_host_memory_stats() -> None:
-    """No figures of pinned memory are kept."""
+    """Do nothing: no figures of pinned memory are kept."""
 
 
 reset_peak_host_memory_stats = reset_accumulated_host_memory_stats
 
 
 def get_allocator_backend() -> str:
-    """``native``: the name of torch_npu's own allocator, which nothing has replaced."""
+    """Return ``native``: the name of torch_npu's own allocator, which nothing has replaced."""
     return "native"
 
 
@@ -124,14 +124,14 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Available and total memory of the host, in bytes."""
+    """Return available and total memory of the host, in bytes."""
     device_index(device)
     memory = psutil.virtual_memory()
     return memory.available, memory.total
 
 
 def empty_cache() -> None:
-    """Memory goes back to the host's allocator when a tensor dies; nothing is cached here."""
+    """Do nothing: memory goes back to the host's allocator when a tensor dies; nothing is cached here."""
 
 
 host_empty_cache = empty_cache
@@ -141,11 +141,11 @@ empty_virt_addr_cache = empty_cache
 
 
 def ipc_collect() -> None:
-    """Nothing to collect: tensors of the simulated device cannot be shared with other processes."""
+    """Do nothing: tensors of the simulated device cannot be shared with other processes."""
 
 
 def _set_allocator_settings(settings: str) -> None:
-    """Accepted and without effect: the host's allocator is in use."""
+    """Ignore the settings: the host's allocator is in use."""
 
 
 class Share:
@@ -160,7 +160,7 @@ def get_per_process_memory_fraction(device: Device = None) -> float:
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
-    """Kept and without effect: there is no device memory to divide."""
+    """Store the fraction, without effect: there is no device memory to divide."""
     device_index(device)
     if not 0 <= fraction <= 1:
         raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")

@@ -16,7 +16,7 @@ class mstx:
 
     @staticmethod
     def mark(message: str, stream: object = None, domain: str = "default") -> None:
-        """A point in time."""
+        """Mark a point in time."""
 
     @staticmethod
     def range_start(message: str, stream: object = None, domain: str = "default") -> int:
@@ -44,7 +44,7 @@ class mstx:
 
     @staticmethod
     def mstx_range(message: str, stream: object = None, domain: str = "default") -> Callable[[Callable], Callable]:
-        """A decorator that puts every call of a function in a range."""
+        """Decorate a function so that each call is a range."""
 
         def decorate(function: Callable) -> Callable:
             @functools.wraps(function)

@@ -61,7 +61,7 @@ def seed() -> None:
 
 
 def seed_all() -> None:
-    """The same for every device, with one number for all."""
+    """Seed every device with one random number."""
     seed()
     manual_seed_all(initial_seed())
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Settings:
-    """What the program has set; a test or a `doctor` can read it."""
+    """Settings of the program, for tests and for `doctor`."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
@@ -45,14 +45,14 @@ conv = Switches(allow_hf32=True)
 
 
 def set_option(option: dict[str, Any]) -> None:
-    """Options of the Ascend compiler, e.g. ``{"ACL_PRECISION_MODE": "must_keep_origin_dtype"}``."""
+    """Set options of the Ascend compiler, e.g. ``{"ACL_PRECISION_MODE": "must_keep_origin_dtype"}``."""
     if not isinstance(option, dict):
         raise TypeError(f"npu option must be a dict, got {type(option).__name__}")
     SETTINGS.options.update(option)
 
 
 def set_compile_mode(jit_compile: bool = False) -> None:
-    """Whether kernels are compiled for each shape; there are no kernels to compile."""
+    """Store whether kernels are compiled for each shape; there are no kernels to compile."""
     SETTINGS.jit_compile = bool(jit_compile)
 
 
@@ -61,12 +61,12 @@ def is_jit_compile_false() -> bool:
 
 
 def set_deterministic_level(level: int) -> None:
-    """The simulated operators are deterministic at every level."""
+    """Store the level; the simulated operators are deterministic at every level."""
     SETTINGS.deterministic_level = int(level)
 
 
 class CubeMathType(enum.IntEnum):
-    """What matrix products may do to their inputs; kept, as products are the CPU's."""
+    """Precision of matrix products; without effect, as products are the CPU's."""
 
     KEEP_DTYPE = 0
     ALLOW_FP32_DOWN_PRECISION = 1
@@ -78,7 +78,7 @@ SYNC_DEBUG_MODES = {"default": 0, "warn": 1, "error": 2}
 
 
 def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Kept. Nothing is reported, as every operator has finished when its call returns."""
+    """Store the mode; nothing is reported, as every operator has finished when its call returns."""
     mode = SYNC_DEBUG_MODES.get(debug_mode, -1) if isinstance(debug_mode, str) else debug_mode
     if mode not in SYNC_DEBUG_MODES.values():
         raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
@@ -90,7 +90,7 @@ def get_sync_debug_mode() -> int:
 
 
 def set_mm_bmm_format_nd(is_nd: bool = True) -> None:
-    """Kept: there are no private formats here."""
+    """Store the setting; there are no private formats here."""
     SETTINGS.mm_bmm_format_nd = bool(is_nd)
 
 
@@ -99,7 +99,7 @@ def get_mm_bmm_format_nd() -> bool:
 
 
 def use_compatible_impl(is_compatible: bool) -> None:
-    """Kept: there is one implementation here, PyTorch's own."""
+    """Store the setting; there is one implementation here, PyTorch's own."""
     SETTINGS.compatible_impl = bool(is_compatible)
 
 
@@ -108,48 +108,48 @@ def are_compatible_impl_enabled() -> bool:
 
 
 def enable_deterministic_with_backward(tensor: Any) -> Any:
-    """``tensor``: the simulated operators are deterministic in any case."""
+    """Return ``tensor``: the simulated operators are always deterministic."""
     return tensor
 
 
 def disable_deterministic_with_backward(tensor: Any) -> Any:
-    """``tensor``; see :func:`enable_deterministic_with_backward`."""
+    """Return ``tensor``; see :func:`enable_deterministic_with_backward`."""
     return tensor
 
 
 def set_op_timeout_ms(timeout: int) -> None:
-    """Without effect: no operator is waited for."""
+    """Do nothing: no operator is waited for."""
 
 
 def cores() -> dict[str, int]:
-    """Cores of the chip that the device is called after, else of a 910B."""
-    named = chip() or GENERATION
-    return {"cube_core_num": named.cube_cores, "vector_core_num": named.vector_cores}
+    """Return the cores of the chip that the device is called after, else of a 910B."""
+    model = chip() or GENERATION
+    return {"cube_core_num": model.cube_cores, "vector_core_num": model.vector_cores}
 
 
 def limited(before: dict[str, int], cube_num: int, vector_num: int) -> dict[str, int]:
-    """``before`` with the numbers that are not -1."""
-    given = {"cube_core_num": cube_num, "vector_core_num": vector_num}
-    return before | {name: number for name, number in given.items() if number != -1}
+    """Return ``before`` updated with the numbers that are not -1."""
+    limits = {"cube_core_num": cube_num, "vector_core_num": vector_num}
+    return before | {name: number for name, number in limits.items() if number != -1}
 
 
 def set_device_limit(device: int, cube_num: int = -1, vector_num: int = -1) -> None:
-    """Kept and shown: nothing runs on cores here."""
+    """Store the limit; nothing runs on cores here."""
     SETTINGS.device_limits[device] = limited(get_device_limit(device), cube_num, vector_num)
 
 
 def get_device_limit(device: int) -> dict[str, int]:
-    """How many cores operators of this device may use."""
+    """Return the numbers of cores that operators of this device may use."""
     return SETTINGS.device_limits.get(device) or cores()
 
 
 def set_stream_limit(stream: Stream, cube_num: int = -1, vector_num: int = -1) -> None:
-    """Kept and shown: nothing runs on cores here."""
+    """Store the limit; nothing runs on cores here."""
     SETTINGS.stream_limits[stream.stream_id] = limited(get_stream_limit(stream), cube_num, vector_num)
 
 
 def get_stream_limit(stream: Stream) -> dict[str, int]:
-    """How many cores operators of this stream may use."""
+    """Return the numbers of cores that operators of this stream may use."""
     return SETTINGS.stream_limits.get(stream.stream_id) or cores()
 
 
@@ -158,12 +158,12 @@ def reset_stream_limit(stream: Stream) -> None:
 
 
 def get_npu_overflow_flag() -> bool:
-    """Of chips before the 910B generation."""
+    """Raise: only chips before the 910B generation have the flag."""
     raise RuntimeError("Unsupported api when soc_version >= Ascend910B1, please use npu_check_overflow")
 
 
 def clear_npu_overflow_flag() -> None:
-    """Warns, as on a 910B, where there is no such flag."""
+    """Warn, as on a 910B, which has no such flag."""
     warnings.warn(
         "When soc_version >= Ascend910B1, clear_npu_overflow_flag is useless. Please remove it.", stacklevel=2
     )

@@ -55,7 +55,7 @@ class Stream(torch.Stream):
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def __enter__(self) -> Stream:
         self._contexts.append(StreamContext(self))
@@ -93,13 +93,13 @@ class Event(torch.Event):
         self._device_index = CURRENT.index if stream is None else stream.device_index
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds of host time between two recorded events."""
@@ -110,9 +110,9 @@ class Event(torch.Event):
         return (end_event.recorded_at - self.recorded_at) * 1000.0
 
 
-def event_of_device(device: torch.device | str | int | None, *options: Any, **named: Any) -> Event:
+def event_of_device(device: torch.device | str | int | None, *options: Any, **keywords: Any) -> Event:
     """``torch.Event(device, ...)`` of the simulated device, which it takes from the stream that it is recorded in."""
-    return Event(*options, **named)
+    return Event(*options, **keywords)
 
 
 class Streams:

@@ -38,7 +38,7 @@ def is_support_inf_nan() -> bool:
 
 
 def npu_check_overflow(grad: torch.Tensor | float) -> bool:
-    """Whether a gradient, by its sum, is not finite."""
+    """Check whether the sum of a gradient is not finite."""
     return not math.isfinite(float(grad.float().sum()) if isinstance(grad, torch.Tensor) else grad)
 
 

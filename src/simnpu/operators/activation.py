@@ -15,7 +15,7 @@ from simnpu.operators.refusal import Refusal
 
 
 def check_halves(name: str, x: Tensor, dim: int) -> None:
-    """The dimension that is split must exist and be even."""
+    """Check that the dimension to split exists and is even."""
     refuse = Refusal(name, "aclnnSwiGlu" if name == "npu_swiglu" else "aclnnGeGluV3")
     if not -x.dim() <= dim < x.dim():
         refuse(
@@ -73,7 +73,7 @@ def fast_gelu(self: Tensor) -> Tensor:
 
 @operator
 def npu_fast_gelu(self: Tensor) -> Tensor:
-    """The newer name of :func:`fast_gelu`."""
+    """Compute :func:`fast_gelu` under its newer name."""
     return differentiable(quick_gelu)(self)
 
 
@@ -123,7 +123,7 @@ def npu_format_cast(self: Tensor, acl_format: int) -> Tensor:
 
 @operator
 def get_npu_format(self: Tensor) -> int:
-    """Always ACL_FORMAT_ND."""
+    """Return ACL_FORMAT_ND, the only format here."""
     return ND
 
 

@@ -37,14 +37,14 @@ class FusionAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         query, key, value, pse, output, maximum, total = map(to_host, ctx.saved_tensors)
         gradient = to_host(gradients[0])
-        found = backward(query, key, value, pse, gradient, output, maximum, total, ctx.options.on_host())
-        return *to_device(found, gradients[0].device), None
+        input_gradients = backward(query, key, value, pse, gradient, output, maximum, total, ctx.options.on_host())
+        return *to_device(input_gradients, gradients[0].device), None
 
 
 def refuse_unsimulated(**arguments: Any) -> None:
     """Raise for arguments that torch_npu takes and this simulation does not."""
-    if given := [name for name, value in arguments.items() if value is not None]:
-        raise NotSimulatedError(f"npu_fusion_attention with {', '.join(given)} is not simulated by simnpu")
+    if unsupported := [name for name, value in arguments.items() if value is not None]:
+        raise NotSimulatedError(f"npu_fusion_attention with {', '.join(unsupported)} is not simulated by simnpu")
 
 
 @operator
@@ -115,7 +115,7 @@ def npu_fusion_attention_v2(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """As :func:`npu_fusion_attention`, with a choice of where the bias is added (``pse_type`` 0: before scaling)."""
+    """Compute :func:`npu_fusion_attention`, with a choice of where the bias is added (``pse_type`` 0: before scaling)."""
     refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,
@@ -128,7 +128,7 @@ def gradients(
     query: Tensor, key: Tensor, value: Tensor, dy: Tensor, pse: Tensor | None, softmax_max: Tensor | None,
     softmax_sum: Tensor | None, attention_in: Tensor | None, options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradient operators' common part, on tensors of any device."""
+    """Compute the gradient operators' common part, on tensors of any device."""
     statistics = {"softmax_max": softmax_max, "softmax_sum": softmax_sum, "attention_in": attention_in}
     if absent := [name for name, tensor in statistics.items() if tensor is None]:
         Refusal("npu_fusion_attention_grad", "aclnnFlashAttentionScoreGrad")(f"{', '.join(absent)} must be given")
@@ -217,7 +217,7 @@ def npu_fusion_attention_grad_v2(
     softmax_layout: str = "",
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As :func:`npu_fusion_attention_grad`, for :func:`npu_fusion_attention_v2`."""
+    """Compute :func:`npu_fusion_attention_grad` for :func:`npu_fusion_attention_v2`."""
     refuse_unsimulated(padding_mask=padding_mask, query_rope=query_rope, key_rope=key_rope, sink=sink)
     options = AttentionOptions(
         head_num, input_layout, atten_mask, scale_value, keep_prob, pre_tokens, next_tokens, prefix, actual_seq_qlen,

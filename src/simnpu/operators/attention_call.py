@@ -20,14 +20,14 @@ NOTHING_SEEN = torch.finfo(torch.float32).min  # row maximum of a query that see
 
 @dataclass(frozen=True)
 class Block:
-    """One attention problem. ``kept`` is the dropout mask divided by the probability of keeping."""
+    """One attention problem. ``keep_mask`` is the dropout mask divided by the probability of keeping."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     hidden: Tensor | None
     bias: Tensor | None
-    kept: Tensor | None
+    keep_mask: Tensor | None
     scale: float
     bias_before_scale: bool = False
 
@@ -47,7 +47,7 @@ class Block:
         return scores if self.hidden is None else scores.masked_fill(self.hidden, float("-inf"))
 
     def dropped(self, values: Tensor) -> Tensor:
-        return values if self.kept is None else values * self.kept
+        return values if self.keep_mask is None else values * self.keep_mask
 
 
 def shared(tensor: Tensor, group: int) -> Tensor:
@@ -97,7 +97,7 @@ Lengths = Sequence[int] | None
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Everything of a call that is not a differentiable tensor. ``seed`` and ``offset`` fix the dropout."""
+    """Arguments of a call other than its differentiable tensors. ``seed`` and ``offset`` fix the dropout."""
 
     head_num: int
     input_layout: str
@@ -116,7 +116,7 @@ class AttentionOptions:
     offset: int = 0
 
     def on_host(self) -> AttentionOptions:
-        """The same options with the mask on the CPU."""
+        """Return the options with the mask on the CPU."""
         return replace(self, atten_mask=to_host(self.atten_mask))
 
 
@@ -163,17 +163,17 @@ def read_call(query: Tensor, key: Tensor, value: Tensor, pse: Tensor | None, opt
     keys = layout.split(key, layout.kv_heads, layout.kv_lengths)
     values = layout.split(value, layout.kv_heads, layout.kv_lengths)
     sizes = [(q.shape[0], q.shape[1], q.shape[2], k.shape[2]) for q, k in zip(queries, keys, strict=True)]
-    kept = dropout(sizes, options)
+    keep_mask = dropout(sizes, options)
     bias = None if pse is None else pse.float()
     blocks = [
         Block(q, k, v, h, bias, d, options.scale, options.pse_type == PSE_BEFORE_SCALE)
-        for q, k, v, h, d in zip(queries, keys, values, hidden, kept, strict=True)
+        for q, k, v, h, d in zip(queries, keys, values, hidden, keep_mask, strict=True)
     ]
     return Problem(layout, blocks, sum(b * n * s * t for b, n, s, t in sizes))
 
 
 def check_pse(layout: Layout, pse: Tensor | None, options: AttentionOptions, refuse: Refusal) -> None:
-    """Which position biases are simulated: full ones, of a call that is not packed."""
+    """Refuse position biases that are not simulated: only full ones of an unpacked call are."""
     if pse is None:
         return
     if options.pse_type not in (PSE_BEFORE_SCALE, PSE_AFTER_SCALE):
@@ -192,7 +192,7 @@ def check_pse(layout: Layout, pse: Tensor | None, options: AttentionOptions, ref
 
 
 def dropout(sizes: list[tuple[int, int, int, int]], options: AttentionOptions) -> list[Tensor | None]:
-    """For each block, 1 / keep_prob where a weight is kept and 0 elsewhere; the same for the same seed and offset."""
+    """Return for each block 1 / keep_prob where a weight is kept and 0 elsewhere; the same for the same seed and offset."""
     if options.keep_prob == 1:
         return [None] * len(sizes)
     generator = torch.Generator().manual_seed(options.seed + options.offset)
@@ -200,7 +200,7 @@ def dropout(sizes: list[tuple[int, int, int, int]], options: AttentionOptions) -
 
 
 def draw_seed(keep_prob: float) -> int:
-    """A seed for the dropout of one call, from the device's random state; without dropout nothing is drawn."""
+    """Draw a seed for the dropout of one call, from the device's random state; without dropout nothing is drawn."""
     return 0 if keep_prob == 1 else int(torch.randint(2**31, (1,), generator=random_generator()))
 
 

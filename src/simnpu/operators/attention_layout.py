@@ -62,7 +62,7 @@ class Layout:
         return [blocks.float()]
 
     def join(self, blocks: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """The inverse of :meth:`split`: one contiguous tensor in the caller's layout."""
+        """Invert :meth:`split`: return one contiguous tensor in the caller's layout."""
         if self.name == "TND":
             return torch.cat([block.squeeze(0).transpose(0, 1) for block in blocks]).to(dtype)
         block = blocks[0].to(dtype)
@@ -85,7 +85,7 @@ class Layout:
         return flat.expand(-1, STATISTICS).reshape(-1, self.heads, STATISTICS)
 
     def split_statistics(self, statistics: Tensor, softmax_layout: str) -> list[Tensor]:
-        """The inverse of :meth:`join_statistics`."""
+        """Invert :meth:`join_statistics`."""
         if not self.packed:
             return [statistics[..., :1].float()]
         rows = [length * self.heads for length in self.q_lengths]
@@ -163,7 +163,7 @@ def read_packed(
     actual_seq_kvlen: Sequence[int] | None,
     refuse: Refusal,
 ) -> Layout:
-    """The sizes of a TND call."""
+    """Read the sizes of a TND call."""
     if not actual_seq_qlen or not actual_seq_kvlen or len(actual_seq_qlen) != len(actual_seq_kvlen):
         refuse("the size of actual_seq_qlen and actual_seq_kvlen must be the same and cannot be empty.")
     if len(actual_seq_qlen) > MAX_PACKED:

@@ -45,7 +45,7 @@ def hidden_keys(
     prefix: Sequence[int] | None,
     refuse: Refusal,
 ) -> list[Tensor | None]:
-    """For each block, what is hidden: bool, broadcastable to [batch, heads, Sq, Skv]; None hides nothing."""
+    """Return the hidden pairs of each block: bool, broadcastable to [batch, heads, Sq, Skv]; None hides nothing."""
     check_mode(layout, sparse_mode, refuse)
     if atten_mask is None:
         return [None] * len(layout.q_lengths)
@@ -72,7 +72,7 @@ def hidden_keys(
 
 
 def check_mode(layout: Layout, sparse_mode: int, refuse: Refusal) -> None:
-    """The modes that torch_npu takes for this layout."""
+    """Refuse modes that torch_npu does not take for this layout."""
     if layout.packed:
         if not DEFAULT <= sparse_mode <= BAND_LEFT_UP or sparse_mode == PREFIX:
             refuse(f"The sparse_mode value must be in range of [0,5) or (5,8], but got {sparse_mode}")
@@ -117,7 +117,7 @@ def check_mask(layout: Layout, mask: Tensor, sparse_mode: int, refuse: Refusal) 
 
 
 def check_triangle(mask: Tensor, sparse_mode: int, refuse: Refusal) -> None:
-    """A compressed mode reads tiles of a triangle from the mask: anything else gives wrong results on hardware.
+    """Check a compressed mode's mask. It reads tiles of a triangle from the mask: anything else gives wrong results on hardware.
 
     A dense mask of a sequence of 2048 has the right shape, so that only its content gives it away.
     """
@@ -132,12 +132,12 @@ def check_triangle(mask: Tensor, sparse_mode: int, refuse: Refusal) -> None:
 
 @cache
 def triangle() -> Tensor:
-    """The compressed causal mask."""
+    """Return the compressed causal mask."""
     return torch.ones(COMPRESSED, COMPRESSED, dtype=torch.bool).triu(1)
 
 
 def check_rows(blocks: list[Tensor | None], refuse: Refusal) -> None:
-    """No query of a packed call may see nothing (documented: no row of ones)."""
+    """Refuse a packed call with a query that sees no key (documented: no row of ones)."""
     for number, block in enumerate(blocks):
         if block is not None and bool(block.all(-1).any()):
             refuse(
@@ -147,7 +147,7 @@ def check_rows(blocks: list[Tensor | None], refuse: Refusal) -> None:
 
 
 def dense_part(layout: Layout, mask: Tensor, number: int) -> Tensor:
-    """The part of a mask without compression that belongs to a block."""
+    """Return the part of a mask without compression that belongs to a block."""
     if not layout.packed:
         return mask
     q_start, kv_start = sum(layout.q_lengths[:number]), sum(layout.kv_lengths[:number])
@@ -157,7 +157,7 @@ def dense_part(layout: Layout, mask: Tensor, number: int) -> Tensor:
 
 
 def hidden_in_block(mode: int, q_length: int, kv_length: int, pre_tokens: int, next_tokens: int) -> Tensor:
-    """The mask that a compressed mode stands for, in full."""
+    """Return the mask that a compressed mode stands for, in full."""
     if mode in (LEFT_UP, BAND_LEFT_UP):
         return outside_band(q_length, kv_length, None, 0, 0)
     if mode in (RIGHT_DOWN, RIGHT_DOWN_BAND):
@@ -175,14 +175,14 @@ def outside_band(q_length: int, kv_length: int, pre: int | None, next_: int, shi
 def prefix_blocks(layout: Layout, prefix: Sequence[int] | None, refuse: Refusal) -> list[Tensor | None]:
     """Causal from the lower right, with the first ``prefix[b]`` keys of batch ``b`` seen by all."""
     if prefix is None or len(prefix) != layout.batch:
-        found = None if prefix is None else len(prefix)
-        refuse.kernel(f"prefixN is invalid, it should be the same size as bSize[{layout.batch}], but it is {found}.")
+        count = None if prefix is None else len(prefix)
+        refuse.kernel(f"prefixN is invalid, it should be the same size as bSize[{layout.batch}], but it is {count}.")
     blocks = []
     for q_length, kv_length in zip(layout.q_lengths, layout.kv_lengths, strict=True):
         causal = outside_band(q_length, kv_length, None, 0, kv_length - q_length)
         numbers = prefix if not layout.packed else [prefix[len(blocks)]]
-        seen = torch.arange(kv_length) < torch.tensor(list(numbers)).view(-1, 1, 1, 1)
-        blocks.append(causal & ~seen)
+        visible = torch.arange(kv_length) < torch.tensor(list(numbers)).view(-1, 1, 1, 1)
+        blocks.append(causal & ~visible)
     return blocks
 
 

@@ -44,8 +44,8 @@ def npu_cross_entropy_loss(
 
     def loss_of(logits: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         classes = logits.shape[1]
-        counted = target != ignore_index if ignore_index >= 0 else torch.ones_like(target, dtype=torch.bool)
-        wrong = counted & ((target < 0) | (target >= classes))
+        valid = target != ignore_index if ignore_index >= 0 else torch.ones_like(target, dtype=torch.bool)
+        wrong = valid & ((target < 0) | (target >= classes))
         if bool(wrong.any()):
             refuse.kernel(
                 f"target must be in [0, {classes}), but holds {int(target[wrong][0])}; a negative ignore_index "
@@ -53,10 +53,10 @@ def npu_cross_entropy_loss(
             )
         log_prob = logits.float().log_softmax(-1)
         scale = torch.ones(classes) if weight is None else weight.float()
-        rows = scale[target.clamp_min(0)] * counted
+        rows = scale[target.clamp_min(0)] * valid
         losses = -rows * log_prob.gather(1, target.clamp_min(0)[:, None])[:, 0]
         if label_smoothing:
-            spread = -(log_prob * scale).sum(-1) * counted
+            spread = -(log_prob * scale).sum(-1) * valid
             losses = (1 - label_smoothing) * losses + label_smoothing / classes * spread
         if reduction == "mean":
             losses = (losses.sum() / rows.sum()).view(1)

@@ -34,13 +34,13 @@ def operator(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            given = signature.bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"torch_npu.{name}: {error}; it takes {signature}") from None
-        given.apply_defaults()
-        LOG.add(name, given.arguments)
-        check_kinds(name, function, given.arguments)
-        check_devices(name, given.arguments.values())
+        bound.apply_defaults()
+        LOG.add(name, bound.arguments)
+        check_kinds(name, function, bound.arguments)
+        check_devices(name, bound.arguments.values())
         return function(*args, **kwargs)
 
     OPERATORS[name] = call
@@ -48,19 +48,19 @@ def operator(function: F) -> F:
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors among ``values`` and in the lists among them."""
-    found = []
+    """Return the tensors among ``values`` and in the lists among them."""
+    tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, torch.Tensor))
-    return found
+            tensors.extend(item for item in value if isinstance(item, torch.Tensor))
+    return tensors
 
 
 @functools.cache
 def kinds_of(function: Callable[..., Any]) -> dict[str, str]:
-    """Which parameters take a tensor, and which a list of numbers; others are not checked."""
+    """Return the parameters that take a tensor, and those that take a list of numbers; others are not checked."""
     kinds = {}
     for parameter, hint in typing.get_type_hints(function).items():
         union = typing.get_origin(hint) in (typing.Union, types.UnionType)
@@ -135,14 +135,14 @@ def npu_view(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
 
 
 def random_generator() -> torch.Generator:
-    """The generator of the device's random numbers."""
+    """Return the generator of the device's random numbers."""
     from simnpu import random
 
     return random.generator()
 
 
 def device_of(values: Any) -> torch.device:
-    """The device of the first tensor among ``values``."""
+    """Return the device of the first tensor among ``values``."""
     return tensors_in(values)[0].device
 
 
@@ -186,7 +186,7 @@ def differentiable(formula: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flatten(args: tuple[Any, ...]) -> tuple[list[Any], Callable[[tuple[Any, ...]], list[Any]]]:
-    """The arguments with lists spread out, since autograd sees only tensors at the top; and the way back."""
+    """Return the arguments with lists spread out, as autograd sees only top-level tensors, and the inverse function."""
     lengths = [len(arg) if isinstance(arg, (list, tuple)) else None for arg in args]
     flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
 
@@ -204,7 +204,7 @@ class Formula(torch.autograd.Function):
     def forward(ctx: Any, run: Callable[..., Any], *args: Any) -> Any:
         ctx.run = run
         ctx.constants = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
-        ctx.places = [place for place, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        ctx.places = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
         results = to_device(run(*map(to_host, args)), device_of(args))
         ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
@@ -214,16 +214,16 @@ class Formula(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         values, leaves = list(ctx.constants), {}
         device = ctx.saved_tensors[0].device
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            values[place] = to_host(tensor)
-            if ctx.needs_input_grad[place + 1] and tensor.is_floating_point():
-                leaves[place] = values[place] = values[place].requires_grad_()
+        for index, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            values[index] = to_host(tensor)
+            if ctx.needs_input_grad[index + 1] and tensor.is_floating_point():
+                leaves[index] = values[index] = values[index].requires_grad_()
         with torch.enable_grad():
             results = ctx.run(*values)
         used = [(r, to_host(g)) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad]
         outputs, output_gradients = zip(*used, strict=True) if used else ((), ())
-        found = torch.autograd.grad(outputs, list(leaves.values()), output_gradients, allow_unused=True)
-        by_place = dict(zip(leaves, found, strict=True))
+        input_gradients = torch.autograd.grad(outputs, list(leaves.values()), output_gradients, allow_unused=True)
+        by_place = dict(zip(leaves, input_gradients, strict=True))
         return None, *(
-            None if by_place.get(place) is None else to_device(by_place[place], device) for place in range(len(values))
+            None if by_place.get(index) is None else to_device(by_place[index], device) for index in range(len(values))
         )

@@ -50,7 +50,7 @@ def register() -> list[torch.library.Library]:
 
 
 def takes_a_list_for_a_tensor(function: Callable[..., Any]) -> bool:
-    """Whether an argument may be a tensor or a list of numbers, for which a schema needs two overloads."""
+    """Check whether an argument may be a tensor or a list of numbers, for which a schema needs two overloads."""
     return any(set(typing.get_args(hint)) >= TENSOR_OR_LIST for hint in hints_of(function).values())
 
 
@@ -59,7 +59,7 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def schema(name: str, function: Callable[..., Any], lists: bool = False) -> str:
-    """The schema of a function whose annotations are types of ``TYPES``, optional ones, or sequences of them.
+    """Build the schema of a function whose annotations are types of ``TYPES``, optional ones, or sequences of them.
 
     ``lists``: where the annotation is a tensor or a list of numbers, the list.
     """
@@ -76,12 +76,12 @@ def schema(name: str, function: Callable[..., Any], lists: bool = False) -> str:
         parts.append(part)
     returned = hints["return"]
     items = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
-    shown = [] if returned is type(None) else [type_of(item).replace("?", "") for item in items]
-    return f"{name}({', '.join(parts)}) -> ({', '.join(shown)})"
+    outputs = [] if returned is type(None) else [type_of(item).replace("?", "") for item in items]
+    return f"{name}({', '.join(parts)}) -> ({', '.join(outputs)})"
 
 
 def type_of(hint: Any, alias: str = "", lists: bool = False) -> str:
-    """A type as a schema writes it: ``Tensor?`` for ``Tensor | None``, ``int[]`` for ``Sequence[int]``."""
+    """Format a type as a schema writes it: ``Tensor?`` for ``Tensor | None``, ``int[]`` for ``Sequence[int]``."""
     if hint in TYPES:
         return TYPES[hint] + alias
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -99,7 +99,7 @@ def type_of(hint: Any, alias: str = "", lists: bool = False) -> str:
 
 
 def default_of(value: Any) -> str:
-    """A default as a schema writes it."""
+    """Format a default as a schema writes it."""
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, (tuple, list)):

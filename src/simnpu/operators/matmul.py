@@ -15,7 +15,7 @@ from simnpu.errors import NotSimulatedError
 from simnpu.operators.dispatch import differentiable, on_host, operator
 from simnpu.operators.refusal import Refusal
 
-WHOLE, BY_ROWS, BY_INNER = -1, 0, 2  # group_type: no grouping; along m; along k
+UNGROUPED, BY_ROWS, BY_INNER = -1, 0, 2  # group_type: no grouping; along m; along k
 CUMULATIVE, COUNTS = 0, 1  # group_list_type
 KERNEL = "aclnnGroupedMatmulV4"
 MAX_GROUPS, MAX_WEIGHTS = 1024, 128  # groups of one stacked weight, and of separate ones
@@ -60,7 +60,7 @@ def grouped(
     x: list[Tensor], weight: list[Tensor], bias: list[Tensor] | None, sizes: list[int] | None, group_type: int,
     joined: bool, refuse: Refusal,
 ) -> list[Tensor]:  # fmt: skip
-    """The products of all groups: a list of them, or one tensor (``joined``)."""
+    """Compute the products of all groups: a list of them, or one tensor (``joined``)."""
     count = len(sizes) if sizes is not None else max(len(x), len(weight))
     if group_type == BY_INNER:
         products = [
@@ -83,18 +83,20 @@ def grouped(
 
 
 def pieces(tensors: list[Tensor], sizes: list[int] | None, dim: int, refuse: Refusal) -> list[Tensor]:
-    """One tensor cut into the groups. Rows behind the last group belong to none of them."""
+    """Cut a tensor into the groups. Rows behind the last group belong to none of them."""
     if len(tensors) != 1 or sizes is None:
         return tensors
-    whole = tensors[0]
-    if sum(sizes) > whole.shape[dim]:
-        refuse.kernel(f"group_list names {sum(sizes)} rows, but the tensor {list(whole.shape)} has {whole.shape[dim]}")
-    if sum(sizes) < whole.shape[dim]:
+    tensor = tensors[0]
+    if sum(sizes) > tensor.shape[dim]:
         refuse.kernel(
-            f"group_list names {sum(sizes)} of {whole.shape[dim]} rows: the kernel leaves the result of the others "
+            f"group_list names {sum(sizes)} rows, but the tensor {list(tensor.shape)} has {tensor.shape[dim]}"
+        )
+    if sum(sizes) < tensor.shape[dim]:
+        refuse.kernel(
+            f"group_list names {sum(sizes)} of {tensor.shape[dim]} rows: the kernel leaves the result of the others "
             "undefined"
         )
-    return list(whole.split(sizes, dim))
+    return list(tensor.split(sizes, dim))
 
 
 @operator
@@ -128,8 +130,8 @@ def npu_grouped_matmul(
     quantised = {"scale": scale, "offset": offset, "antiquant_scale": antiquant_scale, "output_dtype": output_dtype,
                  "antiquant_offset": antiquant_offset, "per_token_scale": per_token_scale,
                  "activation_input": activation_input}  # fmt: skip
-    if given := [name for name, value in quantised.items() if value]:
-        raise NotSimulatedError(f"npu_grouped_matmul with {', '.join(given)} is not simulated by simnpu")
+    if unsupported := [name for name, value in quantised.items() if value]:
+        raise NotSimulatedError(f"npu_grouped_matmul with {', '.join(unsupported)} is not simulated by simnpu")
     if not x or not weight:
         refuse("Invalid inputs: neither x nor weight could be empty.")
     if group_type is None and not isinstance(group_list, (list, tuple)):
@@ -137,13 +139,13 @@ def npu_grouped_matmul(
     if split_item not in range(4):
         refuse(f"Invalid value of split_item [{split_item}], which should only be one of 0/1/2/3.")
     group_type = BY_ROWS if group_type is None else group_type
-    if group_type not in (WHOLE, BY_ROWS, BY_INNER):
+    if group_type not in (UNGROUPED, BY_ROWS, BY_INNER):
         refuse(
             f"Use Tensor input with current cann version, The group type must be -1, 0 or 2, but now is [{group_type}]"
         )
-    if group_type != WHOLE and group_list is None:
+    if group_type != UNGROUPED and group_list is None:
         refuse.kernel(f"group_list must be given with group_type {group_type}")
-    if group_type == WHOLE and group_list is not None:
+    if group_type == UNGROUPED and group_list is not None:
         refuse.kernel("with group_type -1 group_list must be None")
     if act_type:
         raise NotSimulatedError(f"npu_grouped_matmul with act_type {act_type} is not simulated by simnpu")

@@ -27,7 +27,7 @@ def check_product(
     refuse: Refusal, x1: Tensor, x2: Tensor, hcom: str, world_size: int, reduce_op: str, bias: Tensor | None,
     comm_turn: int, quantised: bool,
 ) -> None:  # fmt: skip
-    """What both operators ask of their matrices and of the group."""
+    """Check matrices and group as both operators require."""
     if quantised:
         raise NotSimulatedError(f"{refuse.operator} with quantised inputs is not simulated by simnpu")
     if world_size not in WORLD_SIZES:
@@ -97,16 +97,16 @@ def npu_mm_reduce_scatter_base(
     output_dtype: torch.dtype | None = None,
     comm_mode: str | None = None,
 ) -> Tensor:
-    """This rank's rows [m / world, n] of the sum over ranks of self @ x2."""
+    """Compute this rank's rows [m / world, n] of the sum over ranks of self @ x2."""
     refuse = Refusal("npu_mm_reduce_scatter_base", "aclnnMatmulReduceScatter")
     quantised = x1_scale is not None or x2_scale is not None or output_dtype is not None
     check_product(refuse, self, x2, hcom, world_size, reduce_op, bias, comm_turn, quantised)
     if self.shape[0] % world_size:
         refuse("The M-axis in input of Matmul should be be divisible by world_size.")
     product = on_host(lambda a, b: a.float() @ b.float())(self, x2)
-    mine = product.new_empty(product.shape[0] // world_size, product.shape[1])
-    dist.reduce_scatter_tensor(mine, product, group=group_of(hcom))
-    return mine.to(self.dtype)
+    shard = product.new_empty(product.shape[0] // world_size, product.shape[1])
+    dist.reduce_scatter_tensor(shard, product, group=group_of(hcom))
+    return shard.to(self.dtype)
 
 
 def dequantised_product(
@@ -132,10 +132,10 @@ def dequantised_product(
         offset = torch.zeros(()) if bias is None else bias
         if scale is None:
             return x1.float() @ x2.float() + offset.float()
-        found = (x1.double() @ x2.double() + offset.double()) * scale.double()  # sums of int8 products are exact
+        scaled = (x1.double() @ x2.double() + offset.double()) * scale.double()  # sums of int8 products are exact
         if pertoken is not None:
-            found = found * pertoken.double().view(*x1.shape[:-1], 1)
-        return found.float()
+            scaled = scaled * pertoken.double().view(*x1.shape[:-1], 1)
+        return scaled.float()
 
     return on_host(multiply)(x1, x2, bias, scale, pertoken)
 
@@ -160,7 +160,7 @@ def npu_mm_all_reduce_base(
     group_sizes: Sequence[int] | None = None,
     comm_mode: str | None = None,
 ) -> Tensor:
-    """The sum over ranks of x1 @ x2 + bias + x3, in the type of ``x1``; of int8 matrices in that of ``dequant_scale``."""
+    """Compute the sum over ranks of x1 @ x2 + bias + x3, in the type of ``x1``; of int8 matrices in that of ``dequant_scale``."""
     refuse = Refusal("npu_mm_all_reduce_base", "aclnnMatmulAllReduce")
     for name, value in (
         ("antiquant_scale", antiquant_scale),

@@ -82,7 +82,7 @@ def npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """The sum of a token's copies, weighted by ``probs`` [tokens, topk] if given; [tokens, hidden]."""
+    """Sum a token's copies, weighted by ``probs`` [tokens, topk] if given; [tokens, hidden]."""
     if padded_mode:
         raise NotSimulatedError("npu_moe_token_unpermute with padded_mode is not simulated by simnpu")
     refuse = Refusal("npu_moe_token_unpermute", "aclnnMoeTokenUnpermute")
@@ -110,8 +110,8 @@ def npu_moe_token_unpermute(
 def gather_copies(permuted: Tensor, places: Tensor, topk: int, probs: Tensor | None) -> Tensor:
     """Sum the ``topk`` copies of every token; copies that were not kept (rows beyond the last) count as zero."""
     places = places.long()
-    kept = (places < permuted.shape[0]).unsqueeze(-1)
-    copies = permuted.index_select(0, places.clamp_max(max(permuted.shape[0] - 1, 0))).float() * kept
+    inside = (places < permuted.shape[0]).unsqueeze(-1)
+    copies = permuted.index_select(0, places.clamp_max(max(permuted.shape[0] - 1, 0))).float() * inside
     copies = copies.view(-1, topk, permuted.shape[-1])
     if probs is not None:
         copies = copies * probs.float().unsqueeze(-1)
@@ -133,7 +133,7 @@ def largest(scores: Tensor, k: int) -> Tensor:
 def npu_moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The ``k`` largest of softmax(x), their experts (int32), and row numbers that run along the columns (int32).
+    """Return the ``k`` largest of softmax(x), their experts (int32), and row numbers that run along the columns (int32).
 
     ``x``: [..., experts] with two or three dimensions. Rows that are ``finished`` get the number of experts as expert.
     """
@@ -199,20 +199,20 @@ def npu_moe_gating_top_k(
         scores = wide.softmax(-1) if norm_type == SOFTMAX else wide.sigmoid()
         ranked = scores if bias is None else scores + bias.float()
         groups = ranked.unflatten(-1, (group_count, -1))
-        of_group = groups.topk(2 if group_select_mode == BY_TWO_LARGEST else 1, dim=-1).values.sum(-1)
-        allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, largest(of_group, k_group), True)
+        group_scores = groups.topk(2 if group_select_mode == BY_TWO_LARGEST else 1, dim=-1).values.sum(-1)
+        allowed = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(-1, largest(group_scores, k_group), True)
         experts = largest(groups.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2), k)
         weights = scores.gather(-1, experts)
         if norm_type == SIGMOID:
             weights = weights / (weights.sum(-1, keepdim=True) + eps)
-        kept = scores if out_flag else scores.new_empty(0)
-        return (weights * routed_scaling_factor).to(x.dtype), experts.int(), kept
+        score_output = scores if out_flag else scores.new_empty(0)
+        return (weights * routed_scaling_factor).to(x.dtype), experts.int(), score_output
 
     return on_host(choose)(x, bias)
 
 
 def check_gating(x: Tensor, k: int, bias: Tensor | None, k_group: int, group_count: int, refuse: Refusal) -> None:
-    """What the documentation asks of the scores, the bias and the groups."""
+    """Check the documentation's limits on the scores, the bias and the groups."""
     if x.dim() != 2:
         refuse("The x should be 2D")
     if x.dtype not in FLOATS:
@@ -231,5 +231,5 @@ def check_gating(x: Tensor, k: int, bias: Tensor | None, k_group: int, group_cou
         refuse.kernel(f"groups rounded up to 32 experts must make at most {MAX_EXPERTS}, but got {group_count} groups")
     if not 1 <= k_group <= group_count:
         refuse.kernel(f"k_group must be in [1, group_count {group_count}], but got {k_group}")
-    if not 1 <= k <= (most := experts // group_count * k_group):
-        refuse.kernel(f"k must be in [1, {most}], the experts of {k_group} groups, but got {k}")
+    if not 1 <= k <= (limit := experts // group_count * k_group):
+        refuse.kernel(f"k must be in [1, {limit}], the experts of {k_group} groups, but got {k}")

@@ -107,8 +107,8 @@ def npu_moe_init_routing_v2(
         else:
             rows = order
         filled = rows >= 0
-        picked = x[rows.clamp_min(0) // k]
-        values, scales = quantise(picked, rows // k, experts[rows.clamp_min(0)] - start, quant_mode, scale, offset)
+        row_copies = x[rows.clamp_min(0) // k]
+        values, scales = quantise(row_copies, rows // k, experts[rows.clamp_min(0)] - start, quant_mode, scale, offset)
         values = torch.where(filled[:, None], values, torch.zeros_like(values))
         if drop_pad_mode:
             values = values.view(expert_num, expert_capacity, -1)
@@ -120,11 +120,11 @@ def npu_moe_init_routing_v2(
         if row_idx_type == SCATTER:
             places[: len(order)] = order
         else:
-            seen = rows if drop_pad_mode else order
-            places[seen[seen >= 0]] = torch.arange(len(seen))[seen >= 0]
-        wanted = expert_tokens_num_flag
+            numbering = rows if drop_pad_mode else order
+            places[numbering[numbering >= 0]] = torch.arange(len(numbering))[numbering >= 0]
+        count_mode = expert_tokens_num_flag
         tokens = tokens_of(counts, start, end, expert_num, COUNT if drop_pad_mode else expert_tokens_num_type)
-        return values, places.int(), tokens if wanted else tokens.new_empty(0), scales
+        return values, places.int(), tokens if count_mode else tokens.new_empty(0), scales
 
     return on_host(route)(x, expert_idx, scale, offset)
 
@@ -132,7 +132,7 @@ def npu_moe_init_routing_v2(
 def check_v2(
     refuse: Refusal, x: Tensor, expert_idx: Tensor, experts: int, drop: int, capacity: int, tokens_type: int, rows: int
 ) -> None:
-    """The documentation's limits on shapes, types and modes."""
+    """Check the documentation's limits on shapes, types and modes."""
     if x.dim() != 2 or expert_idx.dim() != 2 or expert_idx.shape[0] != x.shape[0]:
         refuse.kernel(
             f"x must be [rows, H] and expert_idx [rows, k], but got {list(x.shape)} and {list(expert_idx.shape)}"
@@ -156,19 +156,19 @@ def check_v2(
 
 
 def slots(experts: Tensor, order: Tensor, counts: Tensor, expert_num: int, capacity: int) -> Tensor:
-    """The copy in every slot of every expert [expert_num * capacity]; -1 where there is none."""
+    """Return the copy in every slot of every expert [expert_num * capacity]; -1 where there is none."""
     first = counts.cumsum(0) - counts
     rank = torch.arange(len(order)) - first[experts[order]]
-    kept = rank < capacity
-    found = torch.full((expert_num * capacity,), -1)
-    found[experts[order][kept] * capacity + rank[kept]] = order[kept]
-    return found
+    within_capacity = rank < capacity
+    slot_rows = torch.full((expert_num * capacity,), -1)
+    slot_rows[experts[order][within_capacity] * capacity + rank[within_capacity]] = order[within_capacity]
+    return slot_rows
 
 
 def quantise(
     rows: Tensor, sources: Tensor, experts: Tensor, mode: int, scale: Tensor | None, offset: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The rows as they are, or as int8, and one scale a row."""
+    """Return the rows, unchanged or as int8, and one scale a row."""
     if mode == NO_QUANTISATION:
         scales = scale[sources.clamp_min(0)] if scale is not None else torch.full((len(rows),), torch.nan)
         return rows, scales.float()
@@ -195,6 +195,6 @@ def tokens_of(counts: Tensor, start: int, end: int, expert_num: int, kind: int) 
 
 def padded(values: Tensor, rows: int) -> Tensor:
     """``values`` with rows behind that hold nothing: NaN, or the smallest integer."""
-    nothing = torch.nan if values.is_floating_point() else torch.iinfo(values.dtype).min
-    missing = values.new_full((rows - len(values), *values.shape[1:]), nothing)
+    filler = torch.nan if values.is_floating_point() else torch.iinfo(values.dtype).min
+    missing = values.new_full((rows - len(values), *values.shape[1:]), filler)
     return torch.cat((values, missing))

@@ -50,20 +50,20 @@ def npu_moe_token_permute_with_routing_map(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Permuted tokens [rows, hidden], their probabilities [rows] if given, and sorted_indices (int32, [rows])."""
     refuse = check_map("npu_moe_token_permute_with_routing_map", tokens.shape[0], routing_map)
-    wanted = tokens.shape[0] if num_out_tokens is None else num_out_tokens
+    row_count = tokens.shape[0] if num_out_tokens is None else num_out_tokens
     unit = routing_map.shape[1] if drop_and_pad else max(tokens.shape[0], 1)
-    rows = wanted // unit * unit
+    rows = row_count // unit * unit
     if not drop_and_pad and (routed := int(routing_map.bool().sum())) != rows:
         refuse.kernel(
-            f"the routing map has {routed} entries, but num_out_tokens {wanted} for {tokens.shape[0]} tokens makes "
+            f"the routing map has {routed} entries, but num_out_tokens {row_count} for {tokens.shape[0]} tokens makes "
             f"{rows} rows: every token must have the same number of experts"
         )
 
     def permute(tokens: Tensor, routing_map: Tensor, *probs: Tensor) -> tuple[Tensor, ...]:
         token_of, expert_of = rows_by_expert(routing_map, rows, drop_and_pad)
         places = token_of if drop_and_pad else token_of.argsort(stable=True)
-        picked = tuple(weights[token_of, expert_of] for weights in probs)
-        return tokens.index_select(0, token_of), *picked, places.int()
+        permuted_probs = tuple(weights[token_of, expert_of] for weights in probs)
+        return tokens.index_select(0, token_of), *permuted_probs, places.int()
 
     if probs is None:
         permuted, places = differentiable(permute)(tokens, routing_map)
@@ -99,7 +99,7 @@ def npu_moe_token_permute_with_routing_map_grad(
 def unpermute(
     permuted: Tensor, places: Tensor, routing_map: Tensor, probs: Tensor | None, drop_and_pad: bool, tokens: int
 ) -> Tensor:
-    """The weighted sum of every token's rows."""
+    """Compute the weighted sum of every token's rows."""
     if not drop_and_pad:
         topk = permuted.shape[0] // max(tokens, 1)
         weights = None if probs is None else probs.masked_select(routing_map.bool()).view(-1, topk)
@@ -112,7 +112,7 @@ def unpermute(
 
 
 def row_experts(token_of: Tensor, probs: Tensor) -> Tensor:
-    """The expert of each row when every expert has the same number of rows."""
+    """Return the expert of each row when every expert has the same number of rows."""
     return torch.arange(probs.shape[1]).repeat_interleave(token_of.numel() // probs.shape[1])
 
 
@@ -158,7 +158,7 @@ def npu_moe_token_unpermute_with_routing_map(
     routing_map: Tensor | None = None,
     drop_and_pad: bool = False,
 ) -> Tensor:
-    """The tokens alone; see :func:`_npu_moe_token_unpermute_with_routing_map`."""
+    """Return the tokens alone; see :func:`_npu_moe_token_unpermute_with_routing_map`."""
     return _npu_moe_token_unpermute_with_routing_map(
         permuted_tokens, sorted_indices, restore_shape, probs=probs, routing_map=routing_map, drop_and_pad=drop_and_pad
     )[0]
@@ -202,7 +202,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
         with torch.enable_grad():
             weights = leaves[1] if probs is not None else None
             result = unpermute(leaves[0], places, routing_map, weights, drop_and_pad, tokens)
-        found = torch.autograd.grad(result, leaves, grad.to(result.dtype))
-        return found[0], found[1].to(grad.dtype) if probs is not None else None
+        input_gradients = torch.autograd.grad(result, leaves, grad.to(result.dtype))
+        return input_gradients[0], input_gradients[1].to(grad.dtype) if probs is not None else None
 
     return on_host(gradients)(unpermuted_tokens_grad, out_index, permuted_token_id, routing_map, permuted_tokens, probs)

@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 
 @operator
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """The normalised tensor, and rstd with the normalised dimensions kept as 1."""
+    """Return the normalised tensor, and rstd with the normalised dimensions kept as 1."""
     check_gamma("npu_rms_norm", self, gamma)
     return differentiable(rms_norm)(self, gamma, epsilon)
 
@@ -69,7 +69,7 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
 
 @operator
 def npu_gemma_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """As :func:`npu_rms_norm` with the weight 1 + gamma, as Gemma has it; for inference."""
+    """Compute :func:`npu_rms_norm` with the weight 1 + gamma, as Gemma has it; for inference."""
     check_gamma("npu_gemma_rms_norm", self, gamma)
     return on_host(lambda x, gamma: rms_norm(x, gamma.float() + 1, epsilon))(self, gamma)
 
@@ -105,9 +105,9 @@ def npu_dropout_add_layer_norm(
         )
     if not 0.0 <= dropout_p < 1.0:
         refuse(f"dropout probability has to be in [0, 1), but got {dropout_p}")
-    kept = torch.ones(x0.shape, dtype=torch.bool)
+    keep_mask = torch.ones(x0.shape, dtype=torch.bool)
     if dropout_p:
-        kept = torch.rand(x0.shape, generator=random_generator()) >= dropout_p
+        keep_mask = torch.rand(x0.shape, generator=random_generator()) >= dropout_p
     wide_residual = torch.float32 if residual_in_fp32 else x0.dtype
     residual_type = residual.dtype if residual is not None else wide_residual
 
@@ -118,14 +118,14 @@ def npu_dropout_add_layer_norm(
             total = total * rowscale.unsqueeze(-1)
         if layerscale is not None:
             total = total * layerscale
-        total = total * kept / (1 - dropout_p)
+        total = total * keep_mask / (1 - dropout_p)
         if residual is not None:
             total = total + residual
         if is_rms_norm:
-            found = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + epsilon) * weight.float()
+            normalised = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + epsilon) * weight.float()
         else:
-            found = functional.layer_norm(total, weight.shape, weight.float(), bias, epsilon)
-        return found.to(x0.dtype), total.to(residual_type)
+            normalised = functional.layer_norm(total, weight.shape, weight.float(), bias, epsilon)
+        return normalised.to(x0.dtype), total.to(residual_type)
 
     result, total = differentiable(normalise)(x0, weight, residual, bias, rowscale, layerscale)
-    return result, total if prenorm else None, kept.to(x0.device) if return_dropout_mask else None
+    return result, total if prenorm else None, keep_mask.to(x0.device) if return_dropout_mask else None

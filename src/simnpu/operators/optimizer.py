@@ -18,7 +18,7 @@ def adamw(
     param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, bias1: float, bias2: float, lr: float,
     weight_decay: float, beta1: float, beta2: float, eps: float, maximize: bool, largest: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One step in place. ``bias1`` and ``bias2`` are 1 - beta^step; ``largest``: AMSGrad's running maximum."""
+    """Run one step in place. ``bias1`` and ``bias2`` are 1 - beta^step; ``largest``: AMSGrad's running maximum."""
     grad = -grad.to(mean.dtype) if maximize else grad.to(mean.dtype)
     param.mul_(1 - lr * weight_decay)
     mean.mul_(beta1).add_(grad, alpha=1 - beta1)
@@ -45,7 +45,7 @@ def npu_apply_adam_w(
     *,
     out: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:
-    """One AdamW step on ``out`` = (var, m, v), in place. ``beta1_power`` is beta1^step, ``beta2_power`` beta2^step."""
+    """Run one AdamW step on ``out`` = (var, m, v), in place. ``beta1_power`` is beta1^step, ``beta2_power`` beta2^step."""
     if out is None:
         Refusal("npu_apply_adam_w", "ApplyAdamW")(
             "npu_apply_adam_w is not implemented for Tensor: pass out=(var, m, v)"
@@ -79,7 +79,7 @@ def npu_apply_fused_adamw_v2(
     amsgrad: bool,
     maximize: bool,
 ) -> None:
-    """One AdamW step on ``param`` and its moments, in place; ``state_step`` counts from 1 (built by MindSpeed)."""
+    """Run one AdamW step on ``param`` and its moments, in place; ``state_step`` counts from 1 (built by MindSpeed)."""
     if amsgrad:
         raise NotSimulatedError("npu_apply_fused_adamw_v2 with amsgrad is not simulated by simnpu")
     step_number = int(state_step) if isinstance(state_step, Tensor) else state_step

@@ -45,7 +45,7 @@ def npu_dynamic_quant(
     quant_mode: str = "pertoken",
     dst_type_max: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Each row (the last dimension) over its largest magnitude: round(x / scale), and scale = max|x| / 127 in float32.
+    """Quantise each row (the last dimension) by its largest magnitude: round(x / scale), and scale = max|x| / 127 in float32.
 
     ``smooth_scales`` multiplies the columns first: [H], or with ``group_index`` (int32, row ends of each group) [groups, H].
     """
@@ -117,14 +117,14 @@ def npu_dynamic_block_quant(
 
 
 def block_maxima(wide: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """The largest magnitude in each block of the last two dimensions; the last blocks may be smaller."""
+    """Return the largest magnitude in each block of the last two dimensions; the last blocks may be smaller."""
     rows, columns = (-(-size // block) * block for size, block in zip(wide.shape[-2:], sizes, strict=True))
     padded = torch.nn.functional.pad(wide.abs(), (0, columns - wide.shape[-1], 0, rows - wide.shape[-2]))
     return padded.unflatten(-2, (-1, sizes[0])).unflatten(-1, (-1, sizes[1])).amax((-3, -1))
 
 
 def spread(scale: Tensor, sizes: tuple[int, int], shape: torch.Size) -> Tensor:
-    """One scale an element, from one a block."""
+    """Expand one scale a block to one an element."""
     rows = scale.repeat_interleave(sizes[0], -2)[..., : shape[-2], :]
     return rows.repeat_interleave(sizes[1], -1)[..., : shape[-1]]
 
@@ -193,22 +193,22 @@ def npu_quantize(
         refuse.kernel(f"scales must have 1 or {self.shape[axis]} elements, but got {list(scales.shape)}")
 
     def quantise(x: Tensor, scales: Tensor, zero_points: Tensor | None) -> Tensor:
-        shape = [-1 if place == axis and scales.numel() > 1 else 1 for place in range(x.dim())]
+        shape = [-1 if index == axis and scales.numel() > 1 else 1 for index in range(x.dim())]
         factor = scales.float().view(shape)
-        found = x.float() / factor if div_mode else x.float() * factor
+        scaled = x.float() / factor if div_mode else x.float() * factor
         if kind.is_floating_point:
             limit = torch.finfo(kind).max
-            return found.clamp(-limit, limit).to(kind)
+            return scaled.clamp(-limit, limit).to(kind)
         if zero_points is not None:
-            found = found + zero_points.float().view(shape)
-        return found.round().clamp(torch.iinfo(kind).min, torch.iinfo(kind).max).to(kind)
+            scaled = scaled + zero_points.float().view(shape)
+        return scaled.round().clamp(torch.iinfo(kind).min, torch.iinfo(kind).max).to(kind)
 
     return on_host(quantise)(self, scales, zero_points)
 
 
 @operator
 def npu_trans_quant_param(scale: Tensor, offset: Tensor | None = None, round_mode: int | None = 0) -> Tensor:
-    """A scale as :func:`npu_quant_matmul` takes it in int64: its upper 19 bits, a mark at bit 46, an offset from bit 37."""
+    """Encode a scale as :func:`npu_quant_matmul`'s int64: its upper 19 bits, a mark at bit 46, an offset from bit 37."""
     if scale.dtype != torch.float32:
         Refusal("npu_trans_quant_param", "aclnnTransQuantParamV2").kernel(
             f"scale must be float32, but got {scale.dtype}"

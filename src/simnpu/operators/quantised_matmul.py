@@ -77,22 +77,22 @@ def npu_quant_matmul(
     ) -> Tensor:
         if pertoken is not None and (codes or (group_sizes is not None and scale.dim() > 1)):
             left, right = by_blocks(refuse, x1, x2, pertoken, scale, group_sizes, codes)
-            found = left.float() @ right.float()
+            product = left.float() @ right.float()
         else:
-            found = x1.double() @ x2.double()
+            product = x1.double() @ x2.double()
             if bias is not None and bias.dtype == INT:
-                found = found + bias.double()
-            found = found * unpacked(scale).double()
+                product = product + bias.double()
+            product = product * unpacked(scale).double()
             if pertoken is not None:
-                found = found * pertoken.double().view(*([-1, 1] if pertoken.numel() > 1 else [1, 1]))
+                product = product * pertoken.double().view(*([-1, 1] if pertoken.numel() > 1 else [1, 1]))
         if bias is not None and bias.dtype != INT:
-            found = found + bias.to(found.dtype)
+            product = product + bias.to(product.dtype)
         if offset is not None:
-            found = found + offset.to(found.dtype)
+            product = product + offset.to(product.dtype)
         if output.is_floating_point:
-            return found.to(output)
+            return product.to(output)
         limits = torch.iinfo(output)
-        return found.round().clamp(limits.min, limits.max).to(output)
+        return product.round().clamp(limits.min, limits.max).to(output)
 
     return on_host(multiply)(x1, x2, scale, offset, pertoken_scale, bias)
 
@@ -101,7 +101,7 @@ def check_int8(
     refuse: Refusal, scale: Tensor, offset: Tensor | None, bias: Tensor | None, pertoken: Tensor | None,
     output: torch.dtype, m: int, n: int,
 ) -> None:  # fmt: skip
-    """Shapes of the scales, and that the types are a row of the table."""
+    """Check the scales' shapes, and that the types are a row of the table."""
     for name, tensor, sizes in (
         ("scale", scale, (1, n)),
         ("offset", offset, (1, n)),
@@ -109,17 +109,17 @@ def check_int8(
     ):
         if tensor is not None and (tensor.dim() != 1 or tensor.numel() not in sizes):
             refuse.kernel(f"{name} must be [{'] or ['.join(map(str, sizes))}], but got {list(tensor.shape)}")
-    given = [None if tensor is None else tensor.dtype for tensor in (scale, offset, bias, pertoken)]
+    dtypes = [None if tensor is None else tensor.dtype for tensor in (scale, offset, bias, pertoken)]
     for *allowed, result in TABLE:
-        if result == output and all(kind in kinds for kind, kinds in zip(given, allowed, strict=True)):
+        if result == output and all(kind in kinds for kind, kinds in zip(dtypes, allowed, strict=True)):
             return
     names = ("scale", "offset", "bias", "pertoken_scale")
-    shown = ", ".join(f"{name} {kind}" for name, kind in zip(names, given, strict=True) if kind is not None)
-    refuse.kernel(f"no combination of types for int8 matrices: {shown}, output {output}")
+    combination = ", ".join(f"{name} {kind}" for name, kind in zip(names, dtypes, strict=True) if kind is not None)
+    refuse.kernel(f"no combination of types for int8 matrices: {combination}, output {output}")
 
 
 def unpacked(scale: Tensor) -> Tensor:
-    """A scale in float32, also from the int64 of ``npu_trans_quant_param``."""
+    """Decode a scale to float32, also from the int64 of ``npu_trans_quant_param``."""
     if scale.dtype != LONG:
         return scale.float()
     low = scale & 0xFFFFFFFF
@@ -130,7 +130,7 @@ def by_blocks(
     refuse: Refusal, x1: Tensor, x2: Tensor, scale1: Tensor, scale2: Tensor, group_sizes: Sequence[int] | None,
     codes: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Both matrices times the scales of their blocks."""
+    """Multiply both matrices by the scales of their blocks."""
     if x1.dim() != 2 or x2.dim() != 2:
         raise NotSimulatedError("npu_quant_matmul with scales of blocks and more than two dimensions")
     m, k, n = x1.shape[0], x1.shape[1], x2.shape[1]
@@ -140,13 +140,13 @@ def by_blocks(
         scale2 = torch.exp2(scale2.view(torch.uint8).float() - E8M0_BIAS).transpose(1, 2).flatten(0, 1)[: -(-k // 32)]
     else:
         sizes = tuple(size or 1 for size in group_sizes or (1, 1, 1))
-    of_m, of_n, of_k = sizes
-    shapes = (-(-m // of_m), -(-k // of_k)), (-(-k // of_k), -(-n // of_n))
+    block_m, block_n, block_k = sizes
+    shapes = (-(-m // block_m), -(-k // block_k)), (-(-k // block_k), -(-n // block_n))
     if (tuple(scale1.shape), tuple(scale2.shape)) != shapes:
         refuse.kernel(
             f"with blocks {list(sizes)} of m, n and k the scales must be {list(shapes[0])} and {list(shapes[1])}, but got "
             f"{list(scale1.shape)} and {list(scale2.shape)}"
         )
-    rows = scale1.repeat_interleave(of_m, 0)[:m].repeat_interleave(of_k, 1)[:, :k]
-    columns = scale2.repeat_interleave(of_k, 0)[:k].repeat_interleave(of_n, 1)[:, :n]
+    rows = scale1.repeat_interleave(block_m, 0)[:m].repeat_interleave(block_k, 1)[:, :k]
+    columns = scale2.repeat_interleave(block_k, 0)[:k].repeat_interleave(block_n, 1)[:, :n]
     return x1.float() * rows, x2.float() * columns

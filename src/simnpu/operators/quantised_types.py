@@ -62,7 +62,7 @@ PUBLIC = {
 
 
 def dtype_of(kind: torch.dtype | int | None, otherwise: torch.dtype) -> torch.dtype:
-    """The type that ``kind`` stands for."""
+    """Return the type that ``kind`` stands for."""
     if kind is None:
         return otherwise
     if isinstance(kind, torch.dtype):
@@ -74,7 +74,7 @@ def dtype_of(kind: torch.dtype | int | None, otherwise: torch.dtype) -> torch.dt
 
 
 def target_of(kind: torch.dtype | int | None, otherwise: torch.dtype) -> Target:
-    """What to quantise to."""
+    """Return the dtype to quantise to."""
     dtype = dtype_of(kind, otherwise)
     if dtype not in TARGETS:
         raise NotSimulatedError(

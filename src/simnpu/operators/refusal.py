@@ -16,7 +16,7 @@ class Refusal:
         raise RuntimeError(f"{message} [torch_npu.{self.operator}, simulated by simnpu]")
 
     def kernel(self, message: str) -> NoReturn:
-        """The kernel refuses: on hardware the message follows ``call aclnn... failed, detail:``."""
+        """Raise the kernel's refusal: on hardware the message follows ``call aclnn... failed, detail:``."""
         raise RuntimeError(
             f"call {self.kernel_name} failed, detail: {message} [torch_npu.{self.operator}, simulated by simnpu]"
         )

@@ -83,15 +83,15 @@ LAYOUTS = {
 
 def layouts_of(x: tuple[int, ...], cos: tuple[int, ...], mode: str) -> list[tuple[int, int]]:
     """B and N of every layout that the two shapes can have; a packed one (TND) has one batch."""
-    found = []
+    layouts = []
     for line in LAYOUTS[mode]:
         layout, _, forms = line.partition(": ")
         if len(layout) != len(x):
             continue
         sizes = dict(zip(layout, x, strict=True))
         if any(cos == tuple(sizes.get(axis, 1) for axis in form) for form in forms.split()):
-            found.append((sizes.get("B", 1), sizes["N"]))
-    return found
+            layouts.append((sizes.get("B", 1), sizes["N"]))
+    return layouts
 
 
 @operator
@@ -106,7 +106,7 @@ def npu_rotary_mul(
 
 @operator
 def npu_rotary_position_embedding(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
-    """As :func:`npu_rotary_mul`; ``mode`` 0 is half, 1 interleave."""
+    """Compute :func:`npu_rotary_mul`; ``mode`` 0 is half, 1 interleave."""
     if mode not in (0, 1):
         Refusal("npu_rotary_position_embedding", "aclnnRotaryPositionEmbedding").kernel(f"mode must be 0 or 1: {mode}")
     return apply_rotary("npu_rotary_position_embedding", x, cos, sin, MODES[mode])

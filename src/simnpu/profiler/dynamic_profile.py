@@ -27,8 +27,8 @@ def start(config_path: str | None = None) -> None:
 
 
 def step() -> None:
-    """Nothing is recorded."""
+    """Do nothing: nothing is recorded."""
 
 
 def set_state(state_step: dict[str, Any]) -> None:
-    """Nothing is recorded."""
+    """Do nothing: nothing is recorded."""

@@ -52,7 +52,7 @@ class HostSystem:
 
 
 def values(group: type) -> set[str]:
-    """The values of one of the groups above."""
+    """Return the values of one of the groups above."""
     return {value for name, value in vars(group).items() if not name.startswith("_")}
 
 
@@ -69,7 +69,7 @@ def supported_export_type() -> set[str]:
 
 
 class _ExperimentalConfig:
-    """Kept and checked; a value that torch_npu does not know is warned of and replaced by the default, as there."""
+    """Options, checked; as in torch_npu, an unknown value logs a warning and is replaced by the default."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class _ExperimentalConfig:
         sys_io: bool = False,
         sys_interconnection: bool = False,
     ) -> None:
-        self.profiler_level = known("profiler_level", profiler_level, ProfilerLevel, ProfilerLevel.Level0)
-        self.aic_metrics = known("aic_metrics", aic_metrics, AiCMetrics, AiCMetrics.AiCoreNone)
+        self.profiler_level = checked_value("profiler_level", profiler_level, ProfilerLevel, ProfilerLevel.Level0)
+        self.aic_metrics = checked_value("aic_metrics", aic_metrics, AiCMetrics, AiCMetrics.AiCoreNone)
         self.mstx = bool(mstx or msprof_tx or self.profiler_level == ProfilerLevel.Level_none)
         exports = [export_type] if isinstance(export_type, str) else list(export_type)
-        self.export_type = [known("export_type", kind, ExportType, ExportType.Text) for kind in exports]
-        self.host_sys = [known("host_sys", kind, HostSystem, HostSystem.CPU) for kind in host_sys or ()]
+        self.export_type = [checked_value("export_type", kind, ExportType, ExportType.Text) for kind in exports]
+        self.host_sys = [checked_value("host_sys", kind, HostSystem, HostSystem.CPU) for kind in host_sys or ()]
         self.gc_detect_threshold = gc_detect_threshold
         self.mstx_domain_include = list(mstx_domain_include or ())
         self.mstx_domain_exclude = list(mstx_domain_exclude or ())
@@ -115,7 +115,7 @@ class _ExperimentalConfig:
         return f"_ExperimentalConfig({vars(self)})"
 
 
-def known(name: str, value: Any, group: type, otherwise: str) -> str:
+def checked_value(name: str, value: Any, group: type, otherwise: str) -> str:
     """``value`` if it is one of the group's, else ``otherwise`` with a warning."""
     if isinstance(value, str) and value in values(group):
         return value

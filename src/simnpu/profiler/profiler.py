@@ -31,7 +31,7 @@ HOST = TorchActivity.CPU  # kept: transfer_to_npu may change torch.profiler
 
 
 class ProfilerActivity(enum.Enum):
-    """What to record. There is nothing of ``NPU`` to record here."""
+    """Device to record; there is nothing of ``NPU`` to record here."""
 
     CPU = 0
     NPU = 1
@@ -42,7 +42,7 @@ def supported_activities() -> set[ProfilerActivity]:
 
 
 def asks_for_cpu(activities: Iterable[Any] | None) -> bool:
-    """Whether the CPU is among ``activities``, torch_npu's or torch's own; by default it is."""
+    """Check whether the CPU is among ``activities``, torch_npu's or torch's own; by default it is."""
     return activities is None or any(getattr(activity, "name", "") == "CPU" for activity in activities)
 
 
@@ -108,7 +108,7 @@ class _KinetoProfile:
             self.host.export_stacks(str(output_path), metric)
 
     def export_memory_timeline(self, output_path: str, device: str | None = None) -> None:
-        """Not simulated: the device's memory is the host's."""
+        """Refuse: not simulated, as the device's memory is the host's."""
         from simnpu.errors import missing
 
         raise missing("export_memory_timeline", "torch_npu.profiler.profile")
@@ -155,7 +155,7 @@ class profile(_KinetoProfile):
             self.on_trace_ready(self)
 
     def step(self) -> None:
-        """The end of one training step."""
+        """Mark the end of one training step."""
         self.step_num += 1
         if self.host is not None:
             self.host.step()
@@ -181,7 +181,7 @@ class profile(_KinetoProfile):
 def tensorboard_trace_handler(
     dir_name: str | None = None, worker_name: str | None = None, analyse_flag: bool = True, async_mode: bool = False
 ) -> Callable[[_KinetoProfile], None]:
-    """What to give as ``on_trace_ready``: writes a folder ``<worker>_<pid>_<time>_ascend_pt`` into ``dir_name``.
+    """Return a value for ``on_trace_ready`` that writes a folder ``<worker>_<pid>_<time>_ascend_pt`` into ``dir_name``.
 
     It holds ``profiler_info.json`` and, unless ``analyse_flag`` is False, ``ASCEND_PROFILER_OUTPUT/trace_view.json``.
     """
@@ -205,7 +205,7 @@ def tensorboard_trace_handler(
 def analyse(
     profiler_path: str, max_process_number: int = 1, export_type: str | list[str] | None = None, **options: Any
 ) -> None:
-    """Nothing is left to analyse: what the simulated device records is written at once."""
+    """Do nothing: what the simulated device records is written at once."""
     if not os.path.isdir(profiler_path):
         raise FileNotFoundError(f"torch_npu.profiler.profiler.analyse: no folder {profiler_path}")
     print(f"torch_npu.profiler: nothing to analyse in {profiler_path}: {NOTE}", file=sys.stderr)

@@ -18,7 +18,7 @@ class Schedule:
     def __init__(
         self, wait: int, active: int, warmup: int = 0, repeat: int = 0, skip_first: int = 0, skip_first_wait: int = 0
     ) -> None:
-        given = {
+        counts = {
             "wait": wait,
             "active": active,
             "warmup": warmup,
@@ -26,13 +26,13 @@ class Schedule:
             "skip_first": skip_first,
             "skip_first_wait": skip_first_wait,
         }
-        for name, value in given.items():
+        for name, value in counts.items():
             if not isinstance(value, int) or value < (name == "active"):
                 least = int(name == "active")
                 raise ValueError(f"torch_npu.profiler.schedule: {name} must be {least} or more, found {value!r}")
         self.wait, self.active, self.warmup = wait, active, warmup
         self.repeat, self.skip_first, self.skip_first_wait = repeat, skip_first, skip_first_wait
-        self._cycle = torch_schedule(**given)
+        self._cycle = torch_schedule(**counts)
 
     def __call__(self, step: int) -> ProfilerAction:
         return self._cycle(step)

@@ -204,6 +204,7 @@ class DeviceWork:
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
+        # Polled: the library's own wait would not notice the loss of a member before its time-out.
         wait_until(self._work.is_completed, self._group, timeout_s, f"{self._name}: a bucket has not travelled")
         try:
             # It has ended: this raises an error that the library has recorded. Without a timeout NCCL's would not.

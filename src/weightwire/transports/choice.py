@@ -83,7 +83,7 @@ def choose(sender: Location, receivers: Mapping[str, Location]) -> str:
     if names := fitting(sender, receivers):
         return names[0]
     raise TransportError(
-        f"no transport brings bytes from the trainer ({sender}) to all receivers ({_described(receivers)}): set "
+        f"no transport brings bytes from the trainer ({sender}) to all receivers ({_description(receivers)}): set "
         "WEIGHTWIRE_STAGING=cpu for the engines, which then stage weights in host memory, where gloo can send them"
     )
 
@@ -95,7 +95,7 @@ def check(transport: str, sender: Location, receivers: Mapping[str, Location]) -
         alternatives = ", ".join(fitting(sender, receivers)) or "none"
         raise TransportError(
             f"transport {transport!r} {problem}; the trainer's weights are in {sender}, the receivers' in "
-            f"{_described(receivers)}; what fits: {alternatives} (transport {AUTO!r} takes the first)"
+            f"{_description(receivers)}; what fits: {alternatives} (transport {AUTO!r} takes the first)"
         )
 
 
@@ -114,6 +114,7 @@ def _problem(transport: str, sender: Location, receivers: Mapping[str, Location]
         return f"moves memory of {', '.join(possible)}, and {other} keeps weights on {receivers[other].device}"
     if sender.device not in possible and "cpu" not in possible:
         return f"moves memory of {', '.join(possible)}, not of {sender.device}"
+    # A plug-in declares only its device types; nothing else is known against it.
     if transport not in BUILT_IN:
         return ""
     locations = [sender, *receivers.values()]
@@ -141,7 +142,7 @@ def _share(locations: Sequence[Location]) -> bool:
     return len(spaces) == 1 and "" not in spaces
 
 
-def _described(receivers: Mapping[str, Location]) -> str:
+def _description(receivers: Mapping[str, Location]) -> str:
     return ", ".join(f"{name}: {location}" for name, location in receivers.items())
 
 

@@ -57,6 +57,7 @@ class Communicators:
 
     def connect(self, setup: Setup) -> Communicator:
         """Return a communicator for a group: the one that all of its members have cached, or a new one."""
+        # Processes, not names: an engine that was restarted under the same name has no communicator any more.
         members = tuple(map(repr, setup.group.identities))
         with self._lock:
             # Taken out while it is in use: two updates of one process must not share a communicator.
@@ -145,6 +146,7 @@ class CommunicatorTransport:
     def _first_broadcast(self, setup: Setup) -> None:
         """Make the library connect, and check that bytes arrive."""
         first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
+        # The fill runs on the current stream, the broadcast on the transport's own, which does not wait for it.
         torch.get_device_module(setup.device).current_stream(setup.device).synchronize()
         self._begin(first).wait(setup.timeout_s)
         if first.tolist() != [1] * 8:
@@ -155,6 +157,7 @@ class CommunicatorTransport:
             raise TransportError(f"{self.name}: closed")
         self._communicator.broadcasts += 1
         options = BroadcastOptions()
+        # The rank within this group, whose sender is always 0; the trainer's own global rank plays no part.
         options.rootRank = 0
         try:
             with self._queue():
@@ -162,6 +165,7 @@ class CommunicatorTransport:
         except RuntimeError as error:
             raise TransportError(f"{self.name}: {first_line(error)}") from error
         work = DeviceWork(handle, buffer, self._group, self.name)
+        # Kept until it has ended: abort() must reach every broadcast that may still occupy the device.
         self._in_flight = [other for other in self._in_flight if not other.ended] + [work]
         return work
 

@@ -39,18 +39,21 @@ class CudaIpcTransport:
         self._opened: dict[int, torch.Tensor] = {}  # a receiver's: by the sender's number
         self._pending: list[Received] = []
         if self._rank == 0:
+            # By UUID: CUDA_VISIBLE_DEVICES numbers the same device differently in each process.
             self._store.set("device", _uuid(setup.device))
         else:
             _await(["device"], self._store, self._group, setup.timeout_s, "cuda_ipc: the sender has named no device")
             self._source = _device_of(self._store.get("device").decode())
 
-    def send(self, buffer: torch.Tensor) -> Sent:
+    def send(self, buffer: torch.Tensor) -> OfferedBucket:
         """See :class:`weightwire.transports.base.Transport`."""
         number = self._take_number()
         storage = buffer.untyped_storage()
-        at = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
-        self._store.set(f"bucket/{number}", at)
-        return Sent(self._store, self._group, number, self._size, buffer)
+        message = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
+        # Offset and size, as allocations are shared whole: buckets are slices of few allocations, which are mapped
+        # once each.
+        self._store.set(f"bucket/{number}", message)
+        return OfferedBucket(self._store, self._group, number, self._size, buffer)
 
     def receive(self, buffer: torch.Tensor) -> Received:
         """See :class:`weightwire.transports.base.Transport`."""
@@ -67,24 +70,28 @@ class CudaIpcTransport:
         """Queue the copy of a published bucket; return an event that follows it."""
         storage, offset, length = _numbers(self._store.get(f"bucket/{number}"), 3)
         source = self._open(storage)
+        # The store is not authenticated: a wrong range would read beyond the mapped allocation, on the device and
+        # silently.
         if length != buffer.nbytes or offset < 0 or offset + length > source.nbytes:
             raise TransportError(
                 f"cuda_ipc: bucket {number} is offered as bytes {offset} to {offset + length} of {source.nbytes}, and "
                 f"{buffer.nbytes} bytes are expected"
             )
-        done = torch.cuda.Event()
+        copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
             buffer.copy_(source[offset : offset + length], non_blocking=True)
-            done.record(self._stream)
-        return done
+            copied.record(self._stream)
+        return copied
 
     def finish(self, received: Received, timeout_s: float) -> None:
         """Wait for the oldest bucket, acknowledge it, and start the next copy if that bucket is published already."""
-        number, what = received.number, f"cuda_ipc: bucket {received.number}"
+        number, activity = received.number, f"cuda_ipc: bucket {received.number}"
         if received.copied is None:
-            wait_until(lambda: self.offered(number), self._group, timeout_s, f"{what} has not been offered")
+            wait_until(lambda: self.offered(number), self._group, timeout_s, f"{activity} has not been offered")
             received.copied = self.begin_copy(number, received.buffer)
-        wait_until(received.copied.query, self._group, timeout_s, f"{what} has not been copied")
+        # Polled, not synchronized: a wait for the device could not be ended when the sender is lost.
+        wait_until(received.copied.query, self._group, timeout_s, f"{activity} has not been copied")
+        # Only after the copy: from here on the sender may overwrite the buffer.
         self._store.set(f"taken/{number}/{self._rank}", "1")
         self._pending.remove(received)
         if self._pending and self._pending[0].copied is None and self.offered(self._pending[0].number):
@@ -98,6 +105,7 @@ class CudaIpcTransport:
         self._pending.clear()
         self._opened.clear()
         self._shared.clear()
+        # Lets torch return memory whose last receiver has unmapped it.
         torch.cuda.ipc_collect()
 
     def _take_number(self) -> int:
@@ -130,7 +138,7 @@ class CudaIpcTransport:
         return self._opened[number]
 
 
-class Sent:
+class OfferedBucket:
     """A bucket offered to the receivers. It keeps its buffer alive until they have copied it."""
 
     def __init__(self, store: Any, group: Group, number: int, size: int, buffer: torch.Tensor) -> None:
@@ -139,8 +147,8 @@ class Sent:
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
-        what = f"cuda_ipc: not all receivers have copied bucket {self._number}"
-        _await(self._keys, self._store, self._group, timeout_s, what)
+        activity = f"cuda_ipc: not all receivers have copied bucket {self._number}"
+        _await(self._keys, self._store, self._group, timeout_s, activity)
 
 
 class Received:
@@ -166,10 +174,10 @@ class Received:
             raise TransportError(f"cuda_ipc: {first_line(error)}") from error
 
 
-def _await(keys: list[str], store: Any, group: Group, timeout_s: float, what: str) -> None:
+def _await(keys: list[str], store: Any, group: Group, timeout_s: float, activity: str) -> None:
     """Wait until all keys exist."""
     try:
-        wait_until(lambda: store.check(keys), group, timeout_s, what)
+        wait_until(lambda: store.check(keys), group, timeout_s, activity)
     except RuntimeError as error:
         if isinstance(error, TransportError):
             raise
@@ -182,13 +190,13 @@ def _uuid(device: torch.device) -> str:
 
 def _device_of(uuid: str) -> torch.device:
     """Return the device with this UUID, as this process numbers it."""
-    there = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    if uuid not in there:
+    uuids = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    if uuid not in uuids:
         raise TransportError(
-            f"cuda_ipc: the sender's buffers are on GPU {uuid:.60}, and this process sees {', '.join(there) or 'none'}: "
+            f"cuda_ipc: the sender's buffers are on GPU {uuid:.60}, and this process sees {', '.join(uuids) or 'none'}: "
             "they must be on one host, and CUDA_VISIBLE_DEVICES must include it"
         )
-    return torch.device("cuda", there.index(uuid))
+    return torch.device("cuda", uuids.index(uuid))
 
 
 def _text(value: Any) -> Any:
@@ -201,6 +209,7 @@ def _handle(text: bytes) -> list[Any]:
     try:
         fields = json.loads(text)
         values = [fields[name] for name in HANDLE_FIELDS]
+        # The store is not authenticated, and these values go on to PyTorch's C++ code.
         if len(fields) != len(kinds) or [type(value) for value in values] != list(kinds):
             raise ValueError("fields of other types")
         return [base64.b64decode(value, validate=True) if isinstance(value, str) else value for value in values]

@@ -72,7 +72,7 @@ class FilesTransport:
         self.path = self._root / f"v{setup.manifest.version:019d}" / name
         self._store = setup.group.store("transport", setup.timeout_s)
         self._store.set_timeout(timedelta(seconds=setup.timeout_s))
-        self._left = setup.manifest.nbytes
+        self._bytes_left = setup.manifest.nbytes
         self._file: BinaryIO | None = None
         self._writing = self.path.with_name(f".{name}.writing")
         if setup.group.rank == 0:
@@ -108,8 +108,8 @@ class FilesTransport:
         if self._file is None:
             raise TransportError("files: closed")
         self._file.write(buffer.cpu().numpy().data)
-        self._left -= buffer.numel()
-        if self._left == 0:
+        self._bytes_left -= buffer.numel()
+        if self._bytes_left == 0:
             self._complete()
 
     def _complete(self) -> None:

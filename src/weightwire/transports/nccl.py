@@ -69,6 +69,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
+# On a thread: an abort may take long when a peer is gone, and the next update should not wait for it.
 def _end(pg: Any) -> None:
     """Abort a communicator on a thread; only the exit of the process waits for it, for :data:`CLOSE_S` at most."""
     thread = threading.Thread(target=_abort, args=(pg,), name="weightwire-nccl-end", daemon=True)

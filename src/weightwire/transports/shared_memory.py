@@ -33,6 +33,7 @@ class SharedMemoryTransport(SlotTransport):
             store.set("memory", json.dumps(medium.address()))
         else:
             deadline = time.monotonic() + setup.timeout_s
+            # Polled in place of a blocking get, so that the loss of a member ends the wait at once.
             while not store.check(["memory"]):
                 setup.group.check()
                 if time.monotonic() > deadline:
@@ -75,6 +76,7 @@ class SharedSlots:
                 "use gloo"
             )
         try:
+            # A memfd has no path of its own; processes of the same user can open it here.
             descriptor = os.open(f"/proc/{int(str(pid))}/fd/{int(str(number))}", os.O_RDWR)
         except OSError as error:
             raise TransportError(f"shared_memory: the memory of {sender} cannot be opened: {error}") from error
@@ -83,6 +85,7 @@ class SharedSlots:
             raise TransportError(f"shared_memory: the memory of {sender} is not {_size(slot_bytes)} bytes long")
         opened = cls(descriptor, str(mark), slot_bytes)
         assert opened._memory is not None
+        # By now the number of process or file may belong to another one, whose memory could have the same size.
         if opened._memory[: len(opened._mark)] != opened._mark.encode():
             opened.close()
             raise TransportError(f"shared_memory: the memory of {sender} does not have the mark of this update")

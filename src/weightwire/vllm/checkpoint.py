@@ -78,17 +78,16 @@ class Expected:
         """Raise ManifestError unless the manifest has the checkpoint's tensors, of any dtype."""
         if manifest.adapter is not None or not self._shapes:
             return
-        offered = {spec.name: spec for spec in manifest.tensors}
+        specs = {spec.name: spec for spec in manifest.tensors}
         shapes = {name: shape for name, shape in self._shapes.items() if not name.endswith(NOT_LOADED)}
-        if not self._predicting & offered.keys():  # the trainer keeps the heads as they are
+        if not self._predicting & specs.keys():  # the trainer keeps the heads as they are
             shapes = {name: shape for name, shape in shapes.items() if name not in self._predicting}
         if self._tied:  # either side may contain the head as a separate tensor
             shapes.pop(HEAD, None)
-            if HEAD in offered:
-                shapes[HEAD] = offered[HEAD].shape
+            if HEAD in specs:
+                shapes[HEAD] = specs[HEAD].shape
         manifest.expect(
-            TensorSpec(name, offered[name].dtype if name in offered else "float32", shape)
-            for name, shape in shapes.items()
+            TensorSpec(name, specs[name].dtype if name in specs else "float32", shape) for name, shape in shapes.items()
         )
 
 

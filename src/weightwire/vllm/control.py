@@ -178,7 +178,9 @@ class Control:
             if self._update is not None and self._update.update == offer.update:
                 return
             if self._update is not None:
-                raise UpdateError(f"{_described(self._update)} is under way: commit it or drop it before the next one")
+                raise UpdateError(
+                    f"{_description(self._update)} is under way: commit it or drop it before the next one"
+                )
             self._require_newer(offer)
             # Before the workers begin: if one of them refuses, the others' parts are dropped.
             self._update = offer
@@ -310,7 +312,7 @@ class Control:
     async def _drop(self, reason: str) -> None:
         if self._update is not None:
             offer, self._update = self._update, None
-            self._ended = offer.update, UpdateError(f"{_described(offer)} was dropped: {reason}")
+            self._ended = offer.update, UpdateError(f"{_description(offer)} was dropped: {reason}")
             await self._workers("weightwire_drop", offer.update)
 
     def _require_update(self, update: str) -> Offer:
@@ -319,7 +321,7 @@ class Control:
         name, problem = self._ended
         if name == update and problem is not None:
             raise problem
-        current = "none is" if self._update is None else f"{_described(self._update)} is"
+        current = "none is" if self._update is None else f"{_description(self._update)} is"
         raise UpdateError(f"{update:.120} is not under way: {current}")
 
     async def _workers(self, method: str, *arguments: Any, timeout_s: float = RPC_S) -> list[dict[str, Any]]:
@@ -417,7 +419,7 @@ class OwnedEngine(InferenceEngine):
         await self._control.resume(self._owner)
 
 
-def _described(offer: Offer) -> str:
+def _description(offer: Offer) -> str:
     return f"{offer.update} (version {offer.manifest.version} of {offer.manifest.target})"
 
 

@@ -51,14 +51,14 @@ class VllmHcclTransport:
         if self._communicator is None:
             raise TransportError("vllm_hccl: closed")
         require_working(self._communicator)
-        done = self._npu.Event()
+        copied = self._npu.Event()
         try:
             with self._npu.device(self._device), self._npu.stream(self._stream):
                 self._communicator.broadcast(buffer, src=0, stream=self._stream)
-                done.record(self._stream)
+                copied.record(self._stream)
         except (RuntimeError, AssertionError) as error:
             raise TransportError(f"vllm_hccl: {first_line(error)}") from error
-        return QueuedWork(done, buffer, self._group)
+        return QueuedWork(copied, buffer, self._group)
 
     def abort(self) -> None:
         """Do nothing: vllm-ascend's communicator cannot cancel a broadcast."""
@@ -73,12 +73,12 @@ class VllmHcclTransport:
 class QueuedWork:
     """A broadcast queued on a stream. It keeps its buffer alive until it completes."""
 
-    def __init__(self, done: Any, buffer: torch.Tensor, group: Group) -> None:
-        self._done, self._buffer, self._group = done, buffer, group
+    def __init__(self, copied: Any, buffer: torch.Tensor, group: Group) -> None:
+        self._copied, self._buffer, self._group = copied, buffer, group
 
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
-        wait_until(self._done.query, self._group, timeout_s, "vllm_hccl: a bucket has not travelled")
+        wait_until(self._copied.query, self._group, timeout_s, "vllm_hccl: a bucket has not travelled")
 
 
 def require_working(communicator: Any) -> None:

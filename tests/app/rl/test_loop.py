@@ -184,7 +184,7 @@ def test_sigterm_while_waiting_saves_and_resumes(
     monkeypatch.setattr("megascend.app.rl.rollouts.SLICE_S", 0.2)
 
     class Interrupting(RecordedEngine):
-        answered = 0
+        answer_list = 0
 
         async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
             self.answered += 1
@@ -222,7 +222,7 @@ def test_errors_of_engines_and_rewards_end_the_run(folder: Path, monkeypatch: py
 
 
 def test_fading_reward_signal_saves_and_raises(folder: Path) -> None:
-    """Without a limit the run would draw prompts forever: no batch of groups with a signal fills."""
+    """Check the limit, without which the run would draw prompts forever: no batch of groups with a signal fills."""
     rollout = {"reward": f"{folder / 'reward.py'}:fading", "max_lag": 0, "max_groups_without_signal": 6}
     config = settings(folder, "fading", rollout=rollout, steps=50, checkpoint={"every": 40})
 

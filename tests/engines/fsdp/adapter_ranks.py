@@ -101,8 +101,8 @@ def resumed(checkpoint: str, folder: str) -> dict[str, Any]:
             expected = vectors(backend, "a", "b")
         with make(checkpoint, adapters=Adapters(targets=ALL), seed=99) as backend:
             assert backend.load(folder) == {"at": 2}
-            again = steps(backend, samples, 2)
-            return {"figures": figures, "again": again, "same": equal(expected, vectors(backend, "a", "b"))}
+            repeated = steps(backend, samples, 2)
+            return {"figures": figures, "again": repeated, "same": equal(expected, vectors(backend, "a", "b"))}
 
     def on_one() -> list[tuple[float, float]]:
         with make(checkpoint, adapters=Adapters(targets=ALL)) as backend:
@@ -186,8 +186,8 @@ def queued(checkpoint: str) -> dict[str, Any]:
             distances = [float((x - y).abs().max()) for x, y in zip(separate, vectors(backend, "a", "b"), strict=True)]
             shard = backend.shard(samples["b"])
             direct = backend.forward(shard).logprobs
-            answered = [logprobs.result()[[id(s) for s in samples["b"]].index(id(sample))] for sample in shard]
-            return {"apart": max(distances), "forward": equal(direct, answered)}
+            answers = [logprobs.result()[[id(s) for s in samples["b"]].index(id(sample))] for sample in shard]
+            return {"apart": max(distances), "forward": equal(direct, answers)}
 
     return on_ranks(on_rank, 2)[0]
 

@@ -33,12 +33,13 @@ def apart_by_step(
         weights: before each step and after the last one, by the names of a checkpoint.
         folder: for files.
     """
-    at, job, result = folder / "at", folder / "by-step.json", folder / "by-step"
-    save_file({f"{n}.{name}": part.contiguous() for n, of in enumerate(weights) for name, part in of.items()}, at)
+    weights_file, job, result = folder / "at", folder / "by-step.json", folder / "by-step"
+    tensors = {f"{n}.{name}": part for n, step_weights in enumerate(weights) for name, part in step_weights.items()}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights_file)
     settings = {"lr": parity.LR, "weight_decay": parity.WEIGHT_DECAY, "max_grad_norm": parity.MAX_GRAD_NORM}
     samples = [{"token_ids": ids, "prompt_length": parity.PROMPT} for ids in parity.token_lists()]
     script = Path(parity.__file__).with_name("hf_reference.py")
-    files = {"checkpoint": str(checkpoint), "at": str(at), "hf_reference": str(script)}
+    files = {"checkpoint": str(checkpoint), "at": str(weights_file), "hf_reference": str(script)}
     run = {"samples": samples, "loss": "cross_entropy", "aux_loss": 0.0, "steps": len(losses)}
     job.write_text(json.dumps(settings | files | run))
     completed = run_reference(HF_STEPS, job, result)

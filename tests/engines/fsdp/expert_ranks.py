@@ -21,9 +21,9 @@ def balanced(
 
     def on_rank() -> Any:
         with make(checkpoint, **options) as backend:
-            everything = causal_samples(token_lists(lengths=lengths))
-            number = {id(sample): index for index, sample in enumerate(everything)}
-            shard = backend.shard(everything)
+            global_batch = causal_samples(token_lists(lengths=lengths))
+            number = {id(sample): index for index, sample in enumerate(global_batch)}
+            shard = backend.shard(global_batch)
             members: list[list[int]] = []
             run = backend.engine.run
 

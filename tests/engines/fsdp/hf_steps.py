@@ -38,7 +38,7 @@ def main(job_path: str, result_path: str) -> None:
         job["checkpoint"], dtype=torch.float32, attn_implementation="eager", local_files_only=True
     )
     model.train()
-    at, differences, optimizers = load_file(job["at"]), [], []
+    step_weights, differences, optimizers = load_file(job["at"]), [], []
 
     def before(step: int, optimizer: torch.optim.Optimizer) -> None:
         """Load the engine's weights before its step of this number; return their distance from this model's."""
@@ -46,7 +46,7 @@ def main(job_path: str, result_path: str) -> None:
         with torch.no_grad():
             distances, counts = [], [(1, 1)]
             for name, parameter in model.named_parameters():
-                value = weight(at, f"{step}.{name}", len(parameter))
+                value = weight(step_weights, f"{step}.{name}", len(parameter))
                 difference = parameter - value
                 if step:
                     size = (optimizer.state[parameter]["exp_avg_sq"] / (1 - BETA_2**step)).sqrt()

@@ -198,11 +198,11 @@ def resumed(checkpoint: str, folder: str, **options: Any) -> dict[str, Any]:
         with make(checkpoint, seed=99, **options) as backend:
             backend.load(folder)
             loaded = equal(at_save, backend.forward(samples).logprobs)
-            again = steps(backend, samples, 2)
+            repeated = steps(backend, samples, 2)
             same = all(torch.equal(weights[name], tensor) for name, tensor in backend.named_weights())
         return {
             "figures": figures,
-            "same": (loaded_in_place, loaded, again == figures[2:], same),
+            "same": (loaded_in_place, loaded, repeated == figures[2:], same),
             "count": len(weights),
         }
 

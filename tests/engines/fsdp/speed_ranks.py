@@ -27,8 +27,8 @@ def scores(query: Tensor, key: Tensor, starts: Tensor, scale: float, window: int
     positions = torch.arange(len(query))
     sample = torch.bucketize(positions, starts[1:].long(), right=True)
     distance = positions[:, None] - positions
-    seen = (sample[:, None] == sample) & (distance >= 0) & (distance < (window or len(query)))
-    return (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(~seen, -torch.inf)
+    observed = (sample[:, None] == sample) & (distance >= 0) & (distance < (window or len(query)))
+    return (torch.einsum("qhd,khd->hqk", query, key) * scale).masked_fill(~observed, -torch.inf)
 
 
 def shared(states: Tensor, heads: int) -> Tensor:

@@ -187,8 +187,8 @@ def test_checkpoint_without_hf_parts_of_another_engine_is_refused(parity_folder,
     (saved / hf_slices.NAME).unlink()
     files = {name: entry for name, entry in saved_manifest.files.items() if name != hf_slices.NAME}
     (saved / manifest.NAME).write_text(replace(saved_manifest, files=files).to_text())
-    again = on_megatron(pair, checkpoint, 1, str(saved))
-    assert again["losses"] == first["losses"][1:]
+    repeated = on_megatron(pair, checkpoint, 1, str(saved))
+    assert repeated["losses"] == first["losses"][1:]
     (ranks,) = in_process(tmp_path, ("refuses", (str(checkpoint), str(saved)), {}))
     for message, unchanged in ranks:
         assert unchanged

@@ -132,7 +132,8 @@ def test_experts_in_bf16_are_no_further_from_fp32_than_hugging_faces(parity_fold
         ranks = results[number * len(paths) :][: len(paths)]
         actual = mean_differences([(run["losses"], run["norms"]) for run in ranks], exact)
         print("{}: loss {:.1e}, norm {:.1e}".format(name, *actual))
-        assert all(0 < our <= 2 * their for our, their in zip(actual, expected, strict=True)), (name, actual, expected)
+        pairs = list(zip(actual, expected, strict=True))
+        assert all(0 < error <= 2 * reference_error for error, reference_error in pairs), (name, actual, expected)
 
 
 def mean_differences(runs: list[tuple[list[float], list[float]]], exact: list[Trajectory]) -> tuple[float, float]:
@@ -193,7 +194,7 @@ def assert_moved(results: dict[str, Any]) -> None:
 def test_runs_resume_to_the_bit_and_in_other_layouts(parity_folder, tmp_path):
     dense, experts = (str(case_checkpoint(parity_folder, arch, num_hidden_layers=2)) for arch in ("qwen3", "qwen3_moe"))
     hsdp = Fsdp(replicate=2)
-    *same, fewer, more = in_process(
+    *same, fewer, extra = in_process(
         tmp_path,
         ("resumed", (dense, str(tmp_path / "fp32")), {}),
         ("resumed", (experts, str(tmp_path / "offloaded")), {"fsdp": Fsdp(offload=True), "parallel": EP2}),
@@ -201,13 +202,13 @@ def test_runs_resume_to_the_bit_and_in_other_layouts(parity_folder, tmp_path):
         ("moved", (dense, str(tmp_path / "more"), {"ranks": 4, "fsdp": hsdp}, {"ranks": 3}), {}),
     )
     assert [results["same"] for results in same] == [(True,) * 4] * 2
-    for results in (fewer, more):
+    for results in (fewer, extra):
         assert_moved(results)
 
 
 def test_exports_match_transformers(parity_folder, tmp_path):
     tied, experts = (
-        str(case_checkpoint(parity_folder, arch, **more)) for arch, more in (("qwen3", TIED), ("qwen3_moe", {}))
+        str(case_checkpoint(parity_folder, arch, **extra)) for arch, extra in (("qwen3", TIED), ("qwen3_moe", {}))
     )
     exports = in_process(
         tmp_path,

@@ -143,17 +143,17 @@ def test_dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine(parit
                 backend.add_adapter(name, lora)
             return steps(backend, samples_of("ab"), 2)
 
-    *results, without = in_process(tmp_path, ("dropped", (str(checkpoint), layouts), {}))[0]
+    *results, baseline = in_process(tmp_path, ("dropped", (str(checkpoint), layouts), {}))[0]
     (expected,) = run_distributed(on_megatron, 1, init=False)
     for figures in results:
         assert figures == [pytest.approx(row, abs=2e-5, rel=0) for row in expected]
-    assert without[0][1] != pytest.approx(expected[0][1], rel=1e-2)
+    assert baseline[0][1] != pytest.approx(expected[0][1], rel=1e-2)
 
 
 def test_tenants_are_isolated_saved_exported_and_refused(parity_folder, tmp_path):
     dense, tied = (
-        str(case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, **more))
-        for more in ({}, {"tie_word_embeddings": True})
+        str(case_checkpoint(parity_folder, "qwen3", num_hidden_layers=2, **extra))
+        for extra in ({}, {"tie_word_embeddings": True})
     )
     experts = str(case_checkpoint(parity_folder, "qwen3_moe", num_hidden_layers=2))
     starts = [str(tmp_path / arch) for arch in ("dense", "experts")]

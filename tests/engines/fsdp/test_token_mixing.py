@@ -117,8 +117,8 @@ def test_sliding_window_only_in_the_mask_is_refused(model_type: str, head: Scala
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"vocab_size": 64, "intermediate_size": 32}
 
-    def check_model(longest: int, **more: Any) -> None:
-        config = AutoConfig.for_model(model_type, **sizes | WINDOWED[model_type] | more)
+    def check_model(longest: int, **extra: Any) -> None:
+        config = AutoConfig.for_model(model_type, **sizes | WINDOWED[model_type] | extra)
         with torch.device("meta"):
             model = transformers_api.engine_model(config, head)
         layers = transformers_api.layers(model)

@@ -89,18 +89,18 @@ def test_replaced_embedding_forward_is_called(parity_folder):
 
         backend = MegatronBackend(checkpoint, precision="fp32", self_check=False, timeout_s=60)
         embedding_gradient.install(backend.engine.bare_chunks)
-        seen, upstream = [], VocabParallelEmbedding.forward
+        observed, upstream = [], VocabParallelEmbedding.forward
 
         def other(module, input_):
-            seen.append(input_.shape)
+            observed.append(input_.shape)
             return upstream(module, input_)
 
         with patched(VocabParallelEmbedding, "forward", other, "a multimodal model does so"):
             inside = backend.forward(samples_of(0)).logprobs
         after = backend.forward(samples_of(0)).logprobs
         backend.close()
-        return len(seen), [torch.equal(first, second) for first, second in zip(inside, after, strict=True)]
+        return len(observed), [torch.equal(first, second) for first, second in zip(inside, after, strict=True)]
 
-    seen, same = run_distributed(calls, 1, init=False)[0]
-    assert seen == 1
+    call_count, same = run_distributed(calls, 1, init=False)[0]
+    assert call_count == 1
     assert all(same)

@@ -217,8 +217,8 @@ def test_export_may_overwrite_the_source_checkpoint(with_companions, tmp_path, t
 def test_export_loads_in_another_layout(with_companions, tmp_path):
     """Export, load in another layout, and compare logits."""
     logits = train_and_export(with_companions, tmp_path / "one", LAYOUTS["single"])
-    again = train_and_export(tmp_path / "one", tmp_path / "two", LAYOUTS["TP2 x PP2"], steps=0)
-    assert largest_difference(logits, again) <= 1e-5
+    repeated = train_and_export(tmp_path / "one", tmp_path / "two", LAYOUTS["TP2 x PP2"], steps=0)
+    assert largest_difference(logits, repeated) <= 1e-5
 
 
 def test_parents_of_the_target_are_made(with_companions, tmp_path):

@@ -291,7 +291,7 @@ def test_calls_that_bring_something_else_go_megatrons_way(parity_folder):
             for name, arguments in (fitting | strange).items()
         }
         fused_calls["all by position"] = fused._rotation(hidden, (None, None, None, angles), {}) is not None
-        handle = attention.k_layernorm.register_forward_hook(lambda *of: None)
+        handle = attention.k_layernorm.register_forward_hook(lambda *values: None)
         fused_calls["somebody listens to the norm"] = fused._rotation(hidden, (None,), fitting["plain"]) is not None
         handle.remove()
 

@@ -237,12 +237,12 @@ def test_upstream_keeps_no_rotary_table_that_captured_work_reads(parity_folder):
 
         backend = make_backend(checkpoint)
         model = backend.engine.bare_chunks[0]
-        before, again = model.rotary_pos_emb(9), model.rotary_pos_emb(9)
+        before, repeated = model.rotary_pos_emb(9), model.rotary_pos_emb(9)
         with without_rotary_cache(model):
             inside = model.rotary_pos_emb(9)
         after = model.rotary_pos_emb(9)
         backend.close()
-        return before is again, inside is before, after is inside
+        return before is repeated, inside is before, after is inside
 
     cached, from_before, from_inside = run_distributed(tables, 1, init=False)[0]
     assert cached, "upstream no longer keeps them: without_rotary_cache can go"
@@ -354,16 +354,16 @@ def test_memory_that_runs_out_in_a_backward_pass_is_an_error_after_which_there_i
             captures, dropped = backend.cuda_graphs.captures, backend.cuda_graphs.dropped
         assert backend.recover_memory()
         unchanged = torch.equal(backend.engine.adapters.registry["a"].grads, expected)
-        again = backend.forward_backward([long], adapter="a").loss
+        repeated = backend.forward_backward([long], adapter="a").loss
         backend.discard_gradients()
         plain = backend.forward([long], adapter="a").logprobs[0]
         backend.close()
-        return captures, dropped, unchanged, again, -float(plain.mean())
+        return captures, dropped, unchanged, repeated, -float(plain.mean())
 
-    captures, dropped, unchanged, again, plain = run_distributed(figures, 1, init=False)[0]
+    captures, dropped, unchanged, repeated_loss, plain = run_distributed(figures, 1, init=False)[0]
     assert (captures, dropped) == (0, 1)
     assert unchanged, "what was half done counts nowhere"
-    assert again == pytest.approx(plain, rel=1e-5)
+    assert repeated_loss == pytest.approx(plain, rel=1e-5)
 
 
 def test_captures_that_made_room_for_something_else_are_made_again(parity_folder):

@@ -18,8 +18,8 @@ if importlib.util.find_spec("mcore_bridge") is None:
 
 from safetensors.torch import load_file
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
 DEADLINE_S = 900
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
@@ -42,7 +42,7 @@ def test_the_five_minute_start(tmp_path: Path) -> None:
     section = page[page.index("## Five-minute start") : page.index("## megatron-bridge")]
     script = "set -e\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE))
     output = run(["bash", "-c", script], tmp_path)
-    expected = json.loads(run([sys.executable, str(HERE / "reference_loop.py"), "model", "reference"], tmp_path))
+    expected = json.loads(run([sys.executable, str(FOLDER / "reference_loop.py"), "model", "reference"], tmp_path))
     pairs = [(float(loss), float(norm)) for loss, norm in re.findall(r"loss ([\d.]+) norm ([\d.]+)", output)]
     assert len(pairs) == 2 * len(expected)  # two ranks
     for (loss, norm), (reference, reference_norm) in zip(sorted(pairs), sorted([*expected, *expected]), strict=True):

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-REFERENCE_LOOP = HERE.parent / "bridges" / "reference_loop.py"
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+REFERENCE_LOOP = FOLDER.parent / "bridges" / "reference_loop.py"
 CHECKOUT = os.environ.get("MEGASCEND_MEGATRON_BRIDGE", "")
 DEADLINE_S = 900
 
@@ -85,7 +85,7 @@ def test_logits_are_transformers(arch: str, tmp_path: Path) -> None:
     new_model(tmp_path, "model", arch)
     tokens = torch.randint(0, 200, (2, 24), generator=torch.Generator().manual_seed(0))
     torch.save(tokens, tmp_path / "tokens.pt")
-    command = [sys.executable, str(HERE / "logits.py"), "model", "tokens.pt", "logits.pt"]
+    command = [sys.executable, str(FOLDER / "logits.py"), "model", "tokens.pt", "logits.pt"]
     run(["megascend", "run", "--platform", "cpu", "--", *command], tmp_path)
     logits = torch.load(tmp_path / "logits.pt")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")

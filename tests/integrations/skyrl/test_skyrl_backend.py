@@ -98,8 +98,8 @@ def test_checkpoints_and_sampling(backend: Any, tmp_path: Path) -> None:
         assert answer.prompt_logprobs[1:] == pytest.approx(saved[0]["logprobs"]["data"], abs=1e-4)
 
         backend.load_checkpoint(tmp_path / "c.tar.gz", "ann")
-        again = backend.forward(calls.batch_of(["ann"], 0))["r-ann"].loss_fn_outputs
-        assert again[0]["logprobs"]["data"] == pytest.approx(saved[0]["logprobs"]["data"], abs=1e-6)
+        repeated = backend.forward(calls.batch_of(["ann"], 0))["r-ann"].loss_fn_outputs
+        assert repeated[0]["logprobs"]["data"] == pytest.approx(saved[0]["logprobs"]["data"], abs=1e-6)
     finally:
         backend.delete_model("ann")
 

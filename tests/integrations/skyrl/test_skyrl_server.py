@@ -16,7 +16,7 @@ pytest.importorskip(
 
 from skyrl_server import run, served
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 TENANTS = ("ann", "bob")
 
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
@@ -33,7 +33,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     new_model = [sys.executable, "-m", "megascend.cli.main", "new-model", "model", "--arch", "qwen3"]
     run([*new_model, "--hidden", "64", "--layers", "2"], folder)  # with a tokenizer, which the client loads
     with served(folder, **request.param) as address:
-        run([sys.executable, str(HERE / "skyrl_tenants.py"), address, str(folder / "model"), "out.json"], folder)
+        run([sys.executable, str(FOLDER / "skyrl_tenants.py"), address, str(folder / "model"), "out.json"], folder)
     return {**json.loads((folder / "out.json").read_text()), "folder": folder}
 
 
@@ -57,14 +57,14 @@ def test_a_tenant_learns_as_with_peft(report: dict[str, Any], name: str) -> None
     model, checkpoint = report["starts"][name].removeprefix("tinker://").split("/")
     with tarfile.open(folder / "checkpoints" / model / "sampler_weights" / f"{checkpoint}.tar.gz") as archive:
         archive.extractall(folder / name, filter="data")
-    reference = [sys.executable, str(HERE / "reference_tenant.py"), "model", str(folder / name / "adapter"), name]
+    reference = [sys.executable, str(FOLDER / "reference_tenant.py"), "model", str(folder / name / "adapter"), name]
     assert losses(report["mixed"][name]) == pytest.approx(json.loads(run(reference, folder)), rel=1e-5)
 
 
 def test_checkpoints_load_and_are_sampled_from(report: dict[str, Any]) -> None:
-    seen = report["losses"]
-    assert seen["loaded"] == pytest.approx(seen["saved"], rel=1e-6)
-    assert seen["trained"] != pytest.approx(seen["saved"], rel=1e-3)
+    observed = report["losses"]
+    assert observed["loaded"] == pytest.approx(observed["saved"], rel=1e-6)
+    assert observed["trained"] != pytest.approx(observed["saved"], rel=1e-3)
     assert [len(tokens) for tokens in report["responses"]] == [4, 4]
     sampler, trainer = report["prompt_logprobs"]
     assert sampler == pytest.approx(trainer, abs=1e-4)

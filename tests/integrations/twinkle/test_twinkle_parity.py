@@ -11,7 +11,7 @@ pytest.importorskip("twinkle.model", reason="no twinkle here: bash scripts/test_
 
 import sys
 
-from twinkle_runs import HERE, launched, run
+from twinkle_runs import FOLDER, launched, run
 
 from megascend.testing import write_tiny_checkpoint
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("twinkle")
     write_tiny_checkpoint(directory / "model", "qwen3")
-    run([sys.executable, str(HERE / "reference_steps.py"), "model", "reference.json"], directory)
+    run([sys.executable, str(FOLDER / "reference_steps.py"), "model", "reference.json"], directory)
     return directory
 
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("dp", "tp", "pp"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["1", "DP2", "TP2", "PP2"]
 )
 def test_losses_and_norms_are_those_of_transformers(folder: Path, dp: int, tp: int, pp: int) -> None:
-    program = [str(HERE / "twinkle_sft.py"), "model", str(dp), str(tp), str(pp), "out.json"]
+    program = [str(FOLDER / "twinkle_sft.py"), "model", str(dp), str(tp), str(pp), "out.json"]
     run(launched(dp * tp * pp, *program), folder)
     steps, expected = (json.loads((folder / name).read_text()) for name in ("out.json", "reference.json"))
     assert len(steps) == len(expected) == 4
@@ -43,7 +43,7 @@ def test_without_mending_one_rank_has_a_norm_that_is_too_large_by_the_tokens(fol
     """Check what docs/integrations/twinkle.md says of unpatched twinkle. If this fails, twinkle has fixed it: update the docs."""
     program = folder / "bf16.py"
     source = (
-        (HERE / "twinkle_sft.py")
+        (FOLDER / "twinkle_sft.py")
         .read_text()
         .replace('mixed_precision="no"', 'mixed_precision="bf16", use_distributed_optimizer=False')
     )

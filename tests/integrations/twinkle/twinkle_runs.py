@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
 DEADLINE_S = 600
 
 

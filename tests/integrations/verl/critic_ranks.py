@@ -25,9 +25,9 @@ def main(critic: str, out: str, settings: str) -> None:
     part = slice(engine.get_data_parallel_rank(), None, engine.get_data_parallel_size())
     report: dict[str, Any] = {"data rank": part.start, "collects": engine.is_mp_src_rank_with_outputs()}
 
-    def rank_batch(**more: Any) -> Any:
+    def rank_batch(**extra: Any) -> Any:
         data = batch(part)
-        tensordict_utils.assign_non_tensor(data, **more)
+        tensordict_utils.assign_non_tensor(data, **extra)
         return data
 
     answer = worker.infer_batch(rank_batch(compute_loss=False))

@@ -58,9 +58,9 @@ def main(path: str, out: str) -> None:
     _, ids, masks = batch(calculate_entropy=True)
     report["ids"], report["masks"] = [row.tolist() for row in ids], [row.tolist() for row in masks]
 
-    def infer(**more: Any) -> dict[str, Any]:
+    def infer(**extra: Any) -> dict[str, Any]:
         with engine.eval_mode():
-            return engine.infer_batch(batch(calculate_entropy=True, **more)[0])["model_output"]
+            return engine.infer_batch(batch(calculate_entropy=True, **extra)[0])["model_output"]
 
     def rows(nested: Any) -> list[list[float]]:
         return [row.tolist() for row in nested.unbind()]

@@ -23,8 +23,8 @@ def loss_of(model, rows) -> torch.Tensor:
     for row in rows:
         ids, mask = row["input_ids"], row["loss_mask"].float()
         logprobs = model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
-        picked = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
-        total, count = total - (picked * mask[1:]).sum(), count + int(mask.sum())
+        token_logprobs = logprobs[:-1].gather(1, ids[1:, None])[:, 0]
+        total, count = total - (token_logprobs * mask[1:]).sum(), count + int(mask.sum())
     return total / count
 
 

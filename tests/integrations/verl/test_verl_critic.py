@@ -16,7 +16,7 @@ pytest.importorskip("verl.workers", reason="no verl in this environment: bash sc
 
 import torch
 from safetensors.torch import load_file
-from verl_runs import HERE, ROOT, python
+from verl_runs import FOLDER, ROOT, python
 
 from megascend.testing import write_tiny_checkpoint
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_checkpoint(directory / "critic", "qwen3", **CRITIC)
     write_tiny_checkpoint(directory / "causal", "qwen3")
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 60000))}
-    calls = [str(HERE / "critic_calls.py"), str(directory / "critic"), str(directory / "causal"), str(directory)]
+    calls = [str(FOLDER / "critic_calls.py"), str(directory / "critic"), str(directory / "causal"), str(directory)]
     completed = python(calls, directory, **meeting)
     assert completed.returncode == 0, completed.stderr[-6000:]
     assert "a critic with the head of its checkpoint" in completed.stdout
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(folder: Path) -> list[dict[str, Any]]:
-    completed = python(["-c", SEQUENCES], HERE)
+    completed = python(["-c", SEQUENCES], FOLDER)
     assert completed.returncode == 0, completed.stderr[-4000:]
     (folder / "rows.json").write_text(completed.stdout.splitlines()[-1])
     return json.loads((folder / "rows.json").read_text())
@@ -66,12 +66,12 @@ def reference(folder: Path, rows: list[dict[str, Any]]) -> dict[str, torch.Tenso
     samples = []
     for row in rows:
         before, after = row["prompt"] - 1, 1
-        of = {
+        models = {
             name: [0.0] * before + row[key] + [0.0] * after
             for name, key in (("returns", "returns"), ("old_values", "old"))
         }
         samples.append(
-            {"token_ids": row["ids"], "weights": [0.0] * before + [1.0] * len(row["old"]) + [0.0] * after, **of}
+            {"token_ids": row["ids"], "weights": [0.0] * before + [1.0] * len(row["old"]) + [0.0] * after, **models}
         )
     job = {"checkpoint": str(folder / "critic"), "samples": samples, "loss": "clipped_value", "steps": 3, "lr": 5e-4}
     (folder / "job.json").write_text(json.dumps(job | {"weight_decay": 0.0, "max_grad_norm": 1.0}))
@@ -120,9 +120,9 @@ def test_a_critic_is_saved_loaded_and_exported(folder: Path, rows: list[Any], ca
 
 
 def test_a_causal_model_gets_a_new_head(calls: dict[str, torch.Tensor]) -> None:
-    drawn = calls["new head"]
-    assert drawn.shape == (1, 64)
-    assert 0.01 < drawn.std() < 0.03
+    weights = calls["new head"]
+    assert weights.shape == (1, 64)
+    assert 0.01 < weights.std() < 0.03
 
 
 def test_a_second_model_in_a_process_is_refused_by_name(folder: Path) -> None:
@@ -148,7 +148,7 @@ def test_on_two_ranks_it_is_transformers_too(folder: Path, reference: dict[str, 
     out.mkdir()
     command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={random.randint(20000, 60000)}"]
     completed = python(
-        [*command, str(HERE / "critic_ranks.py"), str(folder / "critic"), str(out), json.dumps(settings)], out
+        [*command, str(FOLDER / "critic_ranks.py"), str(folder / "critic"), str(out), json.dumps(settings)], out
     )
     assert completed.returncode == 0, completed.stderr[-6000:]
     rank_reports = {rank: json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)}

@@ -13,7 +13,7 @@ pytest.importorskip("verl.workers", reason="no verl in this environment: bash sc
 
 from verl_runs import python
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 pytestmark = pytest.mark.nightly
 
 TOLERANCE = 1e-5
@@ -26,11 +26,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     new_model = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], directory)
     assert new_model.returncode == 0, new_model.stderr
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 60000))}
-    completed = python([str(HERE / "engine_calls.py"), str(directory / "model"), "calls.json"], directory, **meeting)
+    completed = python([str(FOLDER / "engine_calls.py"), str(directory / "model"), "calls.json"], directory, **meeting)
     assert completed.returncode == 0, completed.stderr[-4000:]
     (directory / "ids.json").write_text(json.dumps(json.loads((directory / "calls.json").read_text())["ids"]))
     arguments = ["model", "ids.json", "scores.json"]
-    completed = python([str(HERE / "reference_scores.py"), *arguments], directory, VERL_ENGINE_VENDOR="")
+    completed = python([str(FOLDER / "reference_scores.py"), *arguments], directory, VERL_ENGINE_VENDOR="")
     assert completed.returncode == 0, completed.stderr[-4000:]
     return directory
 

@@ -44,17 +44,17 @@ def classes() -> list[tuple[Any, dict[str, Any]]]:
 
 
 def test_every_field_has_a_rule() -> None:
-    for of, rules in classes():
-        missing = [field.name for field in dataclasses.fields(of) if field.name not in rules]
-        assert not missing, f"{of.__name__}: no rule for {missing}"
+    for config_class, rules in classes():
+        missing = [field.name for field in dataclasses.fields(config_class) if field.name not in rules]
+        assert not missing, f"{config_class.__name__}: no rule for {missing}"
 
 
 def test_every_rule_is_of_a_field() -> None:
     """Compare rules with verl's fields, except for attributes that verl sets later."""
     later = {"share_embeddings_and_output_weights"}
     fields: dict[int, set[str]] = {}
-    for of, rules in classes():
-        fields.setdefault(id(rules), set()).update(field.name for field in dataclasses.fields(of))
+    for config_class, rules in classes():
+        fields.setdefault(id(rules), set()).update(field.name for field in dataclasses.fields(config_class))
     for _, rules in classes():
         assert not set(rules) - fields[id(rules)] - {"_target_"} - later
 

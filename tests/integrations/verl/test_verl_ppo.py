@@ -126,7 +126,7 @@ def test_roles_with_a_separate_resource_pool(tmp_path: Path) -> None:
     results = json.loads(completed.stdout.splitlines()[-1])
     results, four = results[:-1], results[-1]
     assert [{role: pool for role, pool in pools.items() if role != "rm"} for _, pools in results] == [
-        of for _, of in CASES
+        roles for _, roles in CASES
     ]
     assert {count for count, _ in results} == {3}
     assert four[0] == 4

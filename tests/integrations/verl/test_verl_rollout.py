@@ -64,14 +64,14 @@ def reference(model: Any, tokens: list[int]) -> list[float]:
 def test_log_probabilities_are_those_of_transformers_before_and_after_an_update(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    of: Any = AutoModelForCausalLM.from_pretrained(model)
+    reference_model: Any = AutoModelForCausalLM.from_pretrained(model)
     served = Served(model)
     first = served.sampled()
     assert len(first.token_ids) == 8
-    assert first.log_probs == pytest.approx(reference(of, first.token_ids), abs=1e-5)
+    assert first.log_probs == pytest.approx(reference(reference_model, first.token_ids), abs=1e-5)
     assert first.extra_fields["global_steps"] is None
     with torch.no_grad():
-        for parameter in of.parameters():
+        for parameter in reference_model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     delivery = Delivery(
         transport="gloo",
@@ -81,9 +81,9 @@ def test_log_probabilities_are_those_of_transformers_before_and_after_an_update(
         digest="multilinear64",
         timeout_s=60,
     )
-    delivery.push([served.server.engine], served.announce(5), dict(of.state_dict()))
+    delivery.push([served.server.engine], served.announce(5), dict(reference_model.state_dict()))
     second = served.sampled()
-    assert second.log_probs == pytest.approx(reference(of, second.token_ids), abs=1e-5)
+    assert second.log_probs == pytest.approx(reference(reference_model, second.token_ids), abs=1e-5)
     assert (second.extra_fields["min_global_steps"], second.extra_fields["global_steps"]) == (5, 5)
     delivery.close()
     asyncio.run(served.close())

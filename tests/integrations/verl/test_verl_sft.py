@@ -17,7 +17,7 @@ from verl_runs import DEADLINE_S, environment, logged, python, sft_command, writ
 
 from support import families
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 pytestmark = [pytest.mark.nightly, pytest.mark.torchrun]
 
 TOLERANCE = 1e-5
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         assert new_model.returncode == 0, new_model.stderr
         arguments = [str(directory / arch), "train.parquet", "val.parquet", "2", "8", "1e-2", f"{arch}.json"]
-        completed = python([str(HERE / "reference_sft.py"), *arguments], directory, VERL_ENGINE_VENDOR="")
+        completed = python([str(FOLDER / "reference_sft.py"), *arguments], directory, VERL_ENGINE_VENDOR="")
         assert completed.returncode == 0, completed.stderr[-4000:]
     return directory
 

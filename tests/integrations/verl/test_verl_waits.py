@@ -13,7 +13,7 @@ pytest.importorskip("verl.workers", reason="no verl in this environment: bash sc
 
 from verl_runs import python
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 pytestmark = pytest.mark.nightly
 
 NORM = "_local_scalar_dense at optimizer/clip_grads.py"
@@ -27,7 +27,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     new_model = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], directory)
     assert new_model.returncode == 0, new_model.stderr
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 60000))}
-    completed = python([str(HERE / "step_waits.py"), str(directory / "model"), "steps.json"], directory, **meeting)
+    completed = python([str(FOLDER / "step_waits.py"), str(directory / "model"), "steps.json"], directory, **meeting)
     assert completed.returncode == 0, completed.stderr[-4000:]
     return json.loads((directory / "steps.json").read_text())
 
@@ -37,7 +37,7 @@ def test_host_waits_only_for_the_gradient_norm(steps: dict[str, Any], case: str)
     single_batch, five_batches = steps[f"{case}, 64"], steps[f"{case}, 12"]
     assert (single_batch["micro batches"], five_batches["micro batches"]) == (1, 5)
     for step in (single_batch, five_batches):
-        assert [(where.rpartition(":")[0], count) for where, count in step["waits"].items()] == [(NORM, 1)]
+        assert [(location.rpartition(":")[0], count) for location, count in step["waits"].items()] == [(NORM, 1)]
 
 
 def test_verls_sft_loss_needs_the_logits_once(steps: dict[str, Any]) -> None:

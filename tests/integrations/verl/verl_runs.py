@@ -12,8 +12,8 @@ from typing import Any
 
 from support import families
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 DEADLINE_S = 400
 RL_DEADLINE_S = 1200

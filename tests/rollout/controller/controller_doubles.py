@@ -47,8 +47,8 @@ class ManualClock:
     def now(self) -> float:
         return self._now
 
-    def call_at(self, when: float, callback: Callable[[], object]) -> Timer:
-        timer = _ManualTimer(when, callback)
+    def call_at(self, moment: float, callback: Callable[[], object]) -> Timer:
+        timer = _ManualTimer(moment, callback)
         self._timers.append(timer)
         return timer
 
@@ -56,9 +56,9 @@ class ManualClock:
         """Advance the time, fire the due timers in order, and run every task that is ready."""
         await settle()
         end = self._now + seconds
-        while due := sorted((timer for timer in self._timers if timer.when <= end), key=lambda timer: timer.when):
+        while due := sorted((timer for timer in self._timers if timer.moment <= end), key=lambda timer: timer.moment):
             self._timers.remove(due[0])
-            self._now = max(self._now, due[0].when)
+            self._now = max(self._now, due[0].moment)
             if not due[0].cancelled:
                 due[0].callback()
             await settle()
@@ -67,8 +67,8 @@ class ManualClock:
 
 
 class _ManualTimer:
-    def __init__(self, when: float, callback: Callable[[], object]) -> None:
-        self.when = when
+    def __init__(self, moment: float, callback: Callable[[], object]) -> None:
+        self.moment = moment
         self.callback = callback
         self.cancelled = False
 
@@ -178,9 +178,9 @@ class Blocking:
 class BlockingClient(Blocking):
     """A blocking client of a controller, on its own thread."""
 
-    def __init__(self, where: object, key: Key, **options: Any) -> None:
+    def __init__(self, address: object, key: Key, **options: Any) -> None:
         super().__init__(
-            ControllerClient(where, key, **{"caller": "test", **options}),  # type: ignore[arg-type]
+            ControllerClient(address, key, **{"caller": "test", **options}),  # type: ignore[arg-type]
             LoopThread("rollout controller client"),
         )
 

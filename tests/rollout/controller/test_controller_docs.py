@@ -45,9 +45,9 @@ def test_the_program_of_a_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_every_route_is_listed_with_its_arguments() -> None:
     rows = [line.split("|")[1:3] for line in PAGE.splitlines() if line.startswith("| `/v1/")]
-    listed = {
+    entries = {
         route: set(re.findall(r"`(\w+)`", cells)) for names, cells in rows for route in re.findall(r"`([^`]+)`", names)
     }
-    assert listed.keys() == set(ROUTES)
+    assert entries.keys() == set(ROUTES)
     for name, call in CONTROLLER_CALLS.items():
-        assert set(call.model_fields) <= listed[PREFIX + name], name
+        assert set(call.model_fields) <= entries[PREFIX + name], name

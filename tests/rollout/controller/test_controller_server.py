@@ -173,15 +173,15 @@ def test_waiting_costs_no_processor_time() -> None:
             waiting = [asyncio.ensure_future(anext(client.results([name]))) for name in names]
             while served.server._requests < 40:
                 await asyncio.sleep(0.01)
-            spent: list[float] = []
-            while len(spent) < 5 and min(spent, default=1.0) >= 0.1:  # other threads of this process may be leaving
+            elapsed: list[float] = []
+            while len(elapsed) < 5 and min(elapsed, default=1.0) >= 0.1:  # other threads of this process may be leaving
                 before = time.process_time()
                 await asyncio.sleep(1.0)
-                spent.append(time.process_time() - before)
+                elapsed.append(time.process_time() - before)
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            return min(spent)
+            return min(elapsed)
 
         assert asyncio.run(wait()) < 0.1  # CPU seconds of both sides within one second of waiting
 
@@ -224,10 +224,10 @@ def test_call_of_a_disconnected_caller_completes_and_keeps_its_answer() -> None:
         with served.connect() as connection:
             connection.sendall(served.request("/v1/pause", body))
             until(lambda: engine.calls == ["pause 60"])
-        with served.connect() as again:  # the first is gone
-            again.sendall(served.request("/v1/pause", body))
+        with served.connect() as repeated:  # the first is gone
+            repeated.sendall(served.request("/v1/pause", body))
             engine.holds.clear()
-            assert read_response(again)[0] == 200
+            assert read_response(repeated)[0] == 200
         assert engine.calls == ["pause 60"]
         assert engine.paused
 

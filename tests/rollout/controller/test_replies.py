@@ -66,11 +66,11 @@ def test_a_call_that_takes_longer_than_answers_are_kept() -> None:
         for _ in range(5):  # other answers still expire while the long call runs
             world.now += 60
             await world.say(world.call())
-        again = asyncio.ensure_future(world.say(long, gate))
+        repeated = asyncio.ensure_future(world.say(long, gate))
         await asyncio.sleep(0)
         first.cancel()  # its caller is gone
         gate.set()
-        answer = await again
+        answer = await repeated
         world.now += 99
         assert await world.say(long) is answer
         assert world.executed.count(long.id) == 1

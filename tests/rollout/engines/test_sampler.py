@@ -77,10 +77,10 @@ def test_greedy_takes_the_likeliest_and_stop_tokens_stop(model: Any) -> None:
             assert token == int(model(torch.tensor([reached])).logits[0, -1].argmax())
         reached.append(token)
     stop = rows[0].tokens[1]
-    again = make_rows(PROMPTS[0], Sampling(max_tokens=6, temperature=0.0, stop_token_ids=(stop,)), 1, 0)
-    sample(model, again, version_0)
+    repeated = make_rows(PROMPTS[0], Sampling(max_tokens=6, temperature=0.0, stop_token_ids=(stop,)), 1, 0)
+    sample(model, repeated, version_0)
     expected = rows[0].tokens[: rows[0].tokens.index(stop) + 1]
-    assert (again[0].tokens, again[0].completion().finish_reason) == (expected, "stop")
+    assert (repeated[0].tokens, repeated[0].completion().finish_reason) == (expected, "stop")
     assert rows[0].completion().finish_reason == "length"
 
 

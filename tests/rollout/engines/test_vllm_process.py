@@ -237,7 +237,7 @@ print(json.dumps([own, *ray.get(Trainer.remote().child.remote(), timeout=150)]))
         check=False,
     )
     assert completed.returncode == 0, completed.stderr[-3000:]
-    address, had_address, handed, child_addresses = json.loads(completed.stdout.strip().splitlines()[-1])
-    assert handed == {"RAY_ADDRESS": address}
+    address, had_address, environment, child_addresses = json.loads(completed.stdout.strip().splitlines()[-1])
+    assert environment == {"RAY_ADDRESS": address}
     assert child_addresses == [address]
     assert not had_address

@@ -50,6 +50,7 @@ def learn(
         cap = objective.cap
         parts = []
         for sample, logprobs in zip(shard, trainer, strict=True):
+            # The response only: targets of the prompt have weight 0, and no log-probability of an engine.
             sampled = sample.weights > 0
             parts.append(measure(sample.old_logprobs[sampled], logprobs.cpu()[sampled], cap))
         # Sums, not means: ranks have different numbers of tokens.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megascend.engines.base import Engine
 
 logger = logging.getLogger(__name__)
-OF_RESPONSES = ("old_logprobs", "advantages")
+RESPONSE_FIELDS = ("old_logprobs", "advantages")
 """Fields of the samples that responses become."""
 
 
@@ -78,11 +78,11 @@ def check_objective(objective: Objective) -> None:
         loss = resolve(objective.loss)
     except ConfigError as error:
         raise ConfigError(f"objective.loss: {error}") from None
-    missing = [name for name in loss.requires if name not in OF_RESPONSES]
+    missing = [name for name in loss.requires if name not in RESPONSE_FIELDS]
     if loss.per != "token" or missing:
         needs = ", ".join(missing) if missing else f"one value per {loss.per}"
         raise ConfigError(
-            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(OF_RESPONSES)}, token by token"
+            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(RESPONSE_FIELDS)}, token by token"
         )
 
 
@@ -97,6 +97,7 @@ def read_and_check(
         if path is not None:
             with findings.collecting():
                 numbered = numbered_prompts(path, findings)
+        # All lines are checked before any problem is raised, so that one attempt shows every mistake.
         for number, prompt in numbered:
             with findings.collecting():
                 tokens = _check_prompt(prompt, f"{path}:{number}", config, tokenizer, limits, findings)
@@ -135,5 +136,5 @@ def _check_prompt(
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Tells these prompts from others: xxh3 over all of them, hexadecimal."""
+    """Compute a fingerprint of the prompts: xxh3 over all of them, hexadecimal."""
     return xxhash.xxh3_64(json.dumps(prompts, sort_keys=True).encode()).hexdigest()

@@ -187,16 +187,16 @@ class ReinforcementLearning(Training[RlConfig]):
             )
         )
         # Engines count their versions up, and may have lived longer than this process.
-        done = backend.step_count
-        self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - done
+        steps_before = backend.step_count
+        self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - steps_before
         # Also after a resume: engines may have been restarted with the checkpoint's first weights.
-        self._sync.push(version=done + self._offset, adapter=run.adapter)
+        self._sync.push(version=steps_before + self._offset, adapter=run.adapter)
         if progress is None and config.evaluation is not None:
             reward = self._evaluate()
             self.totals.reward_before = self.totals.reward_after = reward
             run.event_log.event("evaluated", step=0, reward=reward)
         # After the push and the evaluation: no training prompt is sampled with other weights.
-        self._rollouts.on_rank_0(lambda collector: collector.start(done, self._offset))
+        self._rollouts.on_rank_0(lambda collector: collector.start(steps_before, self._offset))
 
     def start_loop(self, log: RunLog) -> None:
         self._counts, self._version = self._rollouts.counts(), self._run.backend.step_count
@@ -211,9 +211,9 @@ class ReinforcementLearning(Training[RlConfig]):
 
         run, arrived = self._run, time.perf_counter()
         config, backend = run.config, run.backend
-        every = config.objective.measure_every
+        interval = config.objective.measure_every
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
-        learned = learn(backend, batch, config.objective, run.adapter, measured=every > 0 and number % every == 0)
+        learned = learn(backend, batch, config.objective, run.adapter, measured=interval > 0 and number % interval == 0)
         step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
@@ -267,11 +267,11 @@ class ReinforcementLearning(Training[RlConfig]):
         """Return what is about to happen, in a line."""
         config, rollout, ranks = run.config, run.config.rollout, run.backend.world_size
         engines = ", ".join(config.engine_names)
-        where = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {engines}"
+        device = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {engines}"
         steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
         return (
             f"{model_line(config, run.backend)}: {len(self._prompts)} prompts, {steps}; lag {rollout.max_lag}; "
-            f"{config.precision}; {where}"
+            f"{config.precision}; {device}"
         )
 
     def result(self) -> tuple[dict[str, Any], str]:

@@ -52,6 +52,8 @@ def seed(defaults: Mapping[str, Any], context_size: int, context_algorithm: str)
         | {
             "context_parallel_size": context_size,
             "context_parallel_algo": ALGORITHMS[context_algorithm],
+            # MindSpeed registers context parallelism's features at level 2 only. The other features of that level
+            # depend on the model, which is not known yet: see optimization_level().
             "optimization_level": 2 if context_size > 1 else 0,
             "use_flash_attn": True,
             "transformer_impl": "transformer_engine",
@@ -84,6 +86,8 @@ def from_config(
         **defaults,
         **model,
         "context_parallel_algo": ALGORITHMS[context_algorithm],
+        # An option raises the level, since MindSpeed does not read a feature's argument below the level of the
+        # feature.
         "optimization_level": max(
             optimization_level(config),
             *(levels[name] for name, value in options.items() if value and name in levels),
@@ -91,6 +95,7 @@ def from_config(
         ),
         "use_flash_attn": True,
         "transformer_impl": "transformer_engine",
+        # Last: check_options() has refused what the user may not override.
         **options,
     }
 
@@ -101,11 +106,9 @@ def model_fields(kind: type, defaults: Mapping[str, Any]) -> list[str]:
     MindSpeed adds its own arguments as fields to every configuration class created after its import, and its layers write to
     them while the model is built; those fields are not part of the model. Callbacks are set later and are excluded too.
     """
-    described = set(getattr(kind, "__dataclass_fields__", {}))
+    fields = set(getattr(kind, "__dataclass_fields__", {}))
     megatrons = {name for base in kind.__mro__ if base.__module__.startswith("megatron.") for name in _annotated(base)}
-    return sorted(
-        name for name in described if (name in megatrons or name not in defaults) and not name.endswith("_func")
-    )
+    return sorted(name for name in fields if (name in megatrons or name not in defaults) and not name.endswith("_func"))
 
 
 def _annotated(kind: type) -> set[str]:
@@ -143,6 +146,8 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
                     f"provider_options.{name}={value!r}: tested with megascend: {', '.join(map(repr, values))}"
                 )
         else:
+            # With context parallelism, so that reasons which depend on it are among those that may explain the
+            # refusal.
             check_model({name: value, "context_parallel_size": 2})  # may raise a more specific error
             raise ConfigError(
                 f"provider_options.{name} is not among the options that were tested with megascend "
@@ -205,6 +210,7 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
     """Return every reason why MindSpeed cannot train with these arguments, in a fixed order; empty if it can."""
 
     def value(name: str, default: Any = None) -> Any:
+        # None stands for "not set" in MindSpeed's arguments as well.
         argument = arguments.get(name, default)
         return default if argument is None else argument
 

@@ -102,6 +102,7 @@ def _look_at_the_pair(stack: Stack, environment: Mapping[str, str]) -> str:
             f"torch_npu {torch_npu} is installed; stack {stack.name} needs torch_npu{requirement} with the "
             f"torch of the same version. {stack}"
         )
+    # torch_npu's extension links torch's C++ symbols, which change between minor versions.
     if torch_npu.release[:2] != torch.release[:2]:
         raise VersionError(
             f"torch_npu {torch_npu} is built for torch of the same version, but torch {torch} "
@@ -115,23 +116,23 @@ def _version_of(package: str) -> Version:
     try:
         return Version(metadata.version(package))
     except metadata.PackageNotFoundError:
-        stated = getattr(sys.modules.get(package), "__version__", None)
-    if stated is None:
+        module_version = getattr(sys.modules.get(package), "__version__", None)
+    if module_version is None:
         raise VersionError(f"the version of {package} is not known: it has no metadata; install it with pip")
-    return Version(stated)
+    return Version(module_version)
 
 
 def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
     mindspeed, branch = tree.find(), tree.BRANCHES[stack.name]
-    how = HOW_MINDSPEED.format(branch=branch)
+    instructions = HOW_MINDSPEED.format(branch=branch)
     if mindspeed is None:
-        raise PlatformError(f"platform 'npu' needs MindSpeed ({branch}), which is not installed: {how}")
+        raise PlatformError(f"platform 'npu' needs MindSpeed ({branch}), which is not installed: {instructions}")
     version = mindspeed.version_for(stack)
     if version is None:
         supported = " and ".join(tree.BRANCHES.values())
         raise VersionError(
             f"MindSpeed {mindspeed.name} is on the path ({mindspeed.folder / '__init__.py'}); stack {stack.name} needs branch "
-            f"{branch}. {mindspeed.needs}Supported branches: {supported}. To get it: {how}"
+            f"{branch}. {mindspeed.needs}Supported branches: {supported}. To get it: {instructions}"
         )
     return f"{version} ({mindspeed.folder})"
 
@@ -182,11 +183,13 @@ def check_megatron_tree(stack: Stack) -> None:
     """Check that the ``megatron.core`` on the path is the installed one; PYTHONPATH may put another tree first."""
     megatron = find_spec("megatron")
     places = list(megatron.submodule_search_locations or []) if megatron else []
+    # Without importing megatron: that is only allowed after the patches, and this check decides whether they come.
     spec = PathFinder.find_spec("core", places)
     folders = list(spec.submodule_search_locations or []) if spec else []
     info = Path(folders[0]) / "package_info.py" if folders else Path()
     if not info.is_file():
         raise VersionError(f"no megatron/core/package_info.py in {places or 'sys.path'}: is megatron-core installed?")
+    # The file, not the metadata: pip's metadata describes the installed package, and this may be another tree.
     numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", info.read_text(encoding="utf-8"), re.M))
     version = Version(".".join(numbers[part] for part in ("MAJOR", "MINOR", "PATCH")))
     if version not in stack.requirement("megatron-core"):

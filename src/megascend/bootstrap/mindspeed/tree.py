@@ -55,7 +55,7 @@ class Tree:
     """
 
     folder: Path
-    stated: tuple[Version, ...]
+    stated_versions: tuple[Version, ...]
     imports: tuple[str, ...]
 
     def version_for(self, stack: Stack) -> Version | None:
@@ -63,12 +63,12 @@ class Tree:
         if self.imports:
             return None
         required = version_of(stack).release[:2]
-        return next((version for version in self.stated if version.release[:2] == required), None)
+        return next((version for version in self.stated_versions if version.release[:2] == required), None)
 
     @property
     def name(self) -> str:
         """Return a name for messages: the branch if the files identify it, else the stated version."""
-        version = " or ".join(map(str, self.stated))
+        version = " or ".join(map(str, self.stated_versions))
         if ADAPTOR_PACKAGE in self.imports:
             branches = [branch for file, branch in LATER_FILES.items() if (self.folder / file).is_file()]
             only = branches[0] if len(branches) == 1 else None
@@ -83,11 +83,11 @@ class Tree:
         """Return a sentence about the stack that this tree is made for; empty if unknown."""
         if ADAPTOR_PACKAGE in self.imports:
             return f"It needs {LATER_NEEDS}, which megascend does not support yet. "
-        if self.imports or not self.stated:
+        if self.imports or not self.stated_versions:
             return ""
-        minor = ".".join(map(str, self.stated[0].release[:2]))
+        minor = ".".join(map(str, self.stated_versions[0].release[:2]))
         supported = {version_of(stack).release[:2]: stack for stack in STACKS}
-        if stack := supported.get(self.stated[0].release[:2]):
+        if stack := supported.get(self.stated_versions[0].release[:2]):
             return f"It is that of stack {stack.name}, which needs Megatron-Core {stack.requirement('megatron-core')}. "
         return f"It is {OLDER.get(minor, f'branch core_r{minor}.0, for Megatron-Core {minor}')}. "
 
@@ -108,13 +108,13 @@ def find() -> Tree | None:
 def read(init: Path) -> Tree:
     """Read the tree whose package has the ``__init__.py`` ``init``."""
     module = _parse(init)
-    stated = _stated(module)
+    versions = _stated_versions(module)
     setup = init.parent.parent / "setup.py"
-    if not stated and setup.is_file():
-        stated = _stated(_parse(setup))
-    if not stated:
-        stated = _installed()
-    return Tree(init.parent, stated, tuple(dict.fromkeys(_foreign_imports(module))))
+    if not versions and setup.is_file():
+        versions = _stated_versions(_parse(setup))
+    if not versions:
+        versions = _installed()
+    return Tree(init.parent, versions, tuple(dict.fromkeys(_foreign_imports(module))))
 
 
 def _parse(path: Path) -> ast.Module:
@@ -126,7 +126,7 @@ def _parse(path: Path) -> ast.Module:
         ) from error
 
 
-def _stated(module: ast.Module) -> tuple[Version, ...]:
+def _stated_versions(module: ast.Module) -> tuple[Version, ...]:
     """Return the valid versions among the strings that a module assigns to ``__version__``."""
     versions = []
     for node in ast.walk(module):

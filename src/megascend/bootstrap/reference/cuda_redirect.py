@@ -152,8 +152,10 @@ def _patch(owner: Any, name: str, value: Any) -> None:
 
 def on_cpu(device: Any) -> Any:
     """Return ``device`` with every form of CUDA ("cuda", "cuda:1", an index, a torch.device) replaced by the CPU."""
+    # isinstance takes a bool for an int, and it is no device; None leaves the choice to torch.
     if isinstance(device, bool) or device is None:
         return device
+    # An index alone names an accelerator, and Megatron-Core means CUDA by it.
     if isinstance(device, int):
         return CPU
     if isinstance(device, torch.device):

@@ -136,6 +136,7 @@ def _with_uneven_path(original: Callable[..., Tensor], uneven: Callable[..., Ten
 
 def gather(tensor: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """Concatenate every rank's ``tensor`` [sizes[rank], ...] over the group: pad to one length, gather, cut."""
+    # Gloo's all_gather takes tensors of one shape only.
     longest = max(sizes)
     padded = tensor.new_zeros((longest, *tensor.shape[1:]))
     padded[: len(tensor)] = tensor

@@ -67,11 +67,11 @@ def end(error: Exception) -> NoReturn:
     rank = os.environ.get("RANK")
     if not type(error).__module__.startswith("megascend.") or os.environ.get("MEGASCEND_DEBUG") == "1":
         traceback.print_exc()
-    where = f" (rank {rank})" if rank is not None else ""
+    rank_note = f" (rank {rank})" if rank is not None else ""
     hint = ""
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "megascend":
         hint = f"; megascend is not installed for {sys.executable}"
-    print(f"megascend run{where}: {type(error).__name__}: {error}{hint}", file=sys.stderr, flush=True)
+    print(f"megascend run{rank_note}: {type(error).__name__}: {error}{hint}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     # SystemExit could be caught by the program, too.
     os._exit(EXIT_ERROR)

@@ -59,6 +59,7 @@ class FsdpAdapterLayers(AppliedAdapters):
                 self._not_called[id(module)] = name
                 if target.is_expert:
                     slots = expert_slots.setdefault(id(module), (module, {}))[1]
+                    # By the parameter's own name (gate_up_proj, down_proj), as the experts function asks for it.
                     slots[name.rsplit(".", 1)[-1]] = number, layer, target
                 elif target.is_embedding:
                     module.register_forward_hook(partial(self._after_embedding, number, target))
@@ -118,6 +119,7 @@ class FsdpAdapterLayers(AppliedAdapters):
         else:
             self._note(module, next(iter(slots.values()))[2], hidden)
         adapters = len(self.stacked.adapters)
+        # Computed at the first product and used for both, which have the same rows.
         grouped: ExpertAdapterRows | None = None
 
         def add(parameter: str, rows: SortedRows, x: Tensor, out: Tensor) -> Tensor:
@@ -174,12 +176,13 @@ class FsdpAdapters(MixedAdapters):
         assert spec.adapters is not None
         limits = spec.adapters
         dtype, device = DTYPES[spec.precision], context.groups.device
+        # Before the registry exists, which allocates factors by each target's number of experts.
         targets = [_local_experts(target, share) for target in targets]
         names = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in names if matches(name, limits.targets)]
-        drawn = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
+        drawn_targets = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
         registry = AdapterRegistry.for_model(
-            drawn,
+            drawn_targets,
             names,
             limits,
             adam=spec.optimizer,

@@ -194,6 +194,7 @@ def attention(
             f"engine fsdp: {type(module).__name__} does not pass keywords on to its attention function, so that samples in one "
             "micro batch would attend to each other; use another engine"
         )
+    # Refused, since this function builds its own mask and would ignore what the model asked for.
     feature = _unknown(module, attention_mask, options)
     if feature is not None:
         raise ConfigError(
@@ -285,6 +286,8 @@ def _one_by_one(
     sinks: Tensor | None,
 ) -> Tensor:
     assert lengths.packed is not None
+    # One call a sample instead of a block-diagonal mask, which would cost the square of all tokens and rule out the
+    # flash kernel.
     queries, keys, values = (states.split(lengths.packed, dim=2) for states in (query, key, value))
     parts = [_causal(q, k, v, scaling, dropout, window, sinks) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)

@@ -69,6 +69,8 @@ class FsdpEngine(TransformersEngine):
             context_size=topology.context,
             context_rank=groups.coordinates.context,
             for_megatron=False,
+            # Ulysses exchanges heads for whole samples: every rank then computes all positions, and chunks need no
+            # balancing.
             contiguous=True,
         )
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
@@ -89,6 +91,7 @@ class FsdpEngine(TransformersEngine):
         self.adapters: FsdpAdapters | None = None
         if spec.adapters is not None:
             self.adapters = FsdpAdapters(self.model, spec, context, checked.adapter_targets, self._share)
+            # Before sharding, which takes the dtype of the shards from the parameters.
             freeze(self.model, self.dtype)
         self._router_loss: RouterLoss | None = None
         if spec.moe.aux_loss != "none":
@@ -150,6 +153,8 @@ class FsdpEngine(TransformersEngine):
                     self.adapters.layers.segments = batch.segments
                 self._rotary.enter(batch)
                 packed = None if batch.packed is None else batch.packed.lengths
+                # Passed as a keyword through the model to the attention function: transformers has no other way to
+                # tell it the borders.
                 lengths = attention.sample_lengths(
                     packed,
                     self._exchange,
@@ -174,6 +179,7 @@ class FsdpEngine(TransformersEngine):
                 self.model.reset_iter_state()
             raise
         finally:
+            # Also after an error: exports, checkpoints and the next call expect sharded parameters.
             reshard(self._units)
         return results
 
@@ -308,6 +314,8 @@ class FsdpSubject(TransformersSubject):
         packed = tuple(lengths) if self.packing else None
         options = {attention.KEYWORD: attention.sample_lengths(packed, None, rows.device, torch.float32)}
         products: list[Any] = []
+        # The head's product is replaced by the engine's own, chunked one: a model that scales or caps its logits
+        # afterwards would silently lose that.
         hook = output_layer(model).register_forward_hook(lambda module, inputs, product: products.append(product))
         try:
             position_ids = torch.cat(positions).view(rows.shape)

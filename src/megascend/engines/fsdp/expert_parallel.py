@@ -64,6 +64,7 @@ class TokenExchange:
         """Send tokens [n, ...] and routing weights [n, k]; return this rank's rows [m, ...] and their weights [m]."""
         rows: Any = SpreadRows.apply(values, self._order, self._inverse, self._count)
         row_weights: Any = Moved.apply(weights.flatten(), self._order, self._inverse)
+        # In one autograd node with the weights, see _AllToAll.
         rows, row_weights = _exchange(self._send_counts, self._receive_counts, self._group, rows, row_weights)
         return rows, row_weights
 

@@ -108,8 +108,8 @@ class FsdpGroups(PlainGroups):
             [ranks[first :: topology.expert] for ranks in replicas], "EXPERT_SHARD", device_type
         )
 
-    def _replicated_mesh(self, ranks: list[list[int]], within: str, device_type: str) -> DeviceMesh:
-        axes = [self._axes["REPLICATE"], self._axes[within]]
+    def _replicated_mesh(self, ranks: list[list[int]], axis: str, device_type: str) -> DeviceMesh:
+        axes = [self._axes["REPLICATE"], self._axes[axis]]
         names = ("replicate", "shard")
         return DeviceMesh.from_group(axes, device_type, torch.tensor(ranks, dtype=torch.int), mesh_dim_names=names)
 

@@ -78,6 +78,7 @@ def _shard(name: str, tensor: Any, share: ExpertShare | None) -> LocalShard:
     local, (first, *rest) = tensor._local_tensor.detach(), tensor.shape
     if share is None:
         return LocalShard(name, tensor, local, tuple(offsets), (first, *rest))
+    # fully_shard knows only this rank's experts: their place among all experts is added here.
     start = (share.index * first + offsets[0], *offsets[1:])
     return LocalShard(name, tensor, local, start, (share.size * first, *rest), share.size)
 
@@ -138,6 +139,8 @@ def _read(
         values = read_tensor(source.weight, header, files, in_source)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"model: {header.file}: {source.weight} cannot be read: {error}") from error
+    # Shards are fp32, and the compute dtype may be fp16: a weight beyond its range would become infinity in every
+    # gather.
     if problem := out_of_range(source.weight, values, dtype):
         raise CheckpointError(f"model: {header.file}: {problem}")
     target.copy_(values.reshape(target.shape))
@@ -215,6 +218,8 @@ def state(
 
     def add(name: str, shard: LocalShard, values: Tensor) -> None:
         writes = first_copy if shard.trained else first_rank
+        # Only the writer lists a tensor: slices of several ranks at the same offsets fail when torch validates the
+        # plan.
         if not everything and not (writes and values.numel()):
             return
         slices = tensors[name] = TensorSlices(shard.shape, values.dtype)

@@ -63,8 +63,8 @@ def skip_stream_switch(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if getattr(module, "attention_dropout_ctx", None) is not None:
-                why = "there is no dropout to draw: the random stream is not switched"
-                patch(module, "attention_dropout_ctx", contextlib.nullcontext, why)
+                reason = "there is no dropout to draw: the random stream is not switched"
+                patch(module, "attention_dropout_ctx", contextlib.nullcontext, reason)
 
 
 def _forked(forward: Callable[..., Any]) -> Callable[..., Any]:

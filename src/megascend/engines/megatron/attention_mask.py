@@ -79,7 +79,7 @@ def kernel_mask(
     if tuple(mask.shape) not in shape.accepted():
         raise DataError(
             # Waits for the device; general masks are rare, and an undefined row would be silent.
-            f"attention mask of shape {list(mask.shape)}: the NPU kernel takes {_listed(shape.accepted())} here "
+            f"attention mask of shape {list(mask.shape)}: the NPU kernel takes {_shape_list(shape.accepted())} here "
             "(queries x keys, with or without batch and heads); expand it to one of them"
         )
     if bool(mask.bool().all(-1).any()):
@@ -94,7 +94,7 @@ def _require_causal(mask: Tensor, shape: AttentionShape, positions: Tensor | Non
     if tuple(mask.shape) not in shape.accepted():
         raise DataError(
             f"attention mask of shape {list(mask.shape)} on a causal model: causal attention is implicit on NPUs, so pass "
-            f"None; a mask would have to be the causal triangle in one of the shapes {_listed(shape.accepted())}. Express "
+            f"None; a mask would have to be the causal triangle in one of the shapes {_shape_list(shape.accepted())}. Express "
             "padding by packing, or by weight 0 at a sample's end"
         )
     if positions is None:
@@ -148,5 +148,5 @@ def install(chunks: Sequence[torch.nn.Module], config: Any) -> None:
         chunk.register_forward_pre_hook(check, with_kwargs=True)
 
 
-def _listed(shapes: list[tuple[int, ...]]) -> str:
+def _shape_list(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)

@@ -94,12 +94,12 @@ class CachedAttention:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Patch the attention layers within the context; micro batches without ``cached`` run as before."""
-        why = "sampling: keys and values of earlier tokens are kept"
+        reason = "sampling: keys and values of earlier tokens are kept"
         with contextlib.ExitStack() as stack:
             for chunk in self._chunks:
                 rotary = getattr(chunk, "rotary_pos_emb", None)
                 if rotary is not None:
-                    stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), why))
+                    stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), reason))
                 for layer in chunk.decoder.layers:
                     core = layer.self_attention.core_attention
                     # Transformer Engine's window does not count the token itself; -1: no window.
@@ -110,23 +110,23 @@ class CachedAttention:
                     sink = getattr(core, "softmax_offset", None)
                     up = layer.self_attention.linear_kv_up_proj if self._config.multi_latent_attention else None
                     if up is not None:
-                        self._watch(up, stack, why)
+                        self._watch(up, stack, reason)
                     attention = _Attention(layer.layer_number, scale, window, sink, core.forward, up)
                     forward = partial(self._attend, attention)
-                    stack.enter_context(patched(core, "forward", forward, why))
+                    stack.enter_context(patched(core, "forward", forward, reason))
             try:
                 yield
             finally:
                 self.batch = self._latents = None
 
-    def _watch(self, up: Any, stack: contextlib.ExitStack, why: str) -> None:
+    def _watch(self, up: Any, stack: contextlib.ExitStack, reason: str) -> None:
         """Take the latents that ``up`` multiplies in each call, normalised, of all tokens, until ``stack`` is closed."""
         from megascend.lora.layers import split_output
 
         # A norm that is fused into the layer shows its output on demand; adapters have asked for it already.
         hidden = getattr(up, "return_layernorm_output", True) is False
         if hidden:
-            stack.enter_context(patched(up, "return_layernorm_output", True, why))
+            stack.enter_context(patched(up, "return_layernorm_output", True, reason))
 
         def take(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
             out, bias, latents = split_output(module, inputs, output)

@@ -95,10 +95,10 @@ class CudaCapture:
         try:
             # thread_local: other threads (checkpoints, NCCL's watchdog) may call CUDA during the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                found = work()
+                outputs = work()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-        return graph.replay, found
+        return graph.replay, outputs
 
     def wait(self) -> None:
         """Wait for the device; see :class:`Capture`."""
@@ -112,7 +112,9 @@ class CudaCapture:
     def bytes(self) -> int:
         """Bytes held by the graph memory pool."""
         segments = torch.cuda.memory_snapshot()
-        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self._pool))
+        return sum(
+            segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(self._pool)
+        )
 
 
 class StaticBatch:
@@ -135,7 +137,7 @@ class StaticBatch:
         def indices(*size: int) -> Tensor:
             return torch.zeros(*size, dtype=torch.int64, device=device)
 
-        nothing = indices(0)  # for fields that only the loss needs, which is computed on the original micro batch
+        empty = indices(0)  # for fields that only the loss needs, which is computed on the original micro batch
         self.batch = MicroBatch(
             members=[],
             lengths=[],
@@ -146,12 +148,12 @@ class StaticBatch:
             targets=indices(shape.tokens),
             weights=self.coefficients,
             fields={},
-            sample=nothing,
-            token_index=nothing,
+            sample=empty,
+            token_index=empty,
             pairs=indices(0, 2),
             adapter_index=[],
             positions=[],
-            padding=nothing,
+            padding=empty,
             segments=self._segments(indices(shape.tokens)),
         )
 
@@ -170,8 +172,8 @@ class StaticBatch:
         """Build the adapter segments; with several adapters their ends are only in device memory."""
         if not self._shape.adapters:
             return None
-        whole = Segments(self._ends) if self._shape.adapters > 1 else None
-        return TokenSegments(None if whole else 0, whole, whole, adapter_index)
+        segments = Segments(self._ends) if self._shape.adapters > 1 else None
+        return TokenSegments(None if segments else 0, segments, segments, adapter_index)
 
     def load(self, batch: MicroBatch) -> None:
         """Copy the tokens of ``batch`` into the static tensors. Padding is token 0 at position 0."""
@@ -196,6 +198,7 @@ def write(static: Tensor, values: Tensor) -> None:
     """Write ``values`` to the start of ``static`` and 0 to the rest; shapes are flattened."""
     flat, count = static.view(-1), values.numel()
     flat[:count].copy_(values.reshape(-1), non_blocking=True)
+    # Coefficients that an earlier, longer micro batch has left here would train the padding of this one.
     flat[count:].zero_()
 
 
@@ -263,7 +266,7 @@ class CapturedStep:
         self._model, self._counts, self._with_room = work, counts, with_room
         self.static = StaticBatch(shape, device)
         self.captured = False
-        self._seen = self._refused = False
+        self._has_run = self._refused = False
         self._replay_forward: Callable[[], None] | None = None
         self._replay_backward: Callable[[], None] | None = None
         self._static_outputs: tuple[Tensor, ...] = ()
@@ -274,7 +277,7 @@ class CapturedStep:
         For cross entropy: log-probabilities, with gradients already accumulated. Else hidden states, and by kind
         log-probabilities and entropies.
         """
-        if self._replay_forward is None and self._seen and not self._refused:
+        if self._replay_forward is None and self._has_run and not self._refused:
             self._try_to_capture()
         if self._replay_forward is not None:
             self._counts.replayed += 1
@@ -284,12 +287,12 @@ class CapturedStep:
             self._counts.tell(f"micro batches of {self._shape}, which could not be captured")
         else:
             self._counts.first += 1
-        self._seen = True
+        self._has_run = True
         # Only the forward pass may be repeated after running out of memory: the backward pass accumulates.
-        found = self._back(self._with_room(self._ahead))
+        outputs = self._back(self._with_room(self._forward_outputs))
         if self._shape.kind == "logprobs":
-            self._static_outputs = found  # with its graph, for the backward pass
-        return tuple(of.detach() for of in found)
+            self._static_outputs = outputs  # with its graph, for the backward pass
+        return tuple(output.detach() for output in outputs)
 
     def backward(self) -> None:
         """Accumulate gradients for the coefficients in ``static``."""
@@ -301,17 +304,17 @@ class CapturedStep:
 
     def _work(self) -> tuple[Tensor, ...]:
         """Run the captured part: the forward pass, for cross entropy also the backward pass."""
-        return self._back(self._ahead())
+        return self._back(self._forward_outputs())
 
-    def _back(self, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _back(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Run the backward pass of cross entropy, which accumulates gradients; other kinds pass through."""
         if self._shape.kind != "cross_entropy":
-            return found
-        loss, logprobs = found
+            return outputs
+        loss, logprobs = outputs
         loss.backward()
         return (logprobs,)
 
-    def _ahead(self) -> tuple[Tensor, ...]:
+    def _forward_outputs(self) -> tuple[Tensor, ...]:
         """Run the forward pass; for cross entropy return the loss and log-probabilities."""
         head, batch = self._model.head, self.static.batch
         with self._model.mode(self._shape.kind in ("forward", "hidden")):
@@ -324,9 +327,11 @@ class CapturedStep:
         logprobs, entropies = head.logprobs(hidden, batch.targets, self._shape.entropy)
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
 
-    def _differentiate(self, found: tuple[Tensor, ...]) -> None:
+    def _differentiate(self, all_outputs: tuple[Tensor, ...]) -> None:
+        # The first output is the hidden states: they are kept for logits, and get their gradient through the other
+        # two.
         coefficients = (self.static.coefficients, self.static.entropy_coefficients)
-        outputs = found[1:]
+        outputs = all_outputs[1:]
         torch.autograd.backward(outputs, coefficients[: len(outputs)])
 
     def _try_to_capture(self) -> None:
@@ -334,16 +339,16 @@ class CapturedStep:
         try:
             with self._model.uncached():
                 # The loss between the two passes is computed outside, on the original micro batch: hence two graphs.
-                forward, found = capture.capture(self._work)
+                forward, outputs = capture.capture(self._work)
                 backward = None
                 if self._shape.kind == "logprobs":
-                    backward, _ = capture.capture(lambda: self._differentiate(found))
+                    backward, _ = capture.capture(lambda: self._differentiate(outputs))
         # torch.OutOfMemoryError is one of these: such a step stays eager.
         except RuntimeError as error:
             logger.warning("%s could not be captured as a CUDA graph: %s", self._shape, error)
             self._model.drop_unfinished()  # gradients in the capture's memory, which were never computed
             self._refused = True
             return
-        self._static_outputs = tuple(of.detach() for of in found)  # releases autograd's graph
+        self._static_outputs = tuple(output.detach() for output in outputs)  # releases autograd's graph
         self._replay_forward, self._replay_backward, self.captured = forward, backward, True
         self._counts.captured += 1

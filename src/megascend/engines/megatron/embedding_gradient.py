@@ -53,8 +53,8 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
         if type(module) is VocabParallelEmbedding and module.weight.requires_grad
     ]
     for table in tables:
-        why = "the embedding's gradient goes straight into Megatron's fp32 buffer"
-        patch(table, "forward", _forward(table, VocabParallelEmbedding.forward), why)
+        reason = "the embedding's gradient goes straight into Megatron's fp32 buffer"
+        patch(table, "forward", _forward(table, VocabParallelEmbedding.forward), reason)
     return len(tables)
 
 

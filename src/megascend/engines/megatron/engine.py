@@ -537,7 +537,7 @@ def configure(
 def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
     """Raise what the constructor would raise before it builds layers; return the names of adapter targets.
 
-    Which layers of an architecture can be adapted is known only once they are built: the names are those of the checkpoint.
+    The names are read from the checkpoint's headers: the layers themselves exist only after the build.
     """
     # First: mcore-bridge's configuration takes fields from the provider's settings.
     runtime.configure_topology(topology, spec.timeout_s)

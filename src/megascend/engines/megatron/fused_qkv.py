@@ -26,7 +26,7 @@ from megascend.errors import PlatformError
 from megascend.kernels.head_sizes import rotary_fits, width_fits
 from megascend.kernels.qkv_rope_plain import QkvRope
 
-WHY = "QK-norm, rotary embedding and the split of q, k and v in one kernel"
+REASON = "QK-norm, rotary embedding and the split of q, k and v in one kernel"
 UNKNOWN_ARGUMENTS = (
     "key_value_states",
     "inference_context",
@@ -55,8 +55,8 @@ def install(chunks: Sequence[Any], compute: QkvRope, device_type: str = "cuda") 
     layers = list(_fitting(chunks, device_type))
     for attention in layers:
         fused = FusedQkv(attention, compute)
-        patch(attention, "forward", fused.forward, WHY)
-        patch(attention, "get_query_key_value_tensors", fused.get_query_key_value_tensors, WHY)
+        patch(attention, "forward", fused.forward, REASON)
+        patch(attention, "get_query_key_value_tensors", fused.get_query_key_value_tensors, REASON)
     return len(layers)
 
 

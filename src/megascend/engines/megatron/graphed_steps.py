@@ -112,7 +112,7 @@ class GraphedSteps:
             raise
 
     def _run(self, batches: Sequence[MicroBatch], on_output: OnOutput, *, forward_only: bool) -> list[Any]:
-        kept = []
+        results = []
         for batch in batches:
             with self._monitor.phase("forward"):
                 output = self._output(batch, forward_only=forward_only)
@@ -120,8 +120,8 @@ class GraphedSteps:
             if not forward_only and loss.requires_grad:  # a replayed cross entropy has already added its gradients
                 # As Megatron's schedule, whose mean over micro batches Engine.scales undoes.
                 (loss / len(batches)).backward()
-            kept.append(result)
-        return kept
+            results.append(result)
+        return results
 
     def report(self) -> GraphReport:
         """Report the counts and memory so far."""
@@ -149,10 +149,10 @@ class GraphedSteps:
         """Drop all captures to free memory for other work."""
         captured = sum(step.captured for step in self._steps.values())
         if captured:
-            held = self._capture.bytes / 2**30
+            pool_gib = self._capture.bytes / 2**30
             self._counts.dropped += captured
             self.clear()
-            logger.warning("memory ran out: %d CUDA graphs with %.1f GiB are given up", captured, held)
+            logger.warning("memory ran out: %d CUDA graphs with %.1f GiB are given up", captured, pool_gib)
 
     def _run_short(self) -> None:
         """Drop all captures after a micro batch ran out of memory, and no longer capture the largest captured size.
@@ -161,6 +161,8 @@ class GraphedSteps:
         """
         captured = [shape.tokens for shape, step in self._steps.items() if step.captured]
         if captured:
+            # Not the size that failed: that may be a small one, which lacked the memory that the largest capture
+            # holds.
             self._largest = max(captured) - 1
             self.release_memory()
             logger.warning(
@@ -206,8 +208,8 @@ class GraphedSteps:
             return "micro batches of sizes beside whose captures memory ran out"
         if batch.segments is not None and batch.segments.keys is not None:
             return "adapters with dropout"
-        several = stacked is not None and len(stacked.adapters) > 1
-        if several and self._device.type == "cuda" and kernel_of(self._device) is None:
+        mixed = stacked is not None and len(stacked.adapters) > 1
+        if mixed and self._device.type == "cuda" and kernel_of(self._device) is None:
             return "several adapters, on a device without a grouped product"
         return None
 
@@ -270,18 +272,19 @@ class _GraphedOutput:
         write(step.static.coefficients, coefficients * loss_grad)
         (logprobs,) = step.forward()
         # A copy: the next micro batch overwrites the static output.
-        own = logprobs[: self._count].clone()
+        copy = logprobs[: self._count].clone()
         # where, not a product: at weight 0 a log-probability of -inf must not turn the sum into NaN.
-        return -torch.where(coefficients != 0, own * coefficients, 0.0).sum(), own
+        return -torch.where(coefficients != 0, copy * coefficients, 0.0).sum(), copy
 
     def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
         step = self._steps.step(self._batch, "forward" if self._forward_only else "logprobs", entropy=entropy)
-        hidden, *found = step.forward()
+        hidden, *static_outputs = step.forward()
         self._hidden = hidden
-        own = [of[: self._count].clone() for of in found]
+        # Copies: the next micro batch overwrites the static outputs.
+        outputs = [output[: self._count].clone() for output in static_outputs]
         if not self._forward_only:
-            own = list(_Differentiable.apply(self._steps._root, step, *own))
-        return own[0], own[1] if entropy else None
+            outputs = list(_Differentiable.apply(self._steps._root, step, *outputs))
+        return outputs[0], outputs[1] if entropy else None
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         if self._hidden is None:
@@ -293,9 +296,9 @@ class _Differentiable(torch.autograd.Function):
     """Autograd node of a step's log-probabilities and entropies; its backward pass runs the step's."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, step: CapturedStep, *found: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, root: Tensor, step: CapturedStep, *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.step = step
-        return tuple(of.view_as(of) for of in found)
+        return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:

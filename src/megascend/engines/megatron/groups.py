@@ -101,6 +101,8 @@ def _initialize(topology: Topology, timeout_s: float, *, gloo: bool) -> None:
         expert_model_parallel_size=topology.expert,
         expert_tensor_parallel_size=topology.expert_tensor,
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  goes into a timedelta, fractions work
+        # Megatron-LM's default order. Ranks of an axis on the left are neighbours: tensor parallelism, which
+        # communicates most, stays within a host.
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=gloo,
     )
@@ -155,6 +157,7 @@ def _forget_kept_groups(destroy: bool) -> None:
     """
     for module, attribute, group in _kept_groups():
         changed(f"process groups in globals of {module.__name__}", "forgotten when a backend is closed")
+        # A group that is destroyed and still in a global would be used by the next backend of this process.
         setattr(module, attribute, None)
         if destroy and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)

@@ -69,7 +69,7 @@ def hf_slices(
             ) from error
         for name, numbers in weights:
             fused = fused_part(name, headers)
-            weight = name if fused is None else fused.whole
+            weight = name if fused is None else fused.fused_name
             if weight not in headers:
                 raise CheckpointError(f"{weight} is not in Hugging Face's checkpoint")
             expert = () if fused is None or fused.expert is None else (fused.expert,)
@@ -153,9 +153,9 @@ class _Probe:
     def _get_weight(self, weight: Any, *args: Any, **options: Any) -> tuple[Tensor | None, None]:
         if weight is None:  # of another pipeline stage, or an expert of another rank
             return None, None
-        several = isinstance(weight, list | tuple)
-        numbers = [self._numbers[_memory_key(part)] for part in (weight if several else [weight])]
-        converted, _ = self._class._get_weight(self._view, numbers if several else numbers[0], *args, **options)
+        is_fused = isinstance(weight, list | tuple)
+        numbers = [self._numbers[_memory_key(part)] for part in (weight if is_fused else [weight])]
+        converted, _ = self._class._get_weight(self._view, numbers if is_fused else numbers[0], *args, **options)
         return converted, None
 
     def _all_gather_tp(self, numbers: Tensor, dim: int | None, is_expert: bool) -> Tensor:

@@ -117,16 +117,16 @@ def _join_fused(
             yield name, tensor
             del tensor
             continue
-        fused, missing = unfinished.pop(part.whole, (None, math.prod(headers[part.whole].shape)))
+        fused, missing = unfinished.pop(part.fused_name, (None, math.prod(headers[part.fused_name].shape)))
         if fused is None:
-            fused = tensor.new_empty(headers[part.whole].shape)
+            fused = tensor.new_empty(headers[part.fused_name].shape)
         _view_of_part(part, fused).copy_(tensor)
         missing -= tensor.numel()
         del tensor  # no local variable may keep a tensor alive while the next one is gathered
         if missing > 0:
-            unfinished[part.whole] = (fused, missing)
+            unfinished[part.fused_name] = (fused, missing)
         else:
-            yield part.whole, fused
+            yield part.fused_name, fused
         del fused
     if unfinished:
         raise CheckpointError(f"named_weights: parts of {', '.join(unfinished)} are missing")

@@ -91,6 +91,7 @@ class MegatronOptimizer:
         flags = [float(math.isfinite(grad_norm))]
         finite = all_reduce_numbers(flags, "world", self._groups, "min", "whether gradients are finite")[0] == 1.0
         if finite:
+            # After the check, since clipping by a norm that is not finite would write NaN into every gradient.
             self._clip(grad_norm)
             self.megatron.step_with_ready_grads()
             self._routers.update_bias()
@@ -134,6 +135,7 @@ class MegatronOptimizer:
             for parameter, start, main in _main_parameters(optimizer):
                 moments = optimizer.optimizer.state[main]
                 tensors = {name: moments[name] for name in ("exp_avg", "exp_avg_sq")}
+                # An fp32 parameter is its own main parameter, and is in the checkpoint already.
                 if parameter.dtype != torch.float32:
                     tensors["param"] = main.detach()
                 yield ParameterState(parameter, start, hasattr(optimizer, "gbuf_ranges"), tensors)
@@ -186,6 +188,7 @@ class MegatronOptimizer:
     def _set_hyperparameters(self, lr: float) -> None:
         """Set learning rate and weight decay of all parameter groups, as Megatron's own scheduler would, which is not used."""
         for group in self.megatron.param_groups:
+            # Groups keep Megatron's factors: no weight decay on biases and norms is a wd_mult of 0.
             group["lr"] = lr * group.get("lr_mult", 1.0)
             group["weight_decay"] = self._adam.weight_decay * group.get("wd_mult", 1.0)
 

@@ -119,6 +119,7 @@ class Routers:
         # TP ranks have different tokens: Megatron trains experts under TP only with sequence parallelism.
         group = self._groups.device_group("tp_cp")
         if group.size() > 1 and current.counts.numel():
+            # The loss is one of the micro batch: each rank of these axes has a part of its tokens.
             dist.all_reduce(current.counts, group=group)
         current.complete = True
         self._totals[chunk] += current.counts
@@ -187,6 +188,8 @@ class Routers:
             with torch.no_grad():
                 real = current.real[position][:, None]
                 best = scores.topk(self._config.moe_router_topk, dim=-1).indices
+                # The correction bias is left out, as in the formula of the loss: it is there to steer the choice, not
+                # the probabilities.
                 by_probability = torch.zeros_like(scores).scatter(1, best, 1.0)
                 current.counts[TO_BALANCE, position] = (by_probability * real).sum(0)
                 current.counts[CHOSEN, position] = (chosen * real).sum(0, dtype=torch.float32)

@@ -77,6 +77,7 @@ def optimizer_state(
     runs: dict[int, list[NamedRun]] = {}
     for entry in entries:
         if not isinstance(entry, ShardedObject) and isinstance(entry.data, torch.nn.Parameter):
+            # By identity: Adam's state knows parameters, not names.
             runs.setdefault(id(entry.data), []).extend(_runs(entry))
     tensors: dict[str, TensorSlices] = {}
     for state in optimizer.parameter_states():
@@ -120,6 +121,8 @@ def _runs(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[NamedRun]:
 def _add_run(slices: TensorSlices, run: NamedRun, start: int, values: Tensor) -> None:
     """Add the slices of a run that are in ``values``, a flat run of a parameter that starts at ``start``."""
     data: Any = run.tensor.data
+    # The distributed optimizer cuts the flat buffer anywhere, also in the middle of a row: a run becomes several
+    # slices.
     low, high = max(start, run.start), min(start + values.numel(), run.start + data.numel())
     leading = run.tensor.prepend_axis_num
     flat = values.view(-1)
@@ -140,4 +143,5 @@ def _with_leading(data: Any, tensor: ShardedTensor) -> Tensor:
 
 def _is_main_replica(replica: int | tuple[int, ...]) -> bool:
     """Check whether this is the replica that is written."""
+    # Megatron numbers replicas along each axis; the first one along all of them writes.
     return not any(replica) if isinstance(replica, tuple) else replica == 0

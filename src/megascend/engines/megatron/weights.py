@@ -18,7 +18,7 @@ from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron import scalar_head
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import some
+from megascend.huggingface.exported import abbreviated
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.quantised import read_tensor
 from megascend.kernels.reductions import names_with_nan, out_of_range
@@ -104,8 +104,10 @@ def load(
             f"needs{_after(used)}; "
             "correct config.json, or fetch the files again"
         )
+    # Copies, splits and reshapes raise these for shapes that do not fit.
     except (RuntimeError, ValueError, AssertionError) as error:
         problem = f"a tensor does not fit the model that config.json describes{_after(used)}: {error}"
+    # After loading: a new head is in no file, and its parameters are NaN like any other that was not read.
     scalar_head.fill(chunks, fresh or {})
     # A tensor may load without an error and still not be complete: whatever was not written is NaN.
     if problem is None:
@@ -114,10 +116,12 @@ def load(
         empty = [name for name in holes if bool(parameters[name].isnan().all())]
         damaged = [name for name in holes if name not in empty]
         if empty:
-            problem = f"the checkpoint has no tensor for {some(empty)} of the model that config.json describes"
+            problem = f"the checkpoint has no tensor for {abbreviated(empty)} of the model that config.json describes"
         elif damaged:
-            problem = f"the checkpoint holds NaN in what goes into {some(damaged)}"
+            problem = f"the checkpoint holds NaN in what goes into {abbreviated(damaged)}"
     failed = None if problem is None else CheckpointError(f"{model_dir}: {problem} (rank {groups.rank})")
+    # First the ranks' own errors: a rank that has failed has not read its tensors, and the check below would name
+    # those.
     raise_on_all_ranks(failed, groups, f"whether {model_dir} could be loaded")
 
     names = list(tensors)
@@ -128,7 +132,7 @@ def load(
     unused = [name for name, count in zip(names, counts, strict=True) if not count and name not in (fresh or {})]
     if unused:
         raise CheckpointError(
-            f"{model_dir} holds tensors that this architecture has no place for: {some(unused)}. config.json and weights "
+            f"{model_dir} holds tensors that this architecture has no place for: {abbreviated(unused)}. config.json and weights "
             "are of different models: correct config.json, or remove the tensors from the files"
         )
 
@@ -142,7 +146,7 @@ def _absent(part: str, names: Iterable[str]) -> str:
             layers.setdefault(match[1], set()).add(match[2])
     endings = {match[3] for name in present if name.endswith(f".{part}") and (match := LAYER.match(name))}
     expected = [f"{prefix}{index}{end}" for prefix, indices in layers.items() for index in indices for end in endings]
-    return some(sorted(set(expected) - present)) or repr(part)
+    return abbreviated(sorted(set(expected) - present)) or repr(part)
 
 
 def _after(used: dict[str, None]) -> str:

@@ -55,7 +55,7 @@ class PeftAdapters(AdapterSet):
         self._pending: dict[str, Tensor] = {}
 
     def prepare(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> None:
-        """Nothing to do: micro batches are padded, and those hold samples of one adapter each."""
+        """Do nothing: micro batches are padded, and those hold samples of one adapter each."""
 
     @contextlib.contextmanager
     def applying(self, names: Sequence[str]) -> Iterator[None]:

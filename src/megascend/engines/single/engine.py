@@ -80,6 +80,7 @@ class SingleEngine(TransformersEngine):
             # transformers 5.11 renamed gradient_checkpointing_enable.
             name = "activation_checkpointing_enable"
             enable = getattr(self.model, name if hasattr(self.model, name) else "gradient_checkpointing_enable")
+            # Reentrant checkpointing needs an input that requires a gradient, which a frozen embedding does not give.
             enable({"use_reentrant": False})
         self._hf_slices: HfSlices | None = None
         self._cached: cached_attention.CachedAttentionFunction | None = None  # within caching()
@@ -164,6 +165,7 @@ class SingleEngine(TransformersEngine):
             assert self.adapters is not None
             merge = merged(self.adapters.factors(adapter))
         for name, tensor in named_weights(self.model, self.info.tensors, merge, device):
+            # An engine would load the infinity that fp16 makes of the value without a word.
             if problem := out_of_range(name, tensor, tensor.dtype):
                 raise CheckpointError(f"named_weights: {problem}")
             yield name, tensor
@@ -186,6 +188,8 @@ class SingleSubject(TransformersSubject):
 
     def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         lengths = [len(ids) for ids in samples]
+        # On the right, as micro batches of this engine: causal layers never look at what follows a sample's last
+        # token.
         rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         self._rotary.enter_samples(torch.arange(len(rows))[:, None].expand(rows.shape), lengths)
         hidden, _ = hidden_states(model, rows, torch.arange(rows.shape[1]).expand(rows.shape))

@@ -18,7 +18,7 @@ from megascend.engines.heads import check_tied, model_class, not_plain, tie_embe
 from megascend.engines.transformers_names import in_checkpoint, layer_of, persistent_tensors
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.exported import some
+from megascend.huggingface.exported import abbreviated
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.huggingface.quantised import read_tensor
@@ -85,7 +85,7 @@ def load_model(
     if unused := sorted(set(report["unexpected_keys"]) & set(info.tensors)):
         raise CheckpointError(
             f"{model_dir} holds tensors that transformers has no place for in the {type(model).__name__} that config.json "
-            f"describes: {some(unused)}: correct config.json, or remove the tensors from the files"
+            f"describes: {abbreviated(unused)}: correct config.json, or remove the tensors from the files"
         )
     restore_padding_rows(model, info.tensors)
     if head is None:
@@ -126,6 +126,8 @@ def _no_progress_bars(*, known_differences: bool = False) -> Iterator[None]:
 
 def hidden_states(model: Any, input_ids: Tensor, position_ids: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
     """Return (hidden states [batch, sequence, h] after the last norm, the base model's output). Causal; padding comes last."""
+    # use_cache=False: transformers would otherwise keep keys and values of every layer, which this engine does not
+    # read.
     output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **options)
     return output.last_hidden_state, output
 
@@ -151,6 +153,8 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
             plain = torch.nn.functional.linear(hidden, head.weight).float()
     finally:
         hook.remove()
+    # Relative to the largest logit, since bf16 rounds in proportion; the floor keeps logits that are all 0 from
+    # dividing by 0.
     difference = float((logits - plain).abs().max() / logits.abs().max().clamp_min(1e-6))
     if len(products) != 1 or not torch.equal(products[0].float(), logits):
         raise ConfigError(
@@ -193,6 +197,7 @@ def router_loss(model: Any, output: Any, batch: MicroBatch) -> Tensor:
     """
     function = getattr(sys.modules[type(model).__module__], ROUTER_LOSS)
     config, logits = model.config, output.router_logits
+    # The model routes padding, too, which would count as load of the experts that it goes to.
     mask = (~batch.padding).view(batch.input_ids.shape).long()
     return function(logits, logits[0].shape[-1], config.num_experts_per_tok, mask)
 

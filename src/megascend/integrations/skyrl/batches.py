@@ -80,7 +80,7 @@ def sample_request_of(batch: Any, number: int, adapter: str | None) -> SampleReq
         DataError: images.
     """
     # The number of top prompt log-probabilities is the last field, and only some SkyRL versions have it.
-    _, _, start, end, prompt_logprobs, *more = batch.request_batch_slices[number]
+    _, _, start, end, prompt_logprobs, *rest = batch.request_batch_slices[number]
     skyrl_params = batch.all_sampling_params[start]
     params = SamplingParams(
         max_tokens=skyrl_params.max_tokens,
@@ -98,7 +98,7 @@ def sample_request_of(batch: Any, number: int, adapter: str | None) -> SampleReq
         # SkyRL repeats the prompt once per sample; megascend takes it once, with the count.
         num_samples=end - start,
         prompt_logprobs=bool(prompt_logprobs),
-        topk_prompt_logprobs=more[0] if more else 0,
+        topk_prompt_logprobs=rest[0] if rest else 0,
     )
 
 

@@ -93,10 +93,10 @@ class Ranks:
         with self._lock:
             self._ended = error
             waiting, self._waiting = self._waiting, {}
-        why = error if isinstance(error, MegascendError) else ProcessGroupError(f"the ranks have ended: {error!r}")
+        cause = error if isinstance(error, MegascendError) else ProcessGroupError(f"the ranks have ended: {error!r}")
         for number, future in waiting.items():
             # A result, not an exception: a request that fails is answered, and run() returns the others' outcomes.
-            future.set_result(Outcome(number, error=why))
+            future.set_result(Outcome(number, error=cause))
 
 
 def follow(settings: ServeConfig) -> None:

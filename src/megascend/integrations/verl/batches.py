@@ -31,9 +31,9 @@ REFUSED = {
 
 def check(data: TensorDict) -> None:
     """Raise DataError if a batch requires something that the engine does not support."""
-    for name, why in REFUSED.items():
+    for name, reason in REFUSED.items():
         if tensordict_utils.get(data, name, default=False):
-            raise DataError(f"verl's batch has {name}=True: {why}")
+            raise DataError(f"verl's batch has {name}=True: {reason}")
     if not data["input_ids"].is_nested:
         raise DataError(
             "verl's batch is padded; the engine takes data.pad_mode=no_padding, as verl's Megatron engine does"

@@ -124,7 +124,7 @@ class RolloutServer:
         request_id: str,
         image_data: Any = None,
         video_data: Any = None,
-        **more: Any,
+        **ignored: Any,
     ) -> TokenOutput:
         """Sample one response; return its token ids and their log-probabilities.
 
@@ -132,11 +132,11 @@ class RolloutServer:
             ConfigError: an unsupported input or parameter; the message names it.
             EngineError: the prompt leaves no room for a response, or the engine failed.
         """
-        if image_data or video_data or any(more.values()):
-            named = [
-                name for name, value in {"image_data": image_data, "video_data": video_data, **more}.items() if value
+        if image_data or video_data or any(ignored.values()):
+            refused = [
+                name for name, value in {"image_data": image_data, "video_data": video_data, **ignored}.items() if value
             ]
-            raise ConfigError(f"rollout {request_id}: {', '.join(named)}: only text is supported")
+            raise ConfigError(f"rollout {request_id}: {', '.join(refused)}: only text is supported")
         prompt = [int(token) for token in prompt_ids]
         (response,) = await self.engine.generate(prompt, self._sampling(len(prompt), sampling_params))
         steps = self._steps.get(response.first_version), self._steps.get(response.last_version)

@@ -121,7 +121,7 @@ def check(prefix: str, rules: Mapping[str, Rule], values: Mapping[str, Any]) -> 
             problems.append(f"{prefix}.{name}={value!r}: megascend has no rule for it (integration for verl 0.9.1)")
         elif rule.only is not None and value not in rule.only:
             allowed = " or ".join(repr(allowed_value) for allowed_value in rule.only)
-            problems.append(f"{prefix}.{name}={value!r}: {rule.why}; it must be {allowed}")
+            problems.append(f"{prefix}.{name}={value!r}: {rule.reason}; it must be {allowed}")
     return problems
 
 

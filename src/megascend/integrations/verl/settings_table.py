@@ -18,11 +18,11 @@ class Rule:
     """Rule for one setting.
 
     Attributes:
-        why: megascend's setting, or the reason why it has no effect or is refused.
+        reason: megascend's setting, or the reason why it has no effect or is refused.
         only: allowed values; None: any.
     """
 
-    why: str
+    reason: str
     only: tuple[Any, ...] | None = None
 
 
@@ -31,14 +31,14 @@ def mapped(to: str) -> Rule:
     return Rule(to)
 
 
-def no_effect(why: str) -> Rule:
+def no_effect(reason: str) -> Rule:
     """Return the rule of a setting that is accepted and ignored."""
-    return Rule(why)
+    return Rule(reason)
 
 
-def only(*values: Any, why: str) -> Rule:
+def only(*values: Any, reason: str) -> Rule:
     """Return the rule of a setting that is refused unless it is one of ``values``."""
-    return Rule(why, values)
+    return Rule(reason, values)
 
 
 READ_BY_VERL = no_effect("verl reads it itself")
@@ -50,7 +50,7 @@ CHOSEN = no_effect("megascend chooses what the platform has")
 
 ENGINE: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
-    "strategy": only("megatron", why="the engine is registered for it"),
+    "strategy": only("megatron", reason="the engine is registered for it"),
     "param_offload": mapped("refused on cuda and npu; on a CPU the device is the host"),
     "optimizer_offload": mapped("refused on cuda and npu; on a CPU the device is the host"),
     "forward_only": mapped("a frozen model without an optimizer"),
@@ -63,7 +63,7 @@ ENGINE: dict[str, Rule] = {
     "use_fused_kernels": no_effect("projection and softmax are always computed chunk by chunk, without whole logits"),
     "use_remove_padding": mapped("batching.packing"),
     "seed": mapped("seed"),
-    "full_determinism": only(False, why="torch's deterministic algorithms are not switched on"),
+    "full_determinism": only(False, reason="torch's deterministic algorithms are not switched on"),
     "router_replay": mapped("Sample.routed_experts, with mode R3"),
     "tensor_model_parallel_size": mapped("parallel.tensor"),
     "expert_model_parallel_size": mapped("parallel.expert"),
@@ -71,8 +71,8 @@ ENGINE: dict[str, Rule] = {
     "pipeline_model_parallel_size": mapped("parallel.pipeline"),
     "virtual_pipeline_model_parallel_size": mapped("parallel.virtual_pipeline"),
     "context_parallel_size": mapped("parallel.context"),
-    "dynamic_context_parallel": only(False, why="context parallel groups have one size"),
-    "max_seqlen_per_dp_cp_rank": only(None, why="of dynamic_context_parallel"),
+    "dynamic_context_parallel": only(False, reason="context parallel groups have one size"),
+    "max_seqlen_per_dp_cp_rank": only(None, reason="of dynamic_context_parallel"),
     "entropy_from_logits_with_chunking": no_effect("entropies are always computed chunk by chunk"),
     "entropy_from_logits_chunk_size": no_effect("entropies are always computed chunk by chunk"),
     "sequence_parallel": mapped("parallel.sequence"),
@@ -80,41 +80,41 @@ ENGINE: dict[str, Rule] = {
     "pad_bshd_to_minibatch_max": no_effect(
         "of a layout that is not used: micro batches are padded to their own longest"
     ),
-    "pad_to_length": only(False, why="packed micro batches are not rounded up"),
+    "pad_to_length": only(False, reason="packed micro batches are not rounded up"),
     "pad_to_length_bucket": no_effect("of pad_to_length"),
-    "use_dist_checkpointing": only(False, why="the model is read from its Hugging Face directory"),
-    "dist_checkpointing_path": only(None, "", why="of use_dist_checkpointing"),
-    "dist_checkpointing_prefix": only("", None, why="of use_dist_checkpointing"),
+    "use_dist_checkpointing": only(False, reason="the model is read from its Hugging Face directory"),
+    "dist_checkpointing_path": only(None, "", reason="of use_dist_checkpointing"),
+    "dist_checkpointing_prefix": only("", None, reason="of use_dist_checkpointing"),
     "dist_ckpt_optim_fully_reshardable": no_effect("megascend's checkpoints can always be loaded in another layout"),
     "distrib_optim_fully_reshardable_mem_efficient": no_effect("of dist_ckpt_optim_fully_reshardable"),
     "override_ddp_config": mapped("key by key"),
     "override_transformer_config": mapped("key by key"),
-    "override_mcore_model_config": only({}, why="the model is mcore-bridge's own for its config.json"),
-    "use_mbridge": only(True, why="the model is always read from its Hugging Face directory"),
-    "vanilla_mbridge": only(False, why="the bridge is mcore-bridge"),
-    "use_megatron_fsdp": only(False, why="Megatron-FSDP is not supported"),
+    "override_mcore_model_config": only({}, reason="the model is mcore-bridge's own for its config.json"),
+    "use_mbridge": only(True, reason="the model is always read from its Hugging Face directory"),
+    "vanilla_mbridge": only(False, reason="the bridge is mcore-bridge"),
+    "use_megatron_fsdp": only(False, reason="Megatron-FSDP is not supported"),
     "qat": mapped("refused unless it is off"),
 }
 
 DDP: dict[str, Rule] = {
     "overlap_grad_reduce": mapped("optimizer.overlap_grad_reduce"),
     "overlap_param_gather": mapped("optimizer.overlap_param_gather"),
-    "grad_reduce_in_fp32": only(True, why="gradients are always reduced in fp32"),
+    "grad_reduce_in_fp32": only(True, reason="gradients are always reduced in fp32"),
 }
 
 TRANSFORMER: dict[str, Rule] = {
     "params_dtype": mapped("precision, over engine.dtype, which has no name for fp32"),
     "recompute_granularity": mapped("recompute.granularity"),
     "recompute_modules": mapped("recompute.modules"),
-    "recompute_method": only(None, "uniform", why="recompute.layers are blocks of one size"),
+    "recompute_method": only(None, "uniform", reason="recompute.layers are blocks of one size"),
     "recompute_num_layers": mapped("recompute.layers"),
-    "attention_backend": only(None, "auto", "flash", "fused", why="megascend chooses among the fast ones"),
+    "attention_backend": only(None, "auto", "flash", "fused", reason="megascend chooses among the fast ones"),
     "moe_aux_loss_coeff": mapped("moe.aux_loss_coefficient, by Megatron's formula"),
-    "moe_router_load_balancing_type": only("none", "aux_loss", None, why="no other formula is supported"),
+    "moe_router_load_balancing_type": only("none", "aux_loss", None, reason="no other formula is supported"),
     "moe_router_bias_update_rate": mapped("moe.bias_update_rate"),
     "moe_permute_fusion": CHOSEN,
     "moe_grouped_gemm": CHOSEN,
-    "moe_token_dispatcher_type": only("alltoall", None, why="experts are dispatched by all-to-all"),
+    "moe_token_dispatcher_type": only("alltoall", None, reason="experts are dispatched by all-to-all"),
     "apply_rope_fusion": CHOSEN,
     "masked_softmax_fusion": CHOSEN,
     "bias_activation_fusion": CHOSEN,
@@ -126,25 +126,25 @@ TRANSFORMER: dict[str, Rule] = {
 
 ROUTER_REPLAY: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
-    "mode": only("disabled", "R3", why="R2, which replays the trainer's own choices, is not supported"),
-    "record_file": only(None, why="choices are taken from the batch"),
-    "replay_file": only(None, why="choices are taken from the batch"),
+    "mode": only("disabled", "R3", reason="R2, which replays the trainer's own choices, is not supported"),
+    "record_file": only(None, reason="choices are taken from the batch"),
+    "replay_file": only(None, reason="choices are taken from the batch"),
 }
 
 QAT: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
-    "enable": only(False, why="quantisation-aware training is not supported"),
+    "enable": only(False, reason="quantisation-aware training is not supported"),
     **{
         name: no_effect("of qat.enable")
         for name in ("mode", "group_size", "ignore_patterns", "activation_observer", "quantization_config_path")
     },
 }
 
-_FP32 = only("fp32", "float32", "32", why="gradients and moments are fp32")
+_FP32 = only("fp32", "float32", "32", reason="gradients and moments are fp32")
 
 OPTIMIZER: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
-    "optimizer": only("adam", why="the optimizer is AdamW"),
+    "optimizer": only("adam", reason="the optimizer is AdamW"),
     "lr": mapped("optimizer.lr"),
     "betas": mapped("optimizer.betas"),
     "weight_decay": mapped("optimizer.weight_decay"),
@@ -164,9 +164,9 @@ OPTIMIZER: dict[str, Rule] = {
             "lr_wsd_decay_steps",
         )
     },
-    "weight_decay_incr_style": only("constant", why="weight decay stays as it is"),
-    "use_checkpoint_opt_param_scheduler": only(False, why="a resumed run takes its schedule from its settings"),
-    "use_precision_aware_optimizer": only(False, why="gradients and moments are fp32"),
+    "weight_decay_incr_style": only("constant", reason="weight decay stays as it is"),
+    "use_checkpoint_opt_param_scheduler": only(False, reason="a resumed run takes its schedule from its settings"),
+    "use_precision_aware_optimizer": only(False, reason="gradients and moments are fp32"),
     "main_grads_dtype": _FP32,
     "exp_avg_dtype": _FP32,
     "exp_avg_sq_dtype": _FP32,
@@ -198,30 +198,30 @@ MODEL: dict[str, Rule] = {
     "local_hf_config_path": READ_BY_VERL,
     "tokenizer_path": READ_BY_VERL,
     "local_tokenizer_path": READ_BY_VERL,
-    "model_type": only("language_model", "value_model", why="other models are not supported"),
+    "model_type": only("language_model", "value_model", reason="other models are not supported"),
     "load_tokenizer": READ_BY_VERL,
     "hf_config": READ_BY_VERL,
     "generation_config": READ_BY_VERL,
     "tokenizer": READ_BY_VERL,
     "processor": READ_BY_VERL,
     "use_shm": READ_BY_VERL,
-    "trust_remote_code": only(False, why="no code of a checkpoint is run"),
+    "trust_remote_code": only(False, reason="no code of a checkpoint is run"),
     "custom_chat_template": READ_BY_VERL,
     "external_lib": READ_BY_VERL,
     "override_config": mapped("refused but for attn_implementation, which is verl's FSDP engines'"),
     "enable_gradient_checkpointing": no_effect(
         "verl's Megatron engine does not read it either: engine.override_transformer_config.recompute_granularity"
     ),
-    "enable_activation_offload": only(False, why="activations stay on the device"),
+    "enable_activation_offload": only(False, reason="activations stay on the device"),
     "use_remove_padding": no_effect("verl writes it into engine.use_remove_padding"),
-    "lora_rank": only(0, why=_PEFT_OF_FSDP),
+    "lora_rank": only(0, reason=_PEFT_OF_FSDP),
     "lora_alpha": no_effect("of lora_rank"),
     "target_modules": no_effect("of lora_rank"),
-    "target_parameters": only(None, why=_PEFT_OF_FSDP),
-    "exclude_modules": only(None, why=_PEFT_OF_FSDP),
+    "target_parameters": only(None, reason=_PEFT_OF_FSDP),
+    "exclude_modules": only(None, reason=_PEFT_OF_FSDP),
     "lora": mapped("key by key"),
-    "lora_adapter_path": only(None, why="use model.lora.adapter_path"),
-    "use_liger": only(False, why="of verl's FSDP engines"),
+    "lora_adapter_path": only(None, reason="use model.lora.adapter_path"),
+    "use_liger": only(False, reason="of verl's FSDP engines"),
     "use_fused_kernels": no_effect("verl writes it into engine.use_fused_kernels"),
     "fused_kernel_options": no_effect("of use_fused_kernels"),
     "tiled_mlp": mapped("refused unless it is off"),
@@ -231,14 +231,14 @@ MODEL: dict[str, Rule] = {
 }
 
 TILED_MLP: dict[str, Rule] = {
-    "enabled": only(False, why="MLPs are not tiled"),
+    "enabled": only(False, reason="MLPs are not tiled"),
     "num_shards": no_effect("of tiled_mlp.enabled"),
 }
 
 MTP: dict[str, Rule] = {
     "_target_": no_effect(SHAPE),
-    "enable": only(False, why="multi-token prediction is not supported"),
-    "enable_train": only(False, why="multi-token prediction is not supported"),
+    "enable": only(False, reason="multi-token prediction is not supported"),
+    "enable_train": only(False, reason="multi-token prediction is not supported"),
     "enable_rollout": READ_BY_VERL,
     **{
         name: no_effect("of mtp.enable")
@@ -257,26 +257,26 @@ MTP: dict[str, Rule] = {
 
 OVERRIDE_MODEL: dict[str, Rule] = {
     "attn_implementation": no_effect("of verl's FSDP engines"),
-    "model_config": only({}, why="the model is mcore-bridge's own for its config.json"),
+    "model_config": only({}, reason="the model is mcore-bridge's own for its config.json"),
 }
 
 LORA: dict[str, Rule] = {
-    "type": only("lora", "canonical_lora", why="adapters are peft's LoRA: q, k and v have an A each"),
+    "type": only("lora", "canonical_lora", reason="adapters are peft's LoRA: q, k and v have an A each"),
     "rank": mapped("lora.rank"),
     "alpha": mapped("lora.alpha"),
     "dropout": mapped("lora.dropout"),
     "target_modules": mapped("lora.targets, by their Hugging Face names"),
     "merge": mapped("whether a weight sync sends W + scaling * B A, or the adapter alone"),
-    "exclude_modules": only([], None, why="name the layers in target_modules"),
-    "dropout_position": only("pre", why="dropout is of the layer's input on its way to A"),
+    "exclude_modules": only([], None, reason="name the layers in target_modules"),
+    "dropout_position": only("pre", reason="dropout is of the layer's input on its way to A"),
     "lora_A_init_method": no_effect("A starts as peft's does (Kaiming, uniform)"),
-    "lora_B_init_method": only("zero", why="an adapter starts without effect"),
-    "a2a_experimental": only(False, why="not supported"),
-    "dtype": only(None, "float32", "fp32", why="adapters are fp32"),
+    "lora_B_init_method": only("zero", reason="an adapter starts without effect"),
+    "a2a_experimental": only(False, reason="not supported"),
+    "dtype": only(None, "float32", "fp32", reason="adapters are fp32"),
     "adapter_path": mapped("load_adapter"),
     "freeze_vision_model": READ_BY_VERL,
     "freeze_vision_projection": READ_BY_VERL,
-    "freeze_language_model": only(True, why="the model under adapters is frozen"),
+    "freeze_language_model": only(True, reason="the model under adapters is frozen"),
 }
 
 CHECKPOINT: dict[str, Rule] = {
@@ -284,7 +284,7 @@ CHECKPOINT: dict[str, Rule] = {
     "save_contents": mapped("model, optimizer and extra are one checkpoint; hf_model is an export beside it"),
     "load_contents": mapped("a checkpoint is loaded whole"),
     "async_save": mapped("whether save waits"),
-    "strict": only(True, why="a weight that is missing, or that nothing reads, is an error"),
+    "strict": only(True, reason="a weight that is missing, or that nothing reads, is an error"),
     "save_lora_only": no_effect("with LoRA a checkpoint never holds the frozen model"),
-    "mbridge_config": only({}, why="of verl's bridges"),
+    "mbridge_config": only({}, reason="of verl's bridges"),
 }

@@ -45,9 +45,9 @@ class _SharedPool(RayResourcePool):
         )
         self._owner = pool
 
-    def get_placement_groups(self, *arguments: Any, **named: Any) -> list[Any]:
+    def get_placement_groups(self, *arguments: Any, **keywords: Any) -> list[Any]:
         # No new placement group: Ray would wait for devices that the owner has reserved.
-        return self._owner.get_placement_groups(*arguments, **named)
+        return self._owner.get_placement_groups(*arguments, **keywords)
 
 
 class _Pools(ResourcePoolManager):

@@ -63,23 +63,23 @@ class PublishedAddress:
             self._descriptor = None
 
 
-def read_address(where: str | Path) -> Address:
+def read_address(source: str | Path) -> Address:
     """Read an address from its file, or parse ``HOST:PORT``."""
-    host, colon, port = str(where).rpartition(":")
-    if colon and port.isascii() and port.isdigit() and "/" not in str(where):
+    host, colon, port = str(source).rpartition(":")
+    if colon and port.isascii() and port.isdigit() and "/" not in str(source):
         return Address(host.strip("[]"), int(port))
     try:
-        with open(where, "rb") as stream:
+        with open(source, "rb") as stream:
             data = json.loads(stream.read(4096))
     except FileNotFoundError:
-        raise ControllerLostError(f"no controller has published its address in {where}") from None
+        raise ControllerLostError(f"no controller has published its address in {source}") from None
     except (OSError, ValueError) as error:
-        raise ControllerLostError(f"{where} does not contain a controller's address: {error}") from error
+        raise ControllerLostError(f"{source} does not contain a controller's address: {error}") from error
     fields = {"version": int, "host": str, "port": int, "instance": str}
     if not isinstance(data, dict) or any(type(data.get(name)) is not kind for name, kind in fields.items()):
-        raise ControllerLostError(f"{where} does not contain a controller's address")
+        raise ControllerLostError(f"{source} does not contain a controller's address")
     if data["version"] != 1 or not 0 < data["port"] < 65536:
         raise ControllerLostError(
-            f"{where} holds an address of version {data['version']}, port {data['port']}; expected version 1"
+            f"{source} holds an address of version {data['version']}, port {data['port']}; expected version 1"
         )
     return Address(data["host"], data["port"], data["instance"])

@@ -44,14 +44,14 @@ class ControllerClient:
     """Client of a controller that repeats a failed attempt, under the same call id, until the deadline.
 
     Args:
-        where: the file in which the controller publishes its address, or ``HOST:PORT``. A file is read again when the controller
+        source: the file in which the controller publishes its address, or ``HOST:PORT``. A file is read again when the controller
             cannot be reached, so that one restarted on another port is found.
         caller: name of this process, for the controller's log.
         timeout_s: deadline of a call with all its attempts, in seconds; added to the expected duration of long calls.
     """
 
-    def __init__(self, where: str | Path, key: Key, *, caller: str, timeout_s: float = 60.0) -> None:
-        self._where = where
+    def __init__(self, source: str | Path, key: Key, *, caller: str, timeout_s: float = 60.0) -> None:
+        self._source = source
         self._key = key
         self._caller = caller
         self._timeout_s = timeout_s
@@ -129,6 +129,7 @@ class ControllerClient:
                 with contextlib.suppress(ControllerLostError):
                     await self.call("/v1/rollouts/forget", {"rollouts": list(results)})
             for name, result in results.items():
+                # Before the yield: a consumer that stops here must not be given the result again.
                 del pending[name]
                 yield name, result
 
@@ -151,6 +152,7 @@ class ControllerClient:
         # The first call learns the instance. Without it a controller that was restarted in between could not be told
         # apart.
         if not self._instance and route != "/v1/hello":
+            # One greeting for calls that start together.
             async with self._hello:
                 if not self._instance:
                     await self._deliver("/v1/hello", write_call("", new_id(), self._caller, {}))
@@ -167,9 +169,10 @@ class ControllerClient:
         while True:
             try:
                 # Read for each attempt: a controller that was restarted has another port.
-                attempt = self._attempt(read_address(self._where), route, body)
+                attempt = self._attempt(read_address(self._source), route, body)
                 # Each attempt has all that is left: a call that waits in the controller must not be cut short.
                 result = await asyncio.wait_for(attempt, deadline - loop.time())
+            # Not worth another attempt: the same key would be refused again.
             except AuthError:
                 raise
             except (OSError, UnreadableAnswerError, asyncio.TimeoutError) as error:
@@ -189,7 +192,7 @@ class ControllerClient:
                 kind = ControllerBusyError if isinstance(problem, ControllerBusyError) else ControllerLostError
                 reason = f"{type(problem).__name__}: {problem}"
                 raise kind(
-                    f"no answer from the rollout controller ({self._where}) to {route} in time; at last: {reason}"
+                    f"no answer from the rollout controller ({self._source}) to {route} in time; at last: {reason}"
                 )
             await asyncio.sleep(pause)
             delay = min(2 * delay, LONGEST_DELAY_S)
@@ -206,6 +209,8 @@ class ControllerClient:
         try:
             check_answer(self._key, signed.nonce, answer.status, answer.body, signature)
         except AuthError as error:
+            # As a broken connection, which is tried again: another program may have got the port of a controller that
+            # was restarted.
             raise ConnectionError(f"{address} is not our rollout controller: {error}") from None
         self._instance, result = read_answer(answer)
         return result
@@ -282,7 +287,7 @@ class ControllerEngine(RemoteEngine):
     several event loops.
 
     Args:
-        where: as of :class:`ControllerClient`.
+        source: as of :class:`ControllerClient`.
         owner: name of this trainer.
         lease_s: others may claim the engines when this process has been silent for so many seconds.
         wait_s: longest wait for another owner to release them, in seconds.
@@ -296,7 +301,7 @@ class ControllerEngine(RemoteEngine):
 
     def __init__(
         self,
-        where: str | Path,
+        source: str | Path,
         key: Key,
         *,
         owner: str,
@@ -305,10 +310,11 @@ class ControllerEngine(RemoteEngine):
         generate_timeout_s: float = 600.0,
         timeout_s: float = 60.0,
     ) -> None:
-        self.name = f"engines of the controller {where}"
+        self.name = f"engines of the controller {source}"
         self.answer_s = generate_timeout_s
         self._owner, self._lease_s, self._wait_s = owner, lease_s, wait_s
-        self._client = ControllerClient(where, key, caller=owner, timeout_s=timeout_s)
+        self._client = ControllerClient(source, key, caller=owner, timeout_s=timeout_s)
+        # A loop of its own, so that the lease is renewed while the program computes a step.
         self._thread = LoopThread("controller engine")
         self._claiming = asyncio.Lock()
         self._claims = contextlib.AsyncExitStack()

@@ -157,8 +157,10 @@ class Controller:
         self._check_open()
         claim = self._ownership.get(claim_id)
         claim.renew(self._clock.now())
+        # The least busy one, not the next in turn: responses differ in length.
         numbers = [self._names.index(name) for name in claim.engines]
         number = self._availability.best(numbers, self._sampling)
+        # Counted before the call, so that requests of one moment spread over the engines.
         self._sampling[number] += n
         # A task of its own, which close() can cancel without the caller's.
         task = asyncio.ensure_future(work(self._engines[self._names[number]]))
@@ -174,6 +176,7 @@ class Controller:
                 raise ControllerLostError("the controller is closing") from None
             raise
         finally:
+            # For a caller that has gone: the engine must not sample for nobody.
             task.cancel()
             self._sampling[number] -= n
         self._availability.answered(number)
@@ -204,6 +207,7 @@ class Controller:
         """
         self._check_open()
         claim = self._ownership.get(claim_id)
+        # A pause and its end run beside the claim's update; what changes the update waits for its turn.
         turn = self._locks[claim.id] if exclusive else contextlib.nullcontext()
 
         async def run_or_undo() -> T:
@@ -243,6 +247,7 @@ class Controller:
             try:
                 await self._pauses.resume(paused)
             except EngineError as error:
+                # Not raised: the error of the operation itself is what its caller has to learn.
                 log.error("engines of %r could not be resumed: %s; their own leases end the pause", claim.owner, error)
 
     async def _end(self, claim: Claim) -> None:

@@ -98,6 +98,7 @@ class RolloutTasks:
             ControllerBusyError: results not yet fetched reach ``max_kept_bytes``; retry.
         """
         self._check_expected(name)
+        # Refused as busy, so that the worker retries: memory is bounded by consumers, who fetch at their own pace.
         if self._tasks[name].keep and self._kept_bytes + size > self._max_kept_bytes:
             raise ControllerBusyError(
                 f"{self._kept_bytes} bytes of results have not been fetched; no more are taken before some are"
@@ -158,6 +159,7 @@ class RolloutTasks:
     def _check_new(self, name: str) -> None:
         if self._closed:
             raise ControllerLostError(self._closed)
+        # A late callback names its rollout: under a name that is used again, it would complete the wrong one.
         if name in self._tasks or name in self._over:
             raise MessageError(f"rollout {name!r} is expected already, or was; each needs a name of its own")
 
@@ -178,8 +180,8 @@ class RolloutTasks:
         if task.keep:
             task.size = size
             self._kept_bytes += size
-            lost = f"rollout {name!r} is over; nobody fetched its result within {keep_s:g} s"
-            task.timer = self._clock.call_at(self._clock.now() + keep_s, lambda: self._remove(name, lost))
+            message = f"rollout {name!r} is over; nobody fetched its result within {keep_s:g} s"
+            task.timer = self._clock.call_at(self._clock.now() + keep_s, lambda: self._remove(name, message))
         if not task.future.done():
             if isinstance(result, Exception):
                 task.future.set_exception(result)

@@ -46,10 +46,10 @@ def main() -> None:
 
 def watch(owner: int, pipe: int, session: int) -> None:
     """Wait until the owner is gone or the session has ended; then end what is left of the session."""
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     # A reader of the program's output sees its end only when nobody holds it any more.
     for stream in (0, 1, 2):
-        os.dup2(nothing, stream)
+        os.dup2(null, stream)
     for descriptor in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, pipe}:
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
             os.close(descriptor)  # or the program's pipes would stay open after its end
@@ -96,10 +96,10 @@ def members(session: int) -> list[int]:
     for number in numbers:
         try:
             with open(f"/proc/{number}/stat", encoding="utf-8") as file:
-                state, _, _, its_session = file.read().rpartition(")")[2].split()[:4]
+                state, _, _, member_session = file.read().rpartition(")")[2].split()[:4]
         except OSError:  # ended meanwhile
             continue
-        if int(its_session) == session and state not in "ZX":
+        if int(member_session) == session and state not in "ZX":
             processes.append(number)
     return processes
 

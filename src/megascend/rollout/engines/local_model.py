@@ -210,17 +210,17 @@ class LocalModel(InferenceEngine):
         parameters = dict(self._model.named_parameters())
         # The model lists a tied parameter once, and a manifest may list it twice.
         tied = {name for name, _ in self._model.named_parameters(remove_duplicate=False)} - parameters.keys()
-        offered = {spec.name: spec for spec in manifest.tensors}
-        missing, unknown = sorted(parameters.keys() - offered.keys()), sorted(offered.keys() - parameters.keys() - tied)
+        specs = {spec.name: spec for spec in manifest.tensors}
+        missing, unknown = sorted(parameters.keys() - specs.keys()), sorted(specs.keys() - parameters.keys() - tied)
         if missing or unknown:
             raise ManifestError(
                 f"local engine: not the model's tensors; missing: {missing[:3]}, unknown: {unknown[:3]}"
             )
         for name, parameter in parameters.items():
             expected = spec_of(name, parameter)
-            if offered[name] != expected:
+            if specs[name] != expected:
                 raise ManifestError(
-                    f"local engine: {name} is {offered[name].dtype} {offered[name].shape}, not {expected.dtype} "
+                    f"local engine: {name} is {specs[name].dtype} {specs[name].shape}, not {expected.dtype} "
                     f"{expected.shape}"
                 )
 

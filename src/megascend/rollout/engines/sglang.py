@@ -104,6 +104,7 @@ class SglangEngine(InferenceEngine):
                 tokens=tuple(row[1] for row in rows),
                 logprobs=tuple(row[0] for row in rows),
                 finish_reason=meta["finish_reason"]["type"],
+                # Bounds: the version that was active when the request was sent, and the one that is active now.
                 first_version=before,
                 last_version=max(before, self._versions["model"]),
             )
@@ -120,6 +121,7 @@ class SglangEngine(InferenceEngine):
         }
         answer = await self._serving("/generate", request)
         try:
+            # The first token has no prediction.
             return [row[0] for row in answer["meta_info"]["input_token_logprobs"]][1:]
         except (KeyError, TypeError, IndexError) as error:
             raise EngineError(f"{self.name}: /generate: the answer cannot be read ({error!r})") from error
@@ -195,8 +197,8 @@ class SglangEngine(InferenceEngine):
         try:
             await self._load(self._in_force, self._versions["model"])
         except EngineError as error:
-            again = f"Loading {self._in_force} again failed as well ({error})"
-            self._not_serving = f"{cause}. {again}: the server stays paused until a commit succeeds"
+            message = f"Loading {self._in_force} again failed as well ({error})"
+            self._not_serving = f"{cause}. {message}: the server stays paused until a commit succeeds"
             raise NotServingError(self._not_serving) from error
 
     async def _load(self, directory: Path, version: int) -> None:
@@ -219,6 +221,7 @@ class SglangEngine(InferenceEngine):
         from safetensors.torch import save_file
 
         shutil.rmtree(target, ignore_errors=True)
+        # Configuration and tokenizer beside the weights: SGLang reloads a complete checkpoint, not tensors.
         shutil.copytree(self._model, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt"))
         save_file(dict(tensors), target / "model.safetensors", metadata={"format": "pt"})
         honour_umask(target / "model.safetensors")  # the server may run as another user
@@ -259,6 +262,7 @@ class SglangEngine(InferenceEngine):
                     raise EngineError(f"{self.name}: adapter {name} was not loaded: {str(answer)[:500]}")
                 before = self._versions.get(f"adapter {name}", 0)
                 self._versions[f"adapter {name}"] = before + 1 if version is None else version
+                # Cached prefixes are keyed by the adapter's name, and this name now has other weights.
                 await self._ask("/flush_cache", {}, CONTROL_S)
             finally:
                 await self._continue()

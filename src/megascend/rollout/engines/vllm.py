@@ -155,19 +155,19 @@ class VllmEngine(RemoteEngine):
         return self._read(call, answer, signed.nonce)
 
     def _read(self, call: str, answer: Answer, nonce: str) -> dict[str, Any]:
-        where = f"{self.name}: {call}"
+        source = f"{self.name}: {call}"
         # vLLM's own errors, and proxies, answer without a signature.
         if ANSWER_HEADER not in answer.headers:
             text = answer.body[:300].decode("utf-8", "replace")
-            raise EngineError(f"{where}: status {answer.status}, not signed: {text}")
+            raise EngineError(f"{source}: status {answer.status}, not signed: {text}")
         try:
             check_answer(self._key, nonce, answer.status, answer.body, answer.headers[ANSWER_HEADER])
             fields = json.loads(answer.body)
         except (AuthError, ValueError) as error:
-            raise EngineError(f"{where}: status {answer.status}: {error}") from error
+            raise EngineError(f"{source}: status {answer.status}: {error}") from error
         if answer.status == 200:
             return fields
-        error = from_json(fields, where)
+        error = from_json(fields, source)
         # An older receiver on the other side does not know the route.
         if "there is no POST" in str(error):
             raise EngineError(f"{error}; {REINSTALL}")

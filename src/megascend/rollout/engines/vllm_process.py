@@ -139,6 +139,7 @@ class VllmProcess:
                 self._guarded.release()
                 self._guarded = self._start()  # another process took the port first
             with socket.socket() as probe:
+                # A connection, not a request: the server listens only when its engine has loaded the model.
                 probe.settimeout(1.0)
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                     return

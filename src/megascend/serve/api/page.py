@@ -103,7 +103,7 @@ def _requests(service: Service) -> list[dict[str, Any]]:
     kinds = sorted({*pending, *(kind for kind, _ in ended)})
     return [
         {"kind": kind, "pending": pending.get(kind, 0)}
-        | {how: ended.get((kind, how), 0) for how in ("ok", "user", "server")}
+        | {outcome: ended.get((kind, outcome), 0) for outcome in ("ok", "user", "server")}
         for kind in kinds
     ]
 

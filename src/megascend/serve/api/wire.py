@@ -59,6 +59,7 @@ def schema_of(descriptor: Any, depth: int = MAX_DEPTH) -> Schema:
         repeated = entry.is_repeated if hasattr(entry, "is_repeated") else entry.label == entry.LABEL_REPEATED
         if entry.message_type is not None:
             schema[entry.number] = schema_of(entry.message_type, depth - 1) if depth else {}
+        # Numbers are packed in proto3: one field on the wire that is parsed into one object a number.
         elif repeated and entry.type not in (entry.TYPE_STRING, entry.TYPE_BYTES):
             schema[entry.number] = None
     return schema
@@ -94,6 +95,7 @@ def check_message(body: bytes, schema: Schema, limit: int) -> None:
                 position += length
             elif kind == 0:
                 _, position = _varint(body, position, end)
+            # Fixed 64 and 32 bits. Groups (3 and 4) are not in proto3.
             elif kind in (1, 5):
                 position += 8 if kind == 1 else 4
             else:
@@ -109,6 +111,7 @@ def _count_numbers(body: bytes, start: int, end: int) -> int:
 
 def _varint(body: bytes, position: int, end: int) -> tuple[int, int]:
     value = shift = 0
+    # A varint has at most 10 bytes; a longer run is an attack on this loop or not protobuf.
     while position < end and shift < 64:
         byte = body[position]
         position += 1
@@ -195,6 +198,7 @@ class TrainAnswer:
         while start < len(self.logprobs):
             width = self.logprobs[start].shape[1:]
             end = start
+            # A record has one trailing shape, so samples of one width can share it.
             while end < len(self.logprobs) and self.logprobs[end].shape[1:] == width:
                 end += 1
             parts = self.logprobs[start:end]

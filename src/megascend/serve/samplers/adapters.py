@@ -74,6 +74,7 @@ class Samplers:
             raise RequestRefusedError("too many of your samples are pending", 429)
         self._service.check_answers(tenant)
         future = self._enqueue(tenant, label, owner, path, options)
+        # A future that has ended is one that failed above, without responses.
         if options.record_stability_info and session is not None and future.ended is None:
             self._service.sequences.watch(future, session, tokens_of_json(options.prompt))
         return future
@@ -86,6 +87,7 @@ class Samplers:
                 loaded = self._load(tenant, path)
             adapter = None if loaded is None else loaded.adapter
             request = sample_request_of(options, adapter, service.base.max_length)
+        # Mistakes in the request fail its future; only a refusal (RequestRefusedError) is an HTTP status.
         except (ConfigError, DataError) as error:
             return self._fail(tenant, label, owner, error)
         if loaded is not None:

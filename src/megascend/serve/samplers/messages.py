@@ -33,9 +33,9 @@ class PromptTargets:
 
     def _order(self) -> np.ndarray:
         """Return the column order that moves each row's tokens to the front, cut to the longest row."""
-        named = self.cells >= 0
-        width = int(named.sum(1).max(initial=0))
-        return np.argsort(~named, axis=1, kind="stable")[:, :width]
+        present = self.cells >= 0
+        width = int(present.sum(1).max(initial=0))
+        return np.argsort(~present, axis=1, kind="stable")[:, :width]
 
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """Return each position's tokens without gaps, padded with -1."""

@@ -37,7 +37,7 @@ class RecordedSequence:
 
 
 class Sequences:
-    """Recorded responses of all tenants, least recently used ones dropped beyond a limit per tenant.
+    """Responses of all tenants, least recently used ones dropped beyond a limit per tenant.
 
     Args:
         clock: monotonic seconds.
@@ -103,6 +103,7 @@ class Sequences:
     def expire(self) -> None:
         """Drop responses past their retention."""
         for tenant, sequences in list(self._sequences.items()):
+            # Ordered by last use: the first one is the oldest.
             while sequences and self._clock() - next(iter(sequences.values())).used > KEEP_S:
                 self._drop(tenant, next(iter(sequences)))
 

@@ -205,9 +205,8 @@ class Pool:
             self._pending[index] += 1
             try:
                 result = await self._respond_with(index, request, directories)
-            except (
-                RefusedError
-            ):  # it answers, and the others have the same model: they would refuse the request as well
+            except RefusedError:
+                # It answers, and the others have the same model: they would refuse the request as well.
                 self._note_answer(index)
                 raise
             except EngineError as error:
@@ -271,7 +270,7 @@ class Pool:
             "Whether a vLLM server is left out, as it failed a short time ago.",
             labels=["server"],
         )
-        answered = CounterMetricFamily(
+        answers = CounterMetricFamily(
             "megascend_vllm_answered", "Requests that a vLLM server answered.", labels=["server"]
         )
         failures = CounterMetricFamily(
@@ -282,10 +281,10 @@ class Pool:
         for index in range(len(self._servers)):
             pending.add_metric([str(index)], self._pending[index])
             left_out.add_metric([str(index)], int(self._availability.left_out(index)))
-            answered.add_metric([str(index)], self._answered[index])
+            answers.add_metric([str(index)], self._answered[index])
         for (index, reason), count in sorted(self._failures.items()):
             failures.add_metric([str(index), reason], count)
-        yield from (pending, left_out, answered, failures)
+        yield from (pending, left_out, answers, failures)
 
 
 def _reason(error: EngineError) -> str:

@@ -106,6 +106,7 @@ class VllmServer:
         except UnreadableAnswerError as error:
             raise ServerFailedError(str(error)) from error
         if answer.status != 200:
+            # 400 and 422 are the request's fault and would fail on every server; others are worth another server.
             kind = {400: RefusedError, 404: UnknownModelError, 422: RefusedError}.get(answer.status, ServerFailedError)
             message = message_of(answer.body.decode("utf-8", "replace"))
             raise kind(f"{self.name}: {target}: status {answer.status}: {message[:MAX_SHOWN]}")
@@ -167,6 +168,7 @@ def result_of(request: SampleRequest, answer: Mapping[str, Any]) -> SampleResult
     prompt, top = None, None
     if request.prompt_logprobs or request.topk_prompt_logprobs:
         entries = choices[0]["prompt_logprobs"]
+        # A list of another length would assign values to the wrong tokens.
         if len(entries) != len(request.prompt):
             raise ValueError(f"log-probabilities of {len(entries)} prompt tokens, not {len(request.prompt)}")
         if request.prompt_logprobs:
@@ -200,6 +202,7 @@ def _sequence(request: SampleRequest, choice: Mapping[str, Any]) -> SampledSeque
 
 def _likeliest(values: Mapping[int, float], count: int) -> TopLogprobs:
     """Return the ``count`` likeliest tokens; vLLM adds the actual token if it is not among them."""
+    # Ties by token id: the order of the answer's entries is the server's choice.
     return tuple(sorted(values.items(), key=lambda pair: (-pair[1], pair[0]))[:count])
 
 

@@ -92,11 +92,11 @@ class Inbox:
             if since + self._window_s > now and self._pauses.get(model, math.inf) <= SOON * self._window_s
         }
 
-        def there() -> bool:
+        def is_over() -> bool:
             full = ready + self._tokens() >= self._max_tokens
             return self._closed or full or self._answered.keys().isdisjoint(expected)
 
-        if expected and not self._changed.wait_for(there, max(expected.values()) - now):
+        if expected and not self._changed.wait_for(is_over, max(expected.values()) - now):
             self._missed |= self._answered.keys() & expected
 
     def _note(self, command: Command) -> None:
