@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError
-from megascend.reference_fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, l2norm
+from megascend.reference_fla.delta_rule import (
+    chunk_gated_delta_rule,
+    exact_in_fp32,
+    fused_recurrent_gated_delta_rule,
+    l2norm,
+)
 
 Inputs = dict[str, Tensor]
 FUNCTIONS = pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
@@ -145,3 +150,14 @@ def test_boundaries_that_miss_tokens_are_refused() -> None:
         chunk_gated_delta_rule(**inputs(6), cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ConfigError, match="2 x 6 tokens"):
         chunk_gated_delta_rule(**inputs(6, batch=2), cu_seqlens=torch.tensor([0, 6]))
+
+
+def test_fp32_is_never_left_to_a_kernel() -> None:
+    def kernel(*args: Tensor, **kwargs: object) -> tuple[Tensor, None]:
+        return torch.zeros(()), None
+
+    function = exact_in_fp32(kernel)
+    rounded = {name: tensor.bfloat16() for name, tensor in inputs(9).items()}
+    assert function(**rounded) == (torch.zeros(()), None)
+    exact = inputs(9, dtype=torch.float32)
+    assert torch.equal(function(**exact)[0], chunk_gated_delta_rule(**exact)[0])

@@ -229,6 +229,8 @@ def bootstrap(
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
       ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` if no
       port is set. With ``affinity="numa"``: the CPUs of its threads.
+    - ``cpu``, and provider ``reference`` on ``cuda``: ``fla`` and ``causal_conv1d`` in ``sys.modules`` become
+      :mod:`megascend.reference_fla`.
     - ``HOME`` and ``USER`` if the user has neither (see :mod:`megascend.surroundings`).
     - For an engine without Megatron (``single``, ``fsdp``), nothing else. For Megatron:
     - stubs of a few leaf modules that upstream imports unconditionally, if they cannot be imported here (see

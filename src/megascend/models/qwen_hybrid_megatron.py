@@ -10,11 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 from mcore_bridge.model.gpts.qwen3_next_gdn import Qwen3NextGDNBridgeMixin, Qwen3NextLoader
-from mcore_bridge.model.modules import GatedDeltaNet
+from mcore_bridge.model.modules import GatedDeltaNet, gated_delta_net
 from mcore_bridge.model.register import ModelMeta, register_model
 from torch import Tensor
 
+from megascend import reference_fla
 from megascend.changes import patch
+from megascend.reference_fla.delta_rule import exact_in_fp32
 
 TEXT_TYPES = ["qwen3_5_text", "qwen3_5_moe_text"]
 
@@ -50,5 +52,8 @@ class Qwen35TextBridge(Qwen3NextGDNBridgeMixin):
     """Names of the text models' checkpoints, which are those of a plain decoder."""
 
 
+if gated_delta_net.chunk_gated_delta_rule is not None and not reference_fla.is_installed():
+    exact = exact_in_fp32(gated_delta_net.chunk_gated_delta_rule)
+    patch(gated_delta_net, "chunk_gated_delta_rule", exact, "fp32 is computed in fp32, not in TF32")
 patch(Qwen3NextLoader, "gated_delta_net", TensorParallelGatedDeltaNet, "gradients of its norms are right with TP")
 register_model(ModelMeta("megascend_qwen3_5_text", TEXT_TYPES, bridge_cls=Qwen35TextBridge, loader=Qwen3NextLoader))

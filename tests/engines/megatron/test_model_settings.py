@@ -112,6 +112,8 @@ def test_packed_samples_with_sinks_are_refused_on_transformer_engine(
     config: Any = SimpleNamespace(softmax_type=softmax, hf_model_type="gpt_oss")
     platform: Any = SimpleNamespace(has_transformer_engine_kernels=kernels)
     refused = softmax == "learnable" and kernels and packing
-    expected = pytest.raises(ConfigError, match="set batching.packing: false") if refused else contextlib.nullcontext()
+    expected = (
+        pytest.raises(ConfigError, match=r"set batching\.packing: false") if refused else contextlib.nullcontext()
+    )
     with expected:
         check_packing(config, platform, packing=packing)
