@@ -189,13 +189,13 @@ def cached_delta_rules(model: nn.Module, cached: Callable[[], Filling | Growing 
         stack.enter_context(current.watching(modules, lambda module: module.layer_idx))
         # Functions of the process: other models' layers find no current layer.
         for name in dict.fromkeys(type(module).__module__ for module in modules):
-            for function, replacement in ((CONVOLUTION, _convolution), (DELTA_RULE, _delta_rule)):
+            for function, wrap in ((CONVOLUTION, _convolution), (DELTA_RULE, delta_rule)):
                 owner = sys.modules[name]
-                stack.enter_context(patched(owner, function, replacement(getattr(owner, function), current), WHY))
+                stack.enter_context(patched(owner, function, wrap(current, getattr(owner, function)), WHY))
         yield
 
 
-def _convolution(before: Callable[..., Any], current: CurrentLayer) -> Callable[..., Any]:
+def _convolution(current: CurrentLayer, before: Callable[..., Any]) -> Callable[..., Any]:
     def causal_conv1d_fn(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, activation: str | None = None, **kwargs: Any
     ) -> Tensor:
@@ -209,7 +209,9 @@ def _convolution(before: Callable[..., Any], current: CurrentLayer) -> Callable[
     return causal_conv1d_fn
 
 
-def _delta_rule(before: Callable[..., Any], current: CurrentLayer) -> Callable[..., Any]:
+def delta_rule(current: CurrentLayer, before: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of fla's ``chunk_gated_delta_rule`` that keeps the states of the current layer, if there is one."""
+
     def chunk_gated_delta_rule(
         q: Tensor,
         k: Tensor,

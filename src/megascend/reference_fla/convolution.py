@@ -47,6 +47,7 @@ def causal_conv1d(
     return _activated(_convolve(x, weight, bias, positions), activation), None
 
 
+@torch.compiler.disable
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,

@@ -6,7 +6,8 @@ A head's state S is a [key width, value width] matrix. Token t with decay ``exp(
     S <- S + k (beta (v - S^T k))^T
     output = S^T q / sqrt(key width)
 
-Products are computed in fp32, or in fp64 if the inputs are.
+Products are computed in fp32, or in fp64 if the inputs are. As fla's, the functions are not compiled: they depend on the lengths of
+sequences.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)).to(output_dtype or x.dtype)
 
 
+@torch.compiler.disable
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -72,6 +74,7 @@ def chunk_gated_delta_rule(
     )
 
 
+@torch.compiler.disable
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
 from megascend.engines.fsdp.attention import KEYWORD, SampleLengths
@@ -100,6 +101,8 @@ def pass_borders(model: nn.Module) -> None:
         module.register_forward_pre_hook(_add_borders, with_kwargs=True)
 
 
+# Compiled code would depend on the number of tokens.
+@torch.compiler.disable
 def _add_borders(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     lengths = kwargs.get(KEYWORD)
     if not isinstance(lengths, SampleLengths):
