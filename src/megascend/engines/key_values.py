@@ -3,8 +3,8 @@
 Every attention layer of a rank has keys and values of all rows: [rows, KV heads, capacity, head dim]. A token takes KV heads x
 (key width + value width) numbers a layer, in the dtype of the keys. With latent attention (MLA) on the Megatron engine it takes
 latent + rotated width (DeepSeek-V3: 512 + 64, where keys and values of 128 heads have 40,960), on every tensor parallel rank, as
-one key of one head whose first numbers are the value. Rows grow by one token at a time. Layers of linear attention keep a state of
-one size instead, whatever the row's length. A micro batch's ``cached`` is its use of the cache: :class:`Filling` (prefill) or
+one key of one head whose first numbers are the value. Rows grow by one token at a time. Layers of linear attention keep a state
+instead, of one size whatever the row's length. A micro batch's ``cached`` is its use of the cache: :class:`Filling` (prefill) or
 :class:`Growing` (decode).
 """
 

@@ -6,8 +6,8 @@ A head's state S is a [key width, value width] matrix. Token t with decay ``exp(
     S <- S + k (beta (v - S^T k))^T
     output = S^T q / sqrt(key width)
 
-Products are computed in fp32, or in fp64 if the inputs are. As fla's, the functions are not compiled: they depend on the lengths of
-sequences.
+Products are computed in fp32, or in fp64 if the inputs are. As fla's, the functions are not compiled: they depend on sequences'
+lengths.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from megascend import reference_fla
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
+from support.lora_parity import write_adapter
 
 
 def make(engine: str, checkpoint: str, **options: Any) -> megascend.Backend:
@@ -104,7 +105,7 @@ def isolated(engine: str, checkpoint: str, *, packing: bool, borders: bool = Tru
 
 def refusal(checkpoint: str, *, packing: bool) -> str:
     """Return why engine fsdp refuses a model where transformers has only its own functions."""
-    reference_fla.install = lambda: []
+    reference_fla.install = list
     batching = megascend.Batching(packing=packing, micro_batch_tokens=256)
     try:
         with make("fsdp", checkpoint, batching=batching) as backend:
@@ -113,19 +114,26 @@ def refusal(checkpoint: str, *, packing: bool) -> str:
         return str(error)
 
 
+def written(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None:
+    """Write adapters that have no zero factor, each to its folder."""
+    with make("fsdp", checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
+        for path, lora in adapters.items():
+            write_adapter(backend, Path(path), lora)
+
+
 def sampled(
     engine: str,
     ranks: int,
     checkpoint: str,
     requests: list[SampleRequest],
-    adapters: dict[str, str],
+    paths: dict[str, str],
     **options: Any,
 ) -> list[tuple[list[SampleResult], list[SampleResult], str | None]]:
     """Return on every rank the results with the cache and without it, and why no cache was used."""
 
     def on_rank() -> Any:
         with make(engine, checkpoint, **options) as backend:
-            for name, path in adapters.items():
+            for name, path in paths.items():
                 backend.load_adapter(name, path)
             sampler = megascend.Sampler(backend)
             results = sampler.generate(requests)

@@ -73,7 +73,13 @@ MORE: list[Layout] = [
     ("Qwen3 bf16, one adapter, DP2", "qwen3", {"one": Lora(rank=8, alpha=12.0, seed=8)}, 2, {"precision": "bf16"}),
     ("Qwen3 fp16, one adapter, DP2", "qwen3", {"one": Lora(rank=8, alpha=12.0, seed=8)}, 2, {"precision": "fp16"}),
     ("GLM-4-MoE (shared expert), three tenants, DP2", "glm4_moe", EXPERT_TENANTS, 2, {}),
-    ("Qwen3-Next, three tenants, EP2, recomputed", "qwen3_next", HYBRID_TENANTS, 2, {"parallel": EP2, "recompute": RECOMPUTED}),
+    (
+        "Qwen3-Next, three tenants, EP2, recomputed",
+        "qwen3_next",
+        HYBRID_TENANTS,
+        2,
+        {"parallel": EP2, "recompute": RECOMPUTED},
+    ),
     ("Qwen3-Next, three tenants, padded", "qwen3_next", HYBRID_TENANTS, 1, {"batching": PADDED}),
     ("Qwen3.5, one adapter", "qwen3_5_text", {"one": Lora(rank=8, alpha=12.0, seed=8)}, 1, {}),
 ]

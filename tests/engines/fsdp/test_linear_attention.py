@@ -40,9 +40,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_training_and_export_equal_transformers_without_packing(
-    arch: str, parity_folder: Path, tmp_path: Path
-) -> None:
+def test_training_and_export_equal_transformers_without_packing(arch: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint, tokens = checkpoint_of(arch, parity_folder), token_lists()
     layouts = LAYOUTS if arch == "qwen3_next" else {name: LAYOUTS[name] for name in ("fsdp, DP2", "single")}
     jobs = [

@@ -139,7 +139,8 @@ class SampleLengths:
     @cached_property
     def sample_index(self) -> Tensor:
         """Return the number of each packed token's sample, int32 [1, tokens]."""
-        assert self.packed is not None and self.starts is not None
+        assert self.packed is not None
+        assert self.starts is not None
         numbers = torch.arange(len(self.packed), dtype=torch.int32, device=self.starts.device)
         return numbers.repeat_interleave(self.starts.diff(), output_size=sum(self.packed))[None]
 

@@ -3,10 +3,9 @@
 Attention that transformers takes from its registry is computed by the engine, within each sample and over all ranks of a
 sequence. Every other module that mixes tokens (short convolutions, state-space and linear attention layers) runs over its input
 row: correct for one sample per row on one rank, since it is causal, and wrong for packed samples and for parts of samples. The
-exception is linear attention whose functions know samples' borders (:mod:`megascend.engines.linear_attention`): :func:`pass_borders`
-passes them to it.
-Modules are recognised by their classes and by the functions that their forward passes use, so that unlisted architectures are
-covered too.
+exception is linear attention whose functions know samples' borders (:mod:`megascend.engines.linear_attention`), which
+:func:`pass_borders` passes to it. Modules are recognised by their classes and by the functions that their forward passes use, so
+that unlisted architectures are covered too.
 """
 
 from __future__ import annotations

@@ -160,7 +160,10 @@ class CachedAttention:
 
         # Functions of the process: other models' layers find no current layer.
         for name in dict.fromkeys(type(module).__module__ for module in delta_rules):
-            for function, wrap in ((CONVOLUTION, convolution), (DELTA_RULE, partial(linear_attention.delta_rule, current))):
+            for function, wrap in (
+                (CONVOLUTION, convolution),
+                (DELTA_RULE, partial(linear_attention.delta_rule, current)),
+            ):
                 owner = sys.modules[name]
                 stack.enter_context(patched(owner, function, wrap(getattr(owner, function)), linear_attention.WHY))
 
