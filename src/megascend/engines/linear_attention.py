@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from megascend.changes import patched
 from megascend.engines.key_values import Filling, Growing
 from megascend.kernels.host_copy import to_device
-from megascend.reference_fla.convolution import causal_conv1d_update
-from megascend.reference_fla.delta_rule import fused_recurrent_gated_delta_rule
+from megascend.reference_fla.convolution import causal_conv1d_fn, causal_conv1d_update
+from megascend.reference_fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 KIND = "linear_attention"
 """Entry of ``layer_types``."""
@@ -33,6 +33,8 @@ BORDERS = {DELTA_RULE: ("cu_seqlens", "flash-linear-attention"), CONVOLUTION: ("
 """By function: its argument for samples' borders, and the package whose function has it."""
 BORDERS_KEYWORD = "cu_seq_lens_q"
 """Keyword of a module's forward pass that becomes the delta rule's ``cu_seqlens``; ``seq_idx`` keeps its name."""
+KERNEL_PACKAGES = ("fla", "causal_conv1d")
+"""Packages whose functions run on accelerators only."""
 WHY = "sampling: states of linear attention are kept"
 
 
@@ -56,17 +58,50 @@ def packages_for_packing(module: nn.Module) -> list[str] | None:
     code = forward_code(module)
     if not _calls_both(code) or BORDERS_KEYWORD not in code.co_consts or not code.co_flags & inspect.CO_VARKEYWORDS:
         return None
-    functions = {name: getattr(sys.modules[type(module).__module__], name, None) for name in BORDERS}
-    if not all(callable(function) for function in functions.values()):
-        return None
-    return [package for name, (argument, package) in BORDERS.items() if not _has(functions[name], argument)]
+    missing = []
+    for name, (argument, package) in BORDERS.items():
+        variables = _replacement(getattr(sys.modules[type(module).__module__], name, None))
+        if variables is None:
+            return None
+        # transformers drops arguments that a replacement does not have.
+        if not variables["is_new_implementation"] or argument not in variables["applicable_params"]:
+            missing.append(package)
+    return missing
 
 
-def _has(function: Any, argument: str) -> bool:
-    """Check whether one of transformers' replaceable functions is replaced by one with this argument."""
-    variables = inspect.getclosurevars(function).nonlocals
-    # transformers drops arguments that a replacement does not have.
-    return bool(variables.get("is_new_implementation")) and argument in variables.get("applicable_params", ())
+def _replacement(function: Any) -> Mapping[str, Any] | None:
+    """Return what transformers has in place of one of its functions, the closure of its wrapper; None for another function."""
+    variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    return variables if {"is_new_implementation", "applicable_params"} <= variables.keys() else None
+
+
+@contextlib.contextmanager
+def on_the_cpu(model: nn.Module) -> Iterator[None]:
+    """Let the linear attention of a transformers model run on the CPU within the context, whatever kernels it has.
+
+    Complete rows are computed by transformers' own functions, packed samples by :mod:`megascend.reference_fla`.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in dict.fromkeys(type(module).__module__ for module in delta_rule_modules(model)):
+            owner = sys.modules[name]
+            for function in BORDERS:
+                variables = _replacement(getattr(owner, function)) or {}
+                if getattr(variables.get("implementation"), "__module__", "").split(".")[0] in KERNEL_PACKAGES:
+                    portable = _portable(function, variables["torch_function"])
+                    stack.enter_context(patched(owner, function, portable, "self-check: the slice is on the CPU"))
+        yield
+
+
+def _portable(function: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(*args: Any, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, **kwargs: Any) -> Any:
+        if function == CONVOLUTION and seq_idx is not None:
+            return causal_conv1d_fn(*args, seq_idx=seq_idx, activation=kwargs["activation"])
+        if function == DELTA_RULE and cu_seqlens is not None:
+            known = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+            return chunk_gated_delta_rule(*args, cu_seqlens=cu_seqlens, **{name: kwargs[name] for name in known})
+        return plain(*args, **kwargs)
+
+    return compute
 
 
 def covered_kinds(model: Any) -> tuple[str, ...]:

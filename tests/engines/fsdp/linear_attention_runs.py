@@ -7,8 +7,10 @@ JOB and RESULT are files of ``torch.save``: functions' names and arguments, and 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
 from megascend import reference_fla
 from megascend.sampling.request import SampleRequest, SampleResult
+from megascend.selfcheck import in_process
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
 from support.lora_parity import write_adapter
@@ -112,6 +115,50 @@ def refusal(checkpoint: str, *, packing: bool) -> str:
             return backend.self_check.status
     except megascend.ConfigError as error:
         return str(error)
+
+
+def checked_beside_kernels(engine: str, checkpoint: str, cache: str, **options: Any) -> tuple[list[Any], str]:
+    """Return the self-check's verdicts where ``fla`` and ``causal_conv1d`` do not run on the CPU, and the engine's error.
+
+    Args:
+        cache: empty folder, in place of one that may have the verdict.
+    """
+
+    def chunk_gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any = None) -> Any:
+        raise AssertionError("a kernel was called on the CPU")
+
+    def causal_conv1d_fn(x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None) -> Any:
+        raise AssertionError("a kernel was called on the CPU")
+
+    reference_fla.install = lambda: []
+    contents = {
+        "fla": {},
+        "fla.ops": {},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+        "causal_conv1d": {"causal_conv1d_fn": causal_conv1d_fn},
+    }
+    for name, functions in contents.items():
+        module = ModuleType(name)
+        module.__path__ = []  # type: ignore[attr-defined]  # a package
+        for key, function in functions.items():
+            function.__module__ = name
+            setattr(module, key, function)
+        sys.modules[name] = module
+    os.environ["MEGASCEND_CACHE"] = cache
+    verdicts = []
+    compare = in_process.compare
+
+    def recorded(*args: Any) -> Any:
+        verdicts.append(compare(*args))
+        return verdicts[-1]
+
+    in_process.compare = recorded
+    try:
+        with make(engine, checkpoint, **options) as backend:
+            backend.forward(causal_samples(token_lists()))
+    except AssertionError as error:
+        return verdicts, str(error)
+    raise RuntimeError("the engine did not call the kernels")
 
 
 def written(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None:

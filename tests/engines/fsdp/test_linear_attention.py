@@ -10,7 +10,7 @@ import torch
 from jobs import run_jobs
 from safetensors.torch import load_file
 
-from megascend import Batching, Recompute
+from megascend import Batching, Fsdp, Recompute
 from megascend.testing.parity import Case, Trajectory, bounds, case_checkpoint, differences, hf_reference, token_lists
 from support.covering import FIRST_STACK
 
@@ -37,6 +37,22 @@ def checkpoint_of(arch: str, parity_folder: Path) -> Path:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.nightly
+def test_compiled_layers_train_alike(parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = str(checkpoint_of("qwen3_5_text", parity_folder))
+    jobs = [
+        (
+            "trained",
+            ("fsdp", 1, checkpoint, STEPS, str(tmp_path / str(compiled))),
+            {"batching": PACKED, "fsdp": Fsdp(compile=compiled)},
+        )
+        for compiled in (True, False)
+    ]
+    (losses, norms, _), (expected_losses, expected_norms, _) = run_jobs(RUNS, tmp_path, *jobs)
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert norms == pytest.approx(expected_norms, abs=1e-4)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -81,6 +97,19 @@ def test_samples_of_a_micro_batch_do_not_see_each_other(arch: str, parity_folder
             assert distances.keys() == set(experts), (layout, change, distances)
             assert all(distances[name] < 1e-6 for name in experts), (layout, change, distances)
     assert "log-probabilities 2" in without["0: other tokens"]  # the comparison shows it where it happens
+
+
+def test_self_check_runs_on_the_cpu_beside_kernels_of_other_devices(parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = str(checkpoint_of("qwen3_5_moe_text", parity_folder))
+    for engine, packing in (("fsdp", True), ("fsdp", False), ("single", False)):
+        folder = tmp_path / f"{engine} {packing}"
+        folder.mkdir()
+        batching = Batching(packing=packing, micro_batch_tokens=256)
+        ((verdicts, error),) = run_jobs(
+            RUNS, folder, ("checked_beside_kernels", (engine, checkpoint, str(folder)), {"batching": batching})
+        )
+        assert [(verdict.status, verdict.not_shown) for verdict in verdicts] == [("agrees", "")], engine
+        assert error == "a kernel was called on the CPU"
 
 
 def test_packing_without_kernels_is_refused_with_their_packages(parity_folder: Path, tmp_path: Path) -> None:
