@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ def forward_code(module: nn.Module) -> CodeType | None:
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
+def forward_owner(module: nn.Module) -> ModuleType:
+    """Return the Python module in which a module's forward pass, perhaps of a base class, looks functions up."""
+    return sys.modules[inspect.unwrap(type(module).forward).__module__]
+
+
 def delta_rule_modules(root: nn.Module) -> list[nn.Module]:
     """Return the modules of gated delta rules: those whose forward pass calls the two functions."""
     return [module for module in root.modules() if _calls_both(forward_code(module))]
@@ -60,7 +65,7 @@ def packages_for_packing(module: nn.Module) -> list[str] | None:
         return None
     missing = []
     for name, (argument, package) in BORDERS.items():
-        variables = _replacement(getattr(sys.modules[type(module).__module__], name, None))
+        variables = _replacement(getattr(forward_owner(module), name, None))
         if variables is None:
             return None
         # transformers drops arguments that a replacement does not have.
@@ -82,8 +87,7 @@ def on_the_cpu(model: nn.Module) -> Iterator[None]:
     Complete rows are computed by transformers' own functions, packed samples by :mod:`megascend.reference_fla`.
     """
     with contextlib.ExitStack() as stack:
-        for name in dict.fromkeys(type(module).__module__ for module in delta_rule_modules(model)):
-            owner = sys.modules[name]
+        for owner in dict.fromkeys(map(forward_owner, delta_rule_modules(model))):
             for function in BORDERS:
                 variables = _replacement(getattr(owner, function)) or {}
                 if getattr(variables.get("implementation"), "__module__", "").split(".")[0] in KERNEL_PACKAGES:
@@ -223,9 +227,8 @@ def cached_delta_rules(model: nn.Module, cached: Callable[[], Filling | Growing 
     with contextlib.ExitStack() as stack:
         stack.enter_context(current.watching(modules, lambda module: module.layer_idx))
         # Functions of the process: other models' layers find no current layer.
-        for name in dict.fromkeys(type(module).__module__ for module in modules):
+        for owner in dict.fromkeys(map(forward_owner, modules)):
             for function, wrap in ((CONVOLUTION, _convolution), (DELTA_RULE, delta_rule)):
-                owner = sys.modules[name]
                 stack.enter_context(patched(owner, function, wrap(current, getattr(owner, function)), WHY))
         yield
 

@@ -17,7 +17,6 @@ of a rank's heads. Its two functions of ``fla`` are replaced where its module lo
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -159,12 +158,11 @@ class CachedAttention:
             return causal_conv1d
 
         # Functions of the process: other models' layers find no current layer.
-        for name in dict.fromkeys(type(module).__module__ for module in delta_rules):
+        for owner in dict.fromkeys(map(linear_attention.forward_owner, delta_rules)):
             for function, wrap in (
                 (CONVOLUTION, convolution),
                 (DELTA_RULE, partial(linear_attention.delta_rule, current)),
             ):
-                owner = sys.modules[name]
                 stack.enter_context(patched(owner, function, wrap(getattr(owner, function)), linear_attention.WHY))
 
     def _watch(self, up: Any, stack: contextlib.ExitStack, why: str) -> None:
