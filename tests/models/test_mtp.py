@@ -101,6 +101,67 @@ def test_head_trains_like_a_plain_one(arch: str, layout: str, parity_folder: Pat
     assert torch.equal(exported[f"{HEAD}shared_head.head.weight"], exported["lm_head.weight"])
 
 
+SEPARATE_CASES = [
+    ("qwen3_next", "TP2 x EP2 + SP"),
+    ("qwen3_5_text", "PP2"),
+    *(
+        pytest.param(arch, layout, marks=pytest.mark.nightly)
+        for arch, layout in (
+            ("qwen3_next", "single"),
+            ("qwen3_next", "padded"),
+            ("qwen3_next", "EP2"),
+            ("qwen3_5_text", "single"),
+            ("qwen3_5_text", "TP2 + SP"),
+            ("qwen3_5_text", "saved and loaded"),
+            ("qwen3_5_text", "full recompute"),
+            ("qwen3_5_moe_text", "single"),
+            ("qwen3_5_moe_text", "PP2"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "layout"), SEPARATE_CASES)
+def test_head_beside_the_layers_trains_like_a_plain_one(
+    arch: str, layout: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    case, checkpoint = LAYOUTS[layout], checkpoint_with_head(parity_folder, arch)
+    ranks = run_distributed(train_head, case.world_size, case, checkpoint, tmp_path, init=False, timeout_s=120)
+    expected = compare(first_of_equals(layout, ranks), parity_folder, checkpoint)
+    source, exported = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "hf"))
+    assert exported.keys() == source.keys()
+    trained = {name.removeprefix("weights."): w for name, w in expected.items() if name.startswith("weights.")}
+    assert {name for name in source if name.startswith("mtp.")} <= trained.keys()
+    # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
+    assert max(float((exported[name] - weight).abs().mean()) for name, weight in trained.items()) < 1e-5
+    assert [name for name in source if torch.equal(exported[name], source[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layer_types": ["full_attention", *["linear_attention"] * 3]}, "last layer, which is of kind linear_attention"),
+        ({"mtp_use_dedicated_embeddings": True}, r"of its own \(mtp_use_dedicated_embeddings: true\)"),
+        ("mtp.embed_tokens.weight", r"of its own \(mtp.embed_tokens.weight\)"),
+        ("mtp.layers.1.input_layernorm.weight", "the checkpoint of qwen3_next has 2"),
+    ],
+)
+def test_head_beside_the_layers_of_another_kind_is_refused(
+    change: Any, reason: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    source = checkpoint_with_head(parity_folder, "qwen3_next")
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if isinstance(change, dict):
+        config |= change
+    else:
+        tensors[change] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        inspect_checkpoint(tmp_path, mtp="train")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["single", "PP2", "TP2 + SP"])
 def test_head_of_a_tied_model_trains_like_a_plain_one(layout: str, parity_folder: Path, tmp_path: Path) -> None:

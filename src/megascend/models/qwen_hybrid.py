@@ -25,6 +25,8 @@ class QwenHybrid(Architecture):
 
     megatron: str | None = "megascend.models.qwen_hybrid_megatron"
     layer_kinds: tuple[str, ...] = (*ATTENTION_LAYERS, LINEAR)
+    prediction_head: bool = True
+    prediction_layers: str = "mtp.layers"
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         settings = super().megatron_settings(config) | {
