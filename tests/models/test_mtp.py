@@ -140,7 +140,10 @@ def test_head_beside_the_layers_trains_like_a_plain_one(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"layer_types": ["full_attention", *["linear_attention"] * 3]}, "last layer, which is of kind linear_attention"),
+        (
+            {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+            "last layer, which is of kind linear_attention",
+        ),
         ({"mtp_use_dedicated_embeddings": True}, r"of its own \(mtp_use_dedicated_embeddings: true\)"),
         ("mtp.embed_tokens.weight", r"of its own \(mtp.embed_tokens.weight\)"),
         ("mtp.layers.1.input_layernorm.weight", "the checkpoint of qwen3_next has 2"),

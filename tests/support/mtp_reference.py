@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-
 SEPARATE_LAYER = "mtp.layers.0."
 LIKE_A_LAYER = {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm", "eh_proj": "eh_proj"}
 SEPARATE = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm", "eh_proj": "fc"}

@@ -1,9 +1,10 @@
 """Linear attention (gated delta rule) of transformers' models: whether it keeps packed samples apart, and its decoding state.
 
-transformers' modules call two functions of their Python module: a causal convolution over queries, keys and values, and the gated
-delta rule. At import transformers replaces them by those of the packages ``causal_conv1d`` and ``fla`` where they are installed
-(on the CPU :mod:`megascend.reference_fla` takes their place); its own do not know samples' borders. A layer's decoding state is
-the convolution's last inputs and the matrix of each head, whatever the length of the row.
+transformers' modules call two functions of their Python module: a causal convolution over queries, keys and values, and the
+gated delta rule. At import transformers replaces them by those of the packages ``causal_conv1d`` and ``fla`` where they are
+installed (on the CPU :mod:`megascend.reference_fla` takes their place); its own do not know samples' borders. ``fla`` has a
+convolution too, which :func:`use_convolution_of_fla` takes where ``causal_conv1d``, which must be compiled, is missing. A layer's
+decoding state is the convolution's last inputs and the matrix of each head, whatever the length of the row.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from megascend.changes import patched
+from megascend.changes import patch, patched
 from megascend.engines.key_values import Filling, Growing
 from megascend.kernels.host_copy import to_device
 from megascend.reference_fla.convolution import causal_conv1d_fn, causal_conv1d_update
@@ -29,8 +31,12 @@ KIND = "linear_attention"
 """Entry of ``layer_types``."""
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """Names of the two functions in transformers' modules."""
-BORDERS = {DELTA_RULE: ("cu_seqlens", "flash-linear-attention"), CONVOLUTION: ("seq_idx", "causal-conv1d")}
-"""By function: its argument for samples' borders, and the package whose function has it."""
+BORDERS = {DELTA_RULE: "cu_seqlens", CONVOLUTION: "seq_idx"}
+"""By function: its argument for samples' borders."""
+PACKAGE = "flash-linear-attention"
+"""Distribution of ``fla``, whose functions know samples' borders."""
+MARK = "__megascend_knows_borders__"
+"""Attribute of a function of ours in place of transformers'."""
 BORDERS_KEYWORD = "cu_seq_lens_q"
 """Keyword of a module's forward pass that becomes the delta rule's ``cu_seqlens``; ``seq_idx`` keeps its name."""
 KERNEL_PACKAGES = ("fla", "causal_conv1d")
@@ -58,20 +64,59 @@ def _calls_both(code: CodeType | None) -> bool:
     return code is not None and {CONVOLUTION, DELTA_RULE} <= set(code.co_names)
 
 
-def packages_for_packing(module: nn.Module) -> list[str] | None:
-    """Return the packages that are missing for a module to keep packed samples apart; None if no package would help."""
+def packing_problem(module: nn.Module) -> Literal["none", "package", "module"]:
+    """Return what keeps a module from keeping packed samples apart: nothing, a missing :data:`PACKAGE`, or the module itself."""
     code = forward_code(module)
     if not _calls_both(code) or BORDERS_KEYWORD not in code.co_consts or not code.co_flags & inspect.CO_VARKEYWORDS:
-        return None
-    missing = []
-    for name, (argument, package) in BORDERS.items():
-        variables = _replacement(getattr(forward_owner(module), name, None))
+        return "module"
+    problem: Literal["none", "package"] = "none"
+    for name, argument in BORDERS.items():
+        function = getattr(forward_owner(module), name, None)
+        variables = _replacement(function)
+        if hasattr(function, MARK):
+            continue
         if variables is None:
-            return None
+            return "module"
         # transformers drops arguments that a replacement does not have.
         if not variables["is_new_implementation"] or argument not in variables["applicable_params"]:
-            missing.append(package)
-    return missing
+            problem = "package"
+    return problem
+
+
+def use_convolution_of_fla(model: nn.Module) -> None:
+    """Let the linear attention of a transformers model convolve by ``fla`` where transformers has not found ``causal_conv1d``."""
+    for owner in dict.fromkeys(map(forward_owner, delta_rule_modules(model))):
+        before = getattr(owner, CONVOLUTION)
+        variables = _replacement(before)
+        if variables is None or variables["is_new_implementation"]:
+            continue
+        try:
+            convolve = import_module("fla.modules.convolution").causal_conv1d
+        except ImportError:
+            return
+        patch(owner, CONVOLUTION, _convolution_of_fla(before, convolve), "fla's convolution knows samples' borders")
+
+
+def _convolution_of_fla(before: Callable[..., Any], convolve: Callable[..., Any]) -> Callable[..., Any]:
+    def causal_conv1d(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if x.device.type != "cpu":
+            starts = kwargs.get(BORDERS_KEYWORD)
+            out = convolve(x=x.transpose(1, 2), weight=weight, bias=bias, activation=activation, cu_seqlens=starts)
+            return out[0].transpose(1, 2)
+        if seq_idx is None:
+            return before(x, weight, bias, activation=activation)
+        return causal_conv1d_fn(x, weight, bias, seq_idx, activation)
+
+    setattr(causal_conv1d, MARK, True)
+    return causal_conv1d
 
 
 def _replacement(function: Any) -> Mapping[str, Any] | None:

@@ -323,12 +323,13 @@ def _check_separate_head(
     if dedicated is not None or config.get("mtp_use_dedicated_embeddings"):
         raise ConfigError(
             f"mtp: train: the head of {kind} for multi-token prediction has an embedding or output layer of its own "
-            f"({dedicated or 'mtp_use_dedicated_embeddings: true'}), and only one that shares the model's can be trained; set keep"
+            f"({dedicated or 'mtp_use_dedicated_embeddings: true'}), and only one that shares the model's can be trained; set "
+            "keep"
         )
     if (kinds := config.get("layer_types")) and kinds[-1] != "full_attention":
         raise ConfigError(
-            f"mtp: train: the head of {kind} for multi-token prediction has softmax attention, and is built like the model's last "
-            f"layer, which is of kind {kinds[-1]}; set keep"
+            f"mtp: train: the head of {kind} for multi-token prediction has softmax attention, and is built like the model's "
+            f"last layer, which is of kind {kinds[-1]}; set keep"
         )
 
 

@@ -59,8 +59,8 @@ class Architecture:
             ``rms_norm_eps``.
         prediction_head: the heads of its checkpoints for multi-token prediction are computed as DeepSeek-V3's (arXiv:2412.19437,
             section 2.2), each with a layer like the model's last one; the Megatron engine trains one.
-        prediction_layers: name of the list of the heads' layers in a checkpoint: that of the model's layers, which the heads follow,
-            or one of their own.
+        prediction_layers: name of the list of the heads' layers in a checkpoint: that of the model's layers, which the heads
+            follow, or one of their own.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
     """

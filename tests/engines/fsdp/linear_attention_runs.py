@@ -117,11 +117,14 @@ def refusal(checkpoint: str, *, packing: bool) -> str:
         return str(error)
 
 
-def checked_beside_kernels(engine: str, checkpoint: str, cache: str, **options: Any) -> tuple[list[Any], str]:
+def checked_beside_kernels(
+    engine: str, checkpoint: str, cache: str, packages: list[str], **options: Any
+) -> tuple[list[Any], str]:
     """Return the self-check's verdicts where ``fla`` and ``causal_conv1d`` do not run on the CPU, and the engine's error.
 
     Args:
         cache: empty folder, in place of one that may have the verdict.
+        packages: those of the two that are installed.
     """
 
     def chunk_gated_delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any, cu_seqlens: Any = None) -> Any:
@@ -135,9 +138,13 @@ def checked_beside_kernels(engine: str, checkpoint: str, cache: str, **options: 
         "fla": {},
         "fla.ops": {},
         "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": chunk_gated_delta_rule},
+        "fla.modules": {},
+        "fla.modules.convolution": {"causal_conv1d": causal_conv1d_fn},
         "causal_conv1d": {"causal_conv1d_fn": causal_conv1d_fn},
     }
     for name, functions in contents.items():
+        if name.partition(".")[0] not in packages:
+            continue
         module = ModuleType(name)
         module.__path__ = []  # type: ignore[attr-defined]  # a package
         for key, function in functions.items():

@@ -101,13 +101,18 @@ def test_samples_of_a_micro_batch_do_not_see_each_other(arch: str, parity_folder
 
 def test_self_check_runs_on_the_cpu_beside_kernels_of_other_devices(parity_folder: Path, tmp_path: Path) -> None:
     checkpoint = str(checkpoint_of("qwen3_5_moe_text", parity_folder))
-    for engine, packing in (("fsdp", True), ("fsdp", False), ("single", False)):
-        folder = tmp_path / f"{engine} {packing}"
+    both, fla = ["fla", "causal_conv1d"], ["fla"]
+    for engine, packing, packages in (
+        ("fsdp", True, both),
+        ("fsdp", True, fla),
+        ("fsdp", False, fla),
+        ("single", False, both),
+    ):
+        folder = tmp_path / f"{engine} {packing} {len(packages)}"
         folder.mkdir()
         batching = Batching(packing=packing, micro_batch_tokens=256)
-        ((verdicts, error),) = run_jobs(
-            RUNS, folder, ("checked_beside_kernels", (engine, checkpoint, str(folder)), {"batching": batching})
-        )
+        job = ("checked_beside_kernels", (engine, checkpoint, str(folder), packages), {"batching": batching})
+        ((verdicts, error),) = run_jobs(RUNS, folder, job)
         assert [(verdict.status, verdict.not_shown) for verdict in verdicts] == [("agrees", "")], engine
         assert error == "a kernel was called on the CPU"
 
@@ -118,6 +123,6 @@ def test_packing_without_kernels_is_refused_with_their_packages(parity_folder: P
     packed, padded = run_jobs(RUNS, tmp_path, *jobs)
     assert "(Qwen3_5GatedDeltaNet in Qwen3_5DecoderLayer), where packed samples affect each other" in packed
     assert packed.endswith(
-        "install flash-linear-attention and causal-conv1d, whose functions keep them apart, or set batching.packing: false"
+        "install flash-linear-attention, whose functions keep them apart, or set batching.packing: false"
     )
     assert padded == "agrees"

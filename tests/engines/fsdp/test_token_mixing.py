@@ -121,11 +121,12 @@ def test_linear_attention_whose_functions_know_borders_is_packed(monkeypatch: py
         check(Model(layer(Attention()), layer(DeltaRuleWithoutBorders())))
     monkeypatch.setitem(globals(), "causal_conv1d_fn", replaceable("x", "weight"))
     with pytest.raises(
-        ConfigError, match=r"; install causal-conv1d, whose functions keep them apart, or set batching\.packing: false$"
+        ConfigError,
+        match=r"; install flash-linear-attention, whose functions keep them apart, or set batching\.packing: false$",
     ):
         check(model)
     monkeypatch.setitem(globals(), "torch_chunk_gated_delta_rule", replaceable("q", "cu_seqlens", replaced=False))
-    with pytest.raises(ConfigError, match="install flash-linear-attention and causal-conv1d, "):
+    with pytest.raises(ConfigError, match="install flash-linear-attention, "):
         check(model)
     monkeypatch.setitem(globals(), "causal_conv1d_fn", lambda states, **kwargs: states)  # of an older transformers
     with pytest.raises(ConfigError, match=r"affect each other; set batching\.packing: false$"):

@@ -10,7 +10,7 @@ that unlisted architectures are covered too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch import nn
 from megascend.engines.fsdp.attention import KEYWORD, SampleLengths
 from megascend.engines.linear_attention import (
     BORDERS_KEYWORD,
+    PACKAGE,
     delta_rule_modules,
     forward_code,
-    packages_for_packing,
+    packing_problem,
 )
 from megascend.errors import ConfigError
 
@@ -73,24 +74,24 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
         mixers = list(_mixers(layer))
         if not mixers and any(_takes_attention(module) for module in layer.modules()):
             continue
-        mixing = [mixer for mixer in mixers if context > 1 or packages_for_packing(mixer) != []]
+        mixing = [mixer for mixer in mixers if context > 1 or packing_problem(mixer) != "none"]
         if mixers and not mixing:
             continue
         name = f"{type(mixing[0]).__name__} in {type(layer).__name__}" if mixing else type(layer).__name__
-        _refuse(kind, name, packing, context, packages_for_packing(mixing[0]) if mixing else None)
+        _refuse(kind, name, packing, context, package=bool(mixing) and packing_problem(mixing[0]) == "package")
     # Also before the first and after the last layer.
     inside = {module for layer in layers for module in layer.modules()}
     outside = next((mixer for mixer in _mixers(model) if mixer not in inside), None)
     if outside is not None:
-        _refuse(kind, type(outside).__name__, packing, context, None)
+        _refuse(kind, type(outside).__name__, packing, context, package=False)
 
 
-def _refuse(kind: str, module: str, packing: bool, context: int, packages: Sequence[str] | None) -> None:
+def _refuse(kind: str, module: str, packing: bool, context: int, *, package: bool) -> None:
     settings = [*(["batching.packing: false"] if packing else []), *(["parallel.context: 1"] if context > 1 else [])]
     effect = "parts of a sample ignore those on other ranks" if not packing else "packed samples affect each other"
     remedy = f"set {' and '.join(settings)}"
-    if packages and context == 1:
-        remedy = f"install {' and '.join(packages)}, whose functions keep them apart, or {remedy}"
+    if package and context == 1:
+        remedy = f"install {PACKAGE}, whose functions keep them apart, or {remedy}"
     raise ConfigError(f"engine fsdp: {kind} mixes tokens other than by attention ({module}), where {effect}; {remedy}")
 
 
