@@ -26,6 +26,7 @@ from support.covering import first_stack_required
 from support.prediction_head import (
     HEAD,
     LAYERS,
+    SEPARATE,
     Trained,
     add_prediction_head,
     checkpoint_with_head,
@@ -300,9 +301,21 @@ def test_router_of_the_head_is_balanced_over_tokens_with_a_next_one(
         torch.testing.assert_close(exported[name], bias, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["megatron", "single", "fsdp"])
-def test_head_that_is_not_trained_is_copied_or_left_out(engine: str, parity_folder: Path, tmp_path: Path) -> None:
-    checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
+@pytest.mark.parametrize(
+    ("engine", "arch"),
+    [
+        ("megatron", "deepseek_v3"),
+        ("single", "deepseek_v3"),
+        ("fsdp", "deepseek_v3"),
+        ("fsdp", "qwen3_next"),
+        pytest.param("megatron", "qwen3_next", marks=pytest.mark.nightly),
+        pytest.param("single", "qwen3_5_text", marks=pytest.mark.nightly),
+    ],
+)
+def test_head_that_is_not_trained_is_copied_or_left_out(
+    engine: str, arch: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_with_head(parity_folder, arch)
     arguments = [engine, checkpoint, tmp_path]
     completed = subprocess.run(
         [sys.executable, ENGINES, *arguments], capture_output=True, text=True, timeout=240, check=False
@@ -313,11 +326,11 @@ def test_head_that_is_not_trained_is_copied_or_left_out(engine: str, parity_fold
     unchanged, dropped = (load_file(tmp_path / mtp / "model.safetensors") for mtp in ("keep", "drop"))
     assert unchanged.keys() == source.keys()
     assert [name for name, tensor in source.items() if not torch.equal(unchanged[name], tensor)] == []
-    assert dropped.keys() == {name for name in source if not name.startswith(HEAD)}
+    prefix, count = ("mtp.", "mtp_num_hidden_layers") if arch in SEPARATE else (HEAD, "num_nextn_predict_layers")
+    assert dropped.keys() == {name for name in source if not name.startswith(prefix)}
     assert [sorted(report[mtp]) for mtp in ("keep", "drop")] == [sorted(dropped)] * 2
     counts = [
-        json.loads((tmp_path / mtp / "config.json").read_text(encoding="utf-8"))["num_nextn_predict_layers"]
-        for mtp in ("keep", "drop")
+        json.loads((tmp_path / mtp / "config.json").read_text(encoding="utf-8"))[count] for mtp in ("keep", "drop")
     ]
     assert counts == [1, 0]
     if engine != "megatron":

@@ -139,11 +139,11 @@ def test_adapters_of_one_batch_equal_peft(parity_folder: Path, tmp_path: Path) -
     }
     first, second, third, _ = prompts()
     pairs = [(first, "all"), (second, None), (third, "inputs"), (first, "inputs"), (first, None)]
-    wanted = [SampleRequest(prompt, GREEDY, name) for prompt, name in pairs]
-    run_jobs(tmp_path, ("written", (str(checkpoint), loras), {}))
+    adapted = [SampleRequest(prompt, GREEDY, name) for prompt, name in pairs]
+    run_jobs(tmp_path, ("write_adapters", (str(checkpoint), loras), {}))
     names = {name: str(path) for name, path in adapters.items()}
     options = {"adapters": Adapters(max_count=4, max_rank=16), "batching": Batching(micro_batch_tokens=256)}
-    jobs = [("sampled", (engine, 1, str(checkpoint), wanted, names), options) for engine in ("fsdp", "single")]
+    jobs = [("sampled", (engine, 1, str(checkpoint), adapted, names), options) for engine in ("fsdp", "single")]
     expected = generated(checkpoint, [(prompt, name and adapters[name]) for prompt, name in pairs])
     assert len({tuple(expected[index][0]) for index in (0, 3, 4)}) == 3
     for ((results, _, reason),) in run_jobs(tmp_path, *jobs):
@@ -174,7 +174,7 @@ def test_states_of_padded_samples_are_those_after_their_last_token() -> None:
     for sample, (row, length) in enumerate(((1, 5), (0, 2))):
         inputs = torch.cat([torch.zeros(taps - 1, 8), x[sample, :length]])[-(taps - 1) :]
         assert torch.equal(cache.state((3, "convolution"), slice(row, row + 1))[0], inputs.T)
-        part = [values[sample : sample + 1, :length] for values in (q, k, v, g, beta)]
+        part: list[Any] = [values[sample : sample + 1, :length] for values in (q, k, v, g, beta)]
         expected, state = chunk_gated_delta_rule(*part, output_final_state=True)
         torch.testing.assert_close(cache.state((3, "delta rule"), slice(row, row + 1)), state)
         torch.testing.assert_close(out[sample : sample + 1, :length], expected)

@@ -69,8 +69,8 @@ def main(job_path: str, result_path: str) -> None:
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     tensors = load_file(folder / "model.safetensors")
     last = f"model.layers.{layers}."
-    own = SEPARATE_LAYER if any(name.startswith(SEPARATE_LAYER) for name in tensors) else last
-    weights = {name.replace(own, last): tensor for name, tensor in tensors.items()}
+    stored_layer = SEPARATE_LAYER if any(name.startswith(SEPARATE_LAYER) for name in tensors) else last
+    weights = {name.replace(stored_layer, last): tensor for name, tensor in tensors.items()}
     with tempfile.TemporaryDirectory() as renamed:
         save_file(weights, Path(renamed) / "model.safetensors", metadata={"format": "pt"})
         shutil.copy(folder / "config.json", renamed)  # generation's settings are read from it
@@ -79,7 +79,7 @@ def main(job_path: str, result_path: str) -> None:
         )
     model.config.num_hidden_layers = layers
     head = Head(type(model.model.norm), config.hidden_size, config.rms_norm_eps).to(dtype)
-    names, prefix = (LIKE_A_LAYER, last) if own == last else (SEPARATE, "mtp.")
+    names, prefix = (LIKE_A_LAYER, last) if stored_layer == last else (SEPARATE, "mtp.")
     stored = {f"{name}.weight": f"{prefix}{full}.weight" for name, full in names.items()}
     head.load_state_dict({name: tensors[full].to(dtype) for name, full in stored.items()})
     model.train()
@@ -93,7 +93,7 @@ def main(job_path: str, result_path: str) -> None:
 
         parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for name, tensor in revert_weight_conversion(model, parameters).items():
-            result[f"weights.{name.replace(last, own)}"] = tensor.clone().contiguous()
+            result[f"weights.{name.replace(last, stored_layer)}"] = tensor.clone().contiguous()
         for name, parameter in head.named_parameters():
             result[f"weights.{stored[name]}"] = parameter.detach().clone()
     save_file(result, result_path)

@@ -67,7 +67,9 @@ def _calls_both(code: CodeType | None) -> bool:
 def packing_problem(module: nn.Module) -> Literal["none", "package", "module"]:
     """Return what keeps a module from keeping packed samples apart: nothing, a missing :data:`PACKAGE`, or the module itself."""
     code = forward_code(module)
-    if not _calls_both(code) or BORDERS_KEYWORD not in code.co_consts or not code.co_flags & inspect.CO_VARKEYWORDS:
+    if code is None or not _calls_both(code):
+        return "module"
+    if BORDERS_KEYWORD not in code.co_consts or not code.co_flags & inspect.CO_VARKEYWORDS:
         return "module"
     problem: Literal["none", "package"] = "none"
     for name, argument in BORDERS.items():
@@ -146,8 +148,8 @@ def _portable(function: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         if function == CONVOLUTION and seq_idx is not None:
             return causal_conv1d_fn(*args, seq_idx=seq_idx, activation=kwargs["activation"])
         if function == DELTA_RULE and cu_seqlens is not None:
-            known = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
-            return chunk_gated_delta_rule(*args, cu_seqlens=cu_seqlens, **{name: kwargs[name] for name in known})
+            names = ("g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+            return chunk_gated_delta_rule(*args, cu_seqlens=cu_seqlens, **{name: kwargs[name] for name in names})
         return plain(*args, **kwargs)
 
     return compute
@@ -155,7 +157,7 @@ def _portable(function: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def covered_kinds(model: Any) -> tuple[str, ...]:
     """Return :data:`KIND` if all such layers of a model are gated delta rules, whose state :func:`cached` keeps."""
-    kinds = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    kinds: list[str] = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
     return (KIND,) if len(delta_rule_modules(model)) == kinds.count(KIND) else ()
 
 
@@ -172,9 +174,14 @@ class LayerState:
     layer: int
 
     def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, whole: Callable[[Tensor], Tensor]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        compute: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Convolve tokens [batch, tokens, channels] with those before them; ``whole`` does it for complete samples."""
+        """Convolve tokens [batch, tokens, channels] with those before them; ``compute`` does it for complete samples."""
         cached, key = self.cached, (self.layer, "convolution")
         if isinstance(cached, Growing):
             count = cached.rows.stop - cached.rows.start
@@ -188,7 +195,7 @@ class LayerState:
             # Before a sample's first token are zeros.
             last = nn.functional.pad(inputs, (0, 0, before, 0))[len(inputs) :]
             cached.cache.fill_state(key, row, last.transpose(0, 1), len(inputs))
-        return whole(x)
+        return compute(x)
 
     def delta_rule(
         self,
@@ -197,7 +204,7 @@ class LayerState:
         v: Tensor,
         g: Tensor,
         beta: Tensor,
-        whole: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        compute: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
         *,
         normalise: bool,
     ) -> Tensor:
@@ -205,17 +212,18 @@ class LayerState:
 
         Args:
             q, k, v, g, beta: see :func:`megascend.reference_fla.delta_rule.chunk_gated_delta_rule`.
-            whole: computes complete samples with other ``g`` and ``beta``, and returns their final states too.
+            compute: computes complete samples with other ``g`` and ``beta``, and returns their final states too.
             normalise: queries and keys are not normalised yet.
         """
         cached, key = self.cached, (self.layer, "delta rule")
         if isinstance(cached, Growing):
             count = cached.rows.stop - cached.rows.start
             state = cached.cache.state(key, cached.rows)
-            rows = [x.flatten(0, 1)[:count].unsqueeze(1) for x in (q, k, v, g, beta)]
+            rows: list[Any] = [x.flatten(0, 1)[:count].unsqueeze(1) for x in (q, k, v, g, beta)]
             out, after = fused_recurrent_gated_delta_rule(
                 *rows, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=normalise
             )
+            assert after is not None
             state.copy_(after)
             padding = v.shape[0] * v.shape[1] - count
             return nn.functional.pad(out.squeeze(1), (0, 0, 0, 0, 0, padding)).view(v.shape)
@@ -225,7 +233,8 @@ class LayerState:
             padding = torch.cat([torch.arange(padded) >= length for length, padded in pairs])
             padding = to_device(padding, g.device).view(g.shape[:2]).unsqueeze(-1)
             g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
-        out, final = whole(g, beta)
+        out, final = compute(g, beta)
+        assert final is not None
         for row, state, length in zip(cached.rows, final, cached.lengths, strict=True):
             cached.cache.fill_state(key, row, state.float(), length)
         return out
@@ -282,12 +291,12 @@ def _convolution(current: CurrentLayer, before: Callable[..., Any]) -> Callable[
     def causal_conv1d_fn(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, activation: str | None = None, **kwargs: Any
     ) -> Tensor:
-        def whole(x: Tensor) -> Tensor:
+        def compute(x: Tensor) -> Tensor:
             return before(x.transpose(1, 2), weight, bias, *args, activation=activation, **kwargs).transpose(1, 2)
 
         if current.state is None:
             return before(x, weight, bias, *args, activation=activation, **kwargs)
-        return current.state.convolve(x.transpose(1, 2), weight, bias, activation, whole).transpose(1, 2)
+        return current.state.convolve(x.transpose(1, 2), weight, bias, activation, compute).transpose(1, 2)
 
     return causal_conv1d_fn
 
@@ -306,7 +315,7 @@ def delta_rule(current: CurrentLayer, before: Callable[..., Any]) -> Callable[..
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        def whole(g: Tensor, beta: Tensor, states: bool = True) -> tuple[Tensor, Tensor]:
+        def compute(g: Tensor, beta: Tensor, states: bool = True) -> tuple[Tensor, Tensor | None]:
             return before(
                 q,
                 k,
@@ -319,7 +328,7 @@ def delta_rule(current: CurrentLayer, before: Callable[..., Any]) -> Callable[..
             )
 
         if current.state is None:
-            return whole(g, beta, output_final_state)
-        return current.state.delta_rule(q, k, v, g, beta, whole, normalise=use_qk_l2norm_in_kernel), None
+            return compute(g, beta, output_final_state)
+        return current.state.delta_rule(q, k, v, g, beta, compute, normalise=use_qk_l2norm_in_kernel), None
 
     return chunk_gated_delta_rule

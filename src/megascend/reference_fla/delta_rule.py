@@ -13,6 +13,7 @@ lengths.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,6 @@ def l2norm(x: Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None
     return (wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)).to(output_dtype or x.dtype)
 
 
-@torch.compiler.disable
 def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -69,12 +69,11 @@ def chunk_gated_delta_rule(
     Raises:
         ConfigError: ``cu_seqlens`` with a batch other than 1, or that do not cover the tokens.
     """
-    return _by_sequence(
+    return _uncompiled(
         _chunked, (q, k, v, g, beta), scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
     )
 
 
-@torch.compiler.disable
 def fused_recurrent_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -88,7 +87,7 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gated delta rule token by token, as a sampler does. Arguments are those of :func:`chunk_gated_delta_rule`."""
-    return _by_sequence(
+    return _uncompiled(
         _recurrent, (q, k, v, g, beta), scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
     )
 
@@ -108,11 +107,11 @@ def _by_sequence(
     repeats = v.shape[2] // k.shape[2]
     if normalise:
         q, k = l2norm(q, output_dtype=dtype), l2norm(k, output_dtype=dtype)
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    factor = k.shape[-1] ** -0.5 if scale is None else scale
     # [batch, heads, tokens, width]
     q, k = (x.to(dtype).repeat_interleave(repeats, dim=2).transpose(1, 2) for x in (q, k))
     wide_v, g, beta = (x.to(dtype).transpose(1, 2) for x in (v, g, beta))
-    q = q * scale
+    q = q * factor
     if cu_seqlens is None:
         starts = [0, v.shape[1]]
     else:
@@ -133,6 +132,9 @@ def _by_sequence(
         states.append(state)
     final = torch.cat(states).to(torch.promote_types(dtype, torch.float32)) if output_final_state else None
     return torch.cat(outputs, dim=2).transpose(1, 2).to(v.dtype), final
+
+
+_uncompiled: Any = torch.compiler.disable(_by_sequence)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,6 +50,7 @@ def trained(
                 losses.append(backend.forward_backward(samples).loss)
                 norms.append(backend.optimizer_step().grad_norm)
             backend.export_hf(Path(folder))
+            assert backend.self_check is not None
             return losses, norms, backend.self_check.status
 
     results = on_ranks(on_rank, ranks, engine)
@@ -112,6 +113,7 @@ def refusal(checkpoint: str, *, packing: bool) -> str:
     batching = megascend.Batching(packing=packing, micro_batch_tokens=256)
     try:
         with make("fsdp", checkpoint, batching=batching) as backend:
+            assert backend.self_check is not None
             return backend.self_check.status
     except megascend.ConfigError as error:
         return str(error)
@@ -168,7 +170,7 @@ def checked_beside_kernels(
     raise RuntimeError("the engine did not call the kernels")
 
 
-def written(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None:
+def write_adapters(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None:
     """Write adapters that have no zero factor, each to its folder."""
     with make("fsdp", checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
         for path, lora in adapters.items():

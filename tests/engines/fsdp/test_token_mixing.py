@@ -137,7 +137,7 @@ def test_linear_attention_whose_functions_know_borders_is_packed(monkeypatch: py
 def test_borders_reach_linear_attention() -> None:
     model = Model(layer(DeltaRule()))
     pass_borders(model)
-    module = model.layers[0][0]
+    module: Any = next(module for module in model.modules() if isinstance(module, DeltaRule))
     (_, rule, *_), rest = module(
         QUERY, **{KEYWORD: sample_lengths((3, 1, 2), None, torch.device("cpu"), torch.float32)}
     )

@@ -98,11 +98,9 @@ def _refuse(kind: str, module: str, packing: bool, context: int, *, package: boo
 def pass_borders(model: nn.Module) -> None:
     """Pass the borders of packed samples to the linear attention of a model that :func:`check_layers` has accepted."""
     for module in delta_rule_modules(model):
-        module.register_forward_pre_hook(_add_borders, with_kwargs=True)
+        module.register_forward_pre_hook(_add_borders_uncompiled, with_kwargs=True)
 
 
-# Compiled code would depend on the number of tokens.
-@torch.compiler.disable
 def _add_borders(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     lengths = kwargs.get(KEYWORD)
     if not isinstance(lengths, SampleLengths):
@@ -113,6 +111,10 @@ def _add_borders(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if lengths.starts is None:
         return args, kwargs
     return args, kwargs | {BORDERS_KEYWORD: lengths.starts, "seq_idx": lengths.sample_index}
+
+
+# Compiled code would depend on the number of tokens.
+_add_borders_uncompiled: Any = torch.compiler.disable(_add_borders)
 
 
 def _mixers(root: nn.Module) -> Iterator[nn.Module]:

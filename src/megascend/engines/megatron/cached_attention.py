@@ -148,12 +148,12 @@ class CachedAttention:
 
         def convolution(before: Callable[..., Any]) -> Callable[..., Any]:
             def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **kwargs: Any) -> Any:
-                def whole(x: Tensor) -> Tensor:
+                def compute(x: Tensor) -> Tensor:
                     return before(x=x, weight=weight, bias=bias, activation=activation, **kwargs)[0]
 
                 if current.state is None:
                     return before(x=x, weight=weight, bias=bias, activation=activation, **kwargs)
-                return current.state.convolve(x, weight, bias, activation, whole), None
+                return current.state.convolve(x, weight, bias, activation, compute), None
 
             return causal_conv1d
 
