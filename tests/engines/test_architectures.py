@@ -21,7 +21,9 @@ FSDP: dict[str, tuple[str, str]] = {
     "phimoe": ("has a sliding window of", "has a sliding window of"),
     "inkling_text": (HYBRID, "position_bias"),
     "minimax": (HYBRID, "right"),
-    "qwen3_next": (HYBRID, "right"),
+    "qwen3_next": ("right", "right"),
+    "qwen3_5_text": ("right", "right"),
+    "olmo_hybrid": ("right", "right"),
     "zamba2": ("shares model.layers.", "shares model.layers."),
     "deepseek_v32": ("cannot be called as this engine calls it", "cannot be called as this engine calls it"),
 }

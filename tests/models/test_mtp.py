@@ -26,6 +26,7 @@ from support.covering import first_stack_required
 from support.prediction_head import (
     HEAD,
     LAYERS,
+    SEPARATE,
     Trained,
     add_prediction_head,
     checkpoint_with_head,
@@ -99,6 +100,70 @@ def test_head_trains_like_a_plain_one(arch: str, layout: str, parity_folder: Pat
     assert changed == {name for name in source if not name.endswith("correction_bias")}
     assert torch.equal(exported[f"{HEAD}embed_tokens.weight"], exported["model.embed_tokens.weight"])
     assert torch.equal(exported[f"{HEAD}shared_head.head.weight"], exported["lm_head.weight"])
+
+
+SEPARATE_CASES = [
+    ("qwen3_next", "TP2 x EP2 + SP"),
+    ("qwen3_5_text", "PP2"),
+    *(
+        pytest.param(arch, layout, marks=pytest.mark.nightly)
+        for arch, layout in (
+            ("qwen3_next", "single"),
+            ("qwen3_next", "padded"),
+            ("qwen3_next", "EP2"),
+            ("qwen3_5_text", "single"),
+            ("qwen3_5_text", "TP2 + SP"),
+            ("qwen3_5_text", "saved and loaded"),
+            ("qwen3_5_text", "full recompute"),
+            ("qwen3_5_moe_text", "single"),
+            ("qwen3_5_moe_text", "PP2"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "layout"), SEPARATE_CASES)
+def test_head_beside_the_layers_trains_like_a_plain_one(
+    arch: str, layout: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    case, checkpoint = LAYOUTS[layout], checkpoint_with_head(parity_folder, arch)
+    ranks = run_distributed(train_head, case.world_size, case, checkpoint, tmp_path, init=False, timeout_s=120)
+    expected = compare(first_of_equals(layout, ranks), parity_folder, checkpoint)
+    source, exported = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "hf"))
+    assert exported.keys() == source.keys()
+    trained = {name.removeprefix("weights."): w for name, w in expected.items() if name.startswith("weights.")}
+    assert {name for name in source if name.startswith("mtp.")} <= trained.keys()
+    # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
+    assert max(float((exported[name] - weight).abs().mean()) for name, weight in trained.items()) < 1e-5
+    assert [name for name in source if torch.equal(exported[name], source[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+            "last layer, which is of kind linear_attention",
+        ),
+        ({"mtp_use_dedicated_embeddings": True}, r"of its own \(mtp_use_dedicated_embeddings: true\)"),
+        ("mtp.embed_tokens.weight", r"of its own \(mtp.embed_tokens.weight\)"),
+        ("mtp.layers.1.input_layernorm.weight", "the checkpoint of qwen3_next has 2"),
+    ],
+)
+def test_head_beside_the_layers_of_another_kind_is_refused(
+    change: Any, reason: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    source = checkpoint_with_head(parity_folder, "qwen3_next")
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if isinstance(change, dict):
+        config |= change
+    else:
+        tensors[change] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        inspect_checkpoint(tmp_path, mtp="train")
 
 
 @pytest.mark.nightly
@@ -236,9 +301,21 @@ def test_router_of_the_head_is_balanced_over_tokens_with_a_next_one(
         torch.testing.assert_close(exported[name], bias, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", ["megatron", "single", "fsdp"])
-def test_head_that_is_not_trained_is_copied_or_left_out(engine: str, parity_folder: Path, tmp_path: Path) -> None:
-    checkpoint = checkpoint_with_head(parity_folder, "deepseek_v3")
+@pytest.mark.parametrize(
+    ("engine", "arch"),
+    [
+        ("megatron", "deepseek_v3"),
+        ("single", "deepseek_v3"),
+        ("fsdp", "deepseek_v3"),
+        ("fsdp", "qwen3_next"),
+        pytest.param("megatron", "qwen3_next", marks=pytest.mark.nightly),
+        pytest.param("single", "qwen3_5_text", marks=pytest.mark.nightly),
+    ],
+)
+def test_head_that_is_not_trained_is_copied_or_left_out(
+    engine: str, arch: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_with_head(parity_folder, arch)
     arguments = [engine, checkpoint, tmp_path]
     completed = subprocess.run(
         [sys.executable, ENGINES, *arguments], capture_output=True, text=True, timeout=240, check=False
@@ -249,11 +326,11 @@ def test_head_that_is_not_trained_is_copied_or_left_out(engine: str, parity_fold
     unchanged, dropped = (load_file(tmp_path / mtp / "model.safetensors") for mtp in ("keep", "drop"))
     assert unchanged.keys() == source.keys()
     assert [name for name, tensor in source.items() if not torch.equal(unchanged[name], tensor)] == []
-    assert dropped.keys() == {name for name in source if not name.startswith(HEAD)}
+    prefix, count = ("mtp.", "mtp_num_hidden_layers") if arch in SEPARATE else (HEAD, "num_nextn_predict_layers")
+    assert dropped.keys() == {name for name in source if not name.startswith(prefix)}
     assert [sorted(report[mtp]) for mtp in ("keep", "drop")] == [sorted(dropped)] * 2
     counts = [
-        json.loads((tmp_path / mtp / "config.json").read_text(encoding="utf-8"))["num_nextn_predict_layers"]
-        for mtp in ("keep", "drop")
+        json.loads((tmp_path / mtp / "config.json").read_text(encoding="utf-8"))[count] for mtp in ("keep", "drop")
     ]
     assert counts == [1, 0]
     if engine != "megatron":

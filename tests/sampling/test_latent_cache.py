@@ -6,18 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megascend import Adapters, Batching, Lora, Parallel
-from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from support.covering import FIRST_STACK
+from support.generated import GREEDY, assert_equal, generated, prompts
 from support.lora_parity import write_adapter
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
-GREEDY = SamplingParams(10, temperature=0.0)
 LATENT, ROTATED, LAYERS = 32, 8, 4
 """Widths and layers of tiny models."""
 YARN = {
@@ -56,12 +55,6 @@ LORAS = {
 }
 
 
-def prompts() -> list[list[int]]:
-    """Return prompts of different lengths, one of them longer than YaRN's original context."""
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (5, 1, 150, 33)]
-
-
 def make_backend(checkpoint: Path, layout: str, **options: Any) -> Any:
     from megascend.backends import MegatronBackend
 
@@ -74,52 +67,6 @@ def make_backend(checkpoint: Path, layout: str, **options: Any) -> Any:
         self_check=False,
         **options,
     )
-
-
-def generated(
-    checkpoint: Path, requests: list[tuple[list[int], Path | None]]
-) -> list[tuple[list[int], list[float], float]]:
-    """Return transformers' greedy tokens of (prompt, adapter), their log-probabilities, and how far the next best token was."""
-
-    def compute() -> list[tuple[list[int], list[float], float]]:
-        from transformers import AutoModelForCausalLM
-
-        from support import peft_reference  # in the process of the reference alone: it imports peft
-
-        results = []
-        for prompt, adapter in requests:
-            if adapter is None:
-                model: Any = AutoModelForCausalLM.from_pretrained(
-                    checkpoint, dtype=torch.float32, attn_implementation="eager"
-                )
-            else:
-                model = peft_reference.load(str(checkpoint), str(adapter))
-            model.eval()
-            output = model.generate(
-                input_ids=torch.tensor([prompt]),
-                max_new_tokens=GREEDY.max_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            tokens = output.sequences[0, len(prompt) :].tolist()
-            logprobs = torch.cat(output.logits).float().log_softmax(-1)
-            best = logprobs.topk(2, dim=-1).values
-            results.append(
-                (tokens, logprobs[range(len(tokens)), tokens].tolist(), float((best[:, 0] - best[:, 1]).min()))
-            )
-        return results
-
-    return run_distributed(compute, 1, init=False, timeout_s=120)[0]
-
-
-def assert_equal(results: list[SampleResult], expected: list[tuple[list[int], list[float], float]]) -> None:
-    for result, (tokens, logprobs, margin) in zip(results, expected, strict=True):
-        assert result.error is None
-        assert margin > 1e-4, "the reference's choice is within rounding: choose another prompt"
-        assert list(result.samples[0].tokens) == tokens
-        assert result.samples[0].logprobs == pytest.approx(logprobs, abs=2e-5)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)

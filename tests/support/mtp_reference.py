@@ -4,7 +4,7 @@
 
 The head follows DeepSeek-V3's report (arXiv:2412.19437, section 2.2, equations 21 to 25), of depth 1, sample by sample, without
 padding or packing. Its inputs, the embedding and the hidden state, are joined in the order of the checkpoints' inference code.
-JOB names a checkpoint whose last layer is the head, samples and optimizer settings; RESULT holds both losses and the gradient
+JOB names a checkpoint with a head, samples and optimizer settings; RESULT holds both losses and the gradient
 norms of every step, and the trained weights by the names of the checkpoint. All is computed in ``dtype``, default ``float32``.
 
 ``aux_loss`` is the coefficient of the routers' loss over all tokens of a layer: Switch Transformer's (Fedus et al. 2021, equation
@@ -16,16 +16,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM
+
+SEPARATE_LAYER = "mtp.layers.0."
+LIKE_A_LAYER = {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm", "eh_proj": "eh_proj"}
+SEPARATE = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm", "eh_proj": "fc"}
+"""Names in checkpoints, of heads that are named like one more layer and of those named ``mtp.*`` (Qwen3-Next)."""
 
 
 class Head(nn.Module):
@@ -58,16 +64,24 @@ def main(job_path: str, result_path: str) -> None:
     config.num_hidden_layers = layers + 1
     if getattr(config, "mlp_layer_types", None):
         config.mlp_layer_types = [*config.mlp_layer_types[:layers], config.mlp_layer_types[layers - 1]]
+    if getattr(config, "layer_types", None):
+        config.layer_types = [*config.layer_types[:layers], config.layer_types[layers - 1]]
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation="eager", local_files_only=True, **eager
-    )
+    tensors = load_file(folder / "model.safetensors")
+    last = f"model.layers.{layers}."
+    stored_layer = SEPARATE_LAYER if any(name.startswith(SEPARATE_LAYER) for name in tensors) else last
+    weights = {name.replace(stored_layer, last): tensor for name, tensor in tensors.items()}
+    with tempfile.TemporaryDirectory() as renamed:
+        save_file(weights, Path(renamed) / "model.safetensors", metadata={"format": "pt"})
+        shutil.copy(folder / "config.json", renamed)  # generation's settings are read from it
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            renamed, config=config, dtype=dtype, attn_implementation="eager", local_files_only=True, **eager
+        )
     model.config.num_hidden_layers = layers
     head = Head(type(model.model.norm), config.hidden_size, config.rms_norm_eps).to(dtype)
-    names = {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head.norm", "eh_proj": "eh_proj"}
-    stored = {f"{name}.weight": f"model.layers.{layers}.{full}.weight" for name, full in names.items()}
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        head.load_state_dict({name: file.get_tensor(full).to(dtype) for name, full in stored.items()})
+    names, prefix = (LIKE_A_LAYER, last) if stored_layer == last else (SEPARATE, "mtp.")
+    stored = {f"{name}.weight": f"{prefix}{full}.weight" for name, full in names.items()}
+    head.load_state_dict({name: tensors[full].to(dtype) for name, full in stored.items()})
     model.train()
     with InDouble() if dtype == torch.float64 else contextlib.nullcontext():
         result = train(model, head, job)
@@ -79,7 +93,7 @@ def main(job_path: str, result_path: str) -> None:
 
         parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for name, tensor in revert_weight_conversion(model, parameters).items():
-            result[f"weights.{name}"] = tensor.clone().contiguous()
+            result[f"weights.{name.replace(last, stored_layer)}"] = tensor.clone().contiguous()
         for name, parameter in head.named_parameters():
             result[f"weights.{stored[name]}"] = parameter.detach().clone()
     save_file(result, result_path)
@@ -90,7 +104,7 @@ class Routers:
 
     def __init__(self, model: Any) -> None:
         self._moes = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
-        self._top_k = model.config.num_experts_per_tok
+        self._top_k = getattr(model.config, "num_experts_per_tok", 0)
         for moe in self._moes:
             moe.gate.register_forward_hook(lambda module, inputs, output, moe=moe: moe.seen.append(output))
         self.clear()
@@ -139,7 +153,8 @@ def train(model: Any, head: Head, job: dict[str, Any]) -> dict[str, Tensor]:
         norm = torch.nn.utils.clip_grad_norm_(parameters, job["max_grad_norm"])
         rows.append((float(loss.detach()), float(prediction_loss.detach()), float(norm)))
         optimizer.step()
-        routers.update_biases(job.get("bias_update_rate", 0.0))
+        if job.get("bias_update_rate"):
+            routers.update_biases(job["bias_update_rate"])
     table = torch.tensor(rows, dtype=torch.float64)
     return {name: table[:, index].contiguous() for index, name in enumerate(("losses", "mtp_losses", "grad_norms"))}
 

@@ -17,11 +17,16 @@ from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, Case, case
 
 REFERENCE = Path(__file__).with_name("mtp_reference.py")
 STEPS, WEIGHT = 3, 0.3
-SEEDS = {"glm4_moe_lite": 1}
+SEEDS = {"glm4_moe_lite": 1, "qwen3_next": 1}
 """With the usual one, transformers' own fp32 is ten times as far from its fp64, as Adam amplifies gradients near 0."""
 LAYERS = 4
 HEAD = f"model.layers.{LAYERS}."
 """Prefix of the head's tensors."""
+SEPARATE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Architectures whose checkpoints name a head ``mtp.*``, and not like one more layer."""
+SEPARATE_LAYER = "mtp.layers.0."
+HYBRID_LAYERS = [*["linear_attention"] * (LAYERS - 1), "full_attention", "full_attention"]
+"""Of the layers and the head."""
 
 
 def add_prediction_head(source: Path, target: Path) -> Path:
@@ -47,6 +52,24 @@ def add_prediction_head(source: Path, target: Path) -> Path:
     return target
 
 
+def add_separate_head(source: Path, target: Path) -> Path:
+    """Write ``source`` with its last layer as the head of the layers before it, named as in Qwen's checkpoints."""
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    layers = config["num_hidden_layers"] - 1
+    config |= {"num_hidden_layers": layers, "layer_types": config["layer_types"][:layers], "mtp_num_hidden_layers": 1}
+    width = config["hidden_size"]
+    tensors = {name.replace(f"model.layers.{layers}.", SEPARATE_LAYER): tensor for name, tensor in tensors.items()}
+    generator = torch.Generator().manual_seed(5)
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):  # offsets from 1
+        tensors[f"mtp.{name}.weight"] = 0.2 * torch.randn(width, generator=generator)
+    tensors["mtp.fc.weight"] = torch.randn(width, 2 * width, generator=generator) / (2 * width) ** 0.5
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return target
+
+
 def checkpoint_with_head(folder: Path, arch: str, *, tied: bool = False) -> Path:
     """Return a tiny checkpoint of four layers and a head, made once."""
     path = folder / f"{arch}-with-head{'-tied' if tied else ''}"
@@ -54,8 +77,10 @@ def checkpoint_with_head(folder: Path, arch: str, *, tied: bool = False) -> Path
         overrides: dict[str, Any] = {"num_hidden_layers": LAYERS + 1, "tie_word_embeddings": tied}
         if arch == "glm4_moe_lite":
             overrides["mlp_layer_types"] = ["dense", *["sparse"] * LAYERS]
+        if arch in SEPARATE:
+            overrides |= {"layer_types": HYBRID_LAYERS, "rms_norm_eps": 0.1}
         source = write_tiny_checkpoint(path.with_name(f"{path.name}-source"), arch, SEEDS.get(arch, 0), **overrides)
-        add_prediction_head(source, path)
+        (add_separate_head if arch in SEPARATE else add_prediction_head)(source, path)
     return path
 
 

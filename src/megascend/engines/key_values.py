@@ -3,8 +3,9 @@
 Every attention layer of a rank has keys and values of all rows: [rows, KV heads, capacity, head dim]. A token takes KV heads x
 (key width + value width) numbers a layer, in the dtype of the keys. With latent attention (MLA) on the Megatron engine it takes
 latent + rotated width (DeepSeek-V3: 512 + 64, where keys and values of 128 heads have 40,960), on every tensor parallel rank, as
-one key of one head whose first numbers are the value. Rows grow by one token at a time. A micro batch's ``cached`` is its use of
-the cache: :class:`Filling` (prefill) or :class:`Growing` (decode).
+one key of one head whose first numbers are the value. Rows grow by one token at a time. Layers of linear attention keep a state
+instead, of one size whatever the row's length. A micro batch's ``cached`` is its use of the cache: :class:`Filling` (prefill) or
+:class:`Growing` (decode).
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ SMALLEST = 64
 """Initial capacity in tokens; it is doubled when it is used up."""
 
 
-def other_attention(config: Any) -> str | None:
-    """Return the part of a transformers model that a KV cache does not cover; None if its decoding state is only that."""
+def other_attention(config: Any, recurrent: Sequence[str] = ()) -> str | None:
+    """Return the part of a transformers model whose decoding state the cache does not cover, or None.
+
+    Args:
+        recurrent: further kinds of layer in ``layer_types`` that are covered, by a state.
+    """
     text = config.get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(PLAIN_LAYERS))
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {*PLAIN_LAYERS, *recurrent})
     if kinds:
         return f"layers of kind {kinds[0]}"
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
@@ -58,6 +63,7 @@ class KeyValues:
         # By transformers' layer_idx or Megatron's layer_number.
         # (keys, values), or (keys,) of which a part is the values.
         self._layers: dict[Hashable, tuple[Tensor, ...]] = {}
+        self._states: dict[Hashable, Tensor] = {}  # [rows, ...]
         self._positions, self._visible = torch.empty(0), torch.empty(0)
 
     @property
@@ -66,8 +72,9 @@ class KeyValues:
 
     @property
     def bytes(self) -> int:
-        """Memory of all keys and values."""
-        return sum(tensor.nbytes for tensors in self._layers.values() for tensor in tensors)
+        """Memory of all keys, values and states."""
+        tensors = [tensor for tensors in self._layers.values() for tensor in tensors] + list(self._states.values())
+        return sum(tensor.nbytes for tensor in tensors)
 
     def fill(self, layer: Hashable, row: int, *states: Tensor) -> None:
         """Write the first keys and values [tokens, heads, head dim] of a row; keys alone where values are a part of them."""
@@ -84,6 +91,17 @@ class KeyValues:
             cache[row, :, :tokens] = tensor.transpose(0, 1)
         self.lengths[row] = tokens
 
+    def fill_state(self, key: Hashable, row: int, state: Tensor, tokens: int) -> None:
+        """Write the state of a row after its first ``tokens``, of any shape and dtype that all rows share."""
+        if key not in self._states:
+            self._states[key] = state.new_zeros(len(self.lengths), *state.shape)
+        self._states[key][row] = state
+        self.lengths[row] = tokens
+
+    def state(self, key: Hashable, rows: slice) -> Tensor:
+        """Return the states of rows; writing to them changes the cache's."""
+        return self._states[key][rows]
+
     def take(self, rows: Sequence[int]) -> None:
         """Replace the rows by these of them, in this order; a row that is listed several times is copied."""
         # No row has ended or is to be copied: the caches stay in place.
@@ -92,6 +110,8 @@ class KeyValues:
         index = torch.tensor(list(rows), dtype=torch.int64, device=self._device)
         for layer, tensors in self._layers.items():
             self._layers[layer] = tuple(tensor.index_select(0, index) for tensor in tensors)
+        for key, states in self._states.items():
+            self._states[key] = states.index_select(0, index)
         self.lengths = [self.lengths[row] for row in rows]
 
     def begin(self) -> None:
@@ -176,11 +196,13 @@ class Filling:
 
     def keep(self, layer: Hashable, *states: Tensor) -> None:
         """Write a layer's keys and values: [tokens, heads, head dim] of packed samples, [batch, tokens, ...] of padded ones."""
-        for row, *row_states in zip(self.rows, *(self._split(tensor) for tensor in states), strict=True):
+        by_row = (self.split(tensor if tensor.dim() == 3 else tensor.flatten(0, 1)) for tensor in states)
+        for row, *row_states in zip(self.rows, *by_row, strict=True):
             self.cache.fill(layer, row, *row_states)
 
-    def _split(self, states: Tensor) -> Iterator[Tensor]:
-        parts = states.split(self.padded_lengths) if states.dim() == 3 else states
+    def split(self, values: Tensor) -> Iterator[Tensor]:
+        """Yield the part of each sample, without its padding, of values [tokens, ...]."""
+        parts = values.split(self.padded_lengths)
         return (part[:length] for part, length in zip(parts, self.lengths, strict=True))
 
 

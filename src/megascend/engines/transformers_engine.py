@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megascend.engines import linear_attention
 from megascend.engines.adamw import MainAdamW
 from megascend.engines.base import Engine
 from megascend.engines.heads import plain_slice
@@ -63,3 +64,6 @@ class TransformersSubject(Subject):
 
     def plain(self, config: Any) -> Any:
         return plain_slice(config, self.scalar_head)
+
+    def on_the_cpu(self, plain: Any) -> contextlib.AbstractContextManager[None]:
+        return linear_attention.on_the_cpu(plain)

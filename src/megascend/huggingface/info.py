@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from megascend.huggingface.exported import LAYER, OUTPUT, derived_tensors, predi
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
 from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
-from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, text_config
+from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, proven, text_config
 from megascend.models.base import LinearAttention
 
 if TYPE_CHECKING:
@@ -309,14 +309,39 @@ def check_prediction_head(
         )
     if not architecture.prediction_head:
         raise ConfigError(
-            f"mtp: train: heads of {kind} for multi-token prediction are not built here (those of deepseek_v3, glm4_moe and "
-            "glm4_moe_lite are); set keep"
+            f"mtp: train: heads of {kind} for multi-token prediction are not built here (those of "
+            f"{', '.join(family.model_type for family in proven() if family.prediction_head)} are); set keep"
         )
     layers = {int(match[1]) for name in heads if (match := LAYER.search(name))}
-    if count != 1 or layers != {shape.num_layers}:
+    if architecture.prediction_layers != "model.layers":
+        _check_separate_head(kind, config, heads, layers)
+    elif count != 1 or layers != {shape.num_layers}:
         raise ConfigError(
             f"mtp: train: one head for multi-token prediction can be trained, and {kind} has {count} "
             "(num_nextn_predict_layers); set keep"
+        )
+
+
+def _check_separate_head(
+    kind: Any, config: Mapping[str, Any], heads: Mapping[str, TensorHeader], layers: Collection[int]
+) -> None:
+    """Raise ConfigError if heads that are no layers of the model's list, and that no key need count, cannot be trained."""
+    if len(layers) != 1:
+        raise ConfigError(
+            f"mtp: train: one head for multi-token prediction can be trained, and the checkpoint of {kind} has "
+            f"{len(layers)}; set keep"
+        )
+    dedicated = next((name for name in heads if name.endswith(("embed_tokens.weight", "lm_head.weight"))), None)
+    if dedicated is not None or config.get("mtp_use_dedicated_embeddings"):
+        raise ConfigError(
+            f"mtp: train: the head of {kind} for multi-token prediction has an embedding or output layer of its own "
+            f"({dedicated or 'mtp_use_dedicated_embeddings: true'}), and only one that shares the model's can be trained; set "
+            "keep"
+        )
+    if (kinds := config.get("layer_types")) and kinds[-1] != "full_attention":
+        raise ConfigError(
+            f"mtp: train: the head of {kind} for multi-token prediction has softmax attention, and is built like the model's "
+            f"last layer, which is of kind {kinds[-1]}; set keep"
         )
 
 

@@ -57,8 +57,10 @@ class Architecture:
         interleaved_experts: fused experts are stored as [experts, in, out], and gate and up alternate.
         latent_norm_epsilon: epsilon of the norms of latent attention's queries, keys and values in transformers, where it is not
             ``rms_norm_eps``.
-        prediction_head: the heads of its checkpoints for multi-token prediction are layers after the last one, named and computed
-            as DeepSeek-V3's (arXiv:2412.19437, section 2.2); the Megatron engine trains one.
+        prediction_head: the heads of its checkpoints for multi-token prediction are computed as DeepSeek-V3's (arXiv:2412.19437,
+            section 2.2), each with a layer like the model's last one; the Megatron engine trains one.
+        prediction_layers: name of the list of the heads' layers in a checkpoint: that of the model's layers, which the heads
+            follow, or one of their own.
         packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
             them.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
@@ -77,6 +79,7 @@ class Architecture:
     interleaved_experts: bool = False
     latent_norm_epsilon: float | None = None
     prediction_head: bool = False
+    prediction_layers: str = "model.layers"
     packages: tuple[str, ...] = ()
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False

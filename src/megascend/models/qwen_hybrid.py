@@ -28,6 +28,8 @@ class QwenHybrid(Architecture):
     lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_hybrids"
     layer_kinds: tuple[str, ...] = (*ATTENTION_LAYERS, LINEAR)
     packages: tuple[str, ...] = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
+    prediction_head: bool = True
+    prediction_layers: str = "mtp.layers"
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         settings = super().megatron_settings(config) | {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,7 @@ def causal_conv1d(
     if cu_seqlens is not None:
         starts = cu_seqlens.to(positions.dtype)
         positions = positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
-    return _activated(_convolve(x, weight, bias, positions), activation), None
+    return _activated(_uncompiled(x, weight, bias, positions), activation), None
 
 
 def causal_conv1d_fn(
@@ -68,7 +70,7 @@ def causal_conv1d_fn(
         first = torch.ones_like(seq_idx, dtype=torch.bool)
         first[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
         positions = positions - torch.where(first, positions, 0).cummax(dim=1).values
-    return _activated(_convolve(x.transpose(1, 2), weight, bias, positions), activation).transpose(1, 2)
+    return _activated(_uncompiled(x.transpose(1, 2), weight, bias, positions), activation).transpose(1, 2)
 
 
 def causal_conv1d_update(
@@ -103,6 +105,9 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor)
     if bias is not None:
         result = result + bias.to(wide)
     return result.to(dtype)
+
+
+_uncompiled: Any = torch.compiler.disable(_convolve)
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:

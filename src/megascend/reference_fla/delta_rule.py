@@ -6,7 +6,8 @@ A head's state S is a [key width, value width] matrix. Token t with decay ``exp(
     S <- S + k (beta (v - S^T k))^T
     output = S^T q / sqrt(key width)
 
-Products are computed in fp32, or in fp64 if the inputs are.
+Products are computed in fp32, or in fp64 if the inputs are. As fla's, the functions are not compiled: they depend on sequences'
+lengths.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def chunk_gated_delta_rule(
     Raises:
         ConfigError: ``cu_seqlens`` with a batch other than 1, or that do not cover the tokens.
     """
-    return _by_sequence(
+    return _uncompiled(
         _chunked, (q, k, v, g, beta), scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
     )
 
@@ -88,7 +89,7 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gated delta rule token by token, as a sampler does. Arguments are those of :func:`chunk_gated_delta_rule`."""
-    return _by_sequence(
+    return _uncompiled(
         _recurrent, (q, k, v, g, beta), scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
     )
 
@@ -121,11 +122,11 @@ def _by_sequence(
     repeats = v.shape[2] // k.shape[2]
     if normalise:
         q, k = l2norm(q, output_dtype=dtype), l2norm(k, output_dtype=dtype)
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    factor = k.shape[-1] ** -0.5 if scale is None else scale
     # [batch, heads, tokens, width]
     q, k = (x.to(dtype).repeat_interleave(repeats, dim=2).transpose(1, 2) for x in (q, k))
     wide_v, g, beta = (x.to(dtype).transpose(1, 2) for x in (v, g, beta))
-    q = q * scale
+    q = q * factor
     if cu_seqlens is None:
         starts = [0, v.shape[1]]
     else:
@@ -146,6 +147,9 @@ def _by_sequence(
         states.append(state)
     final = torch.cat(states).to(torch.promote_types(dtype, torch.float32)) if output_final_state else None
     return torch.cat(outputs, dim=2).transpose(1, 2).to(v.dtype), final
+
+
+_uncompiled: Any = torch.compiler.disable(_by_sequence)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

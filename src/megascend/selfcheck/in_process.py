@@ -55,6 +55,10 @@ class Subject(ABC):
     def plain(self, config: Any) -> Any:
         """Return the plain transformers model of a configuration, in fp32, whose ``logits`` are [n, vocabulary]."""
 
+    def on_the_cpu(self, plain: Any) -> contextlib.AbstractContextManager[None]:
+        """Let models of the class of ``plain`` run on the CPU within the context."""
+        return contextlib.nullcontext()
+
     @abstractmethod
     def build(self, config: Any) -> Any:
         """Return a model of a configuration, in fp32 on the CPU, prepared by the engine."""
@@ -104,7 +108,7 @@ def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subjec
     except Exception:  # noqa: BLE001  an architecture's code may raise any exception; the self-check reports it
         return
     # Building draws weights: the run's own random numbers must not depend on whether the check ran.
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _engine_errors(subject, plain):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _engine_errors(subject, plain), subject.on_the_cpu(plain):
         model = subject.build(copy.deepcopy(small)).eval()
         if called:
             subject.logits(model, [torch.arange(length) % small.vocab_size for length in sorted(part.lengths)])
@@ -123,13 +127,14 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
     """Build the model of a trial in plain transformers and in the engine and compare; preserve torch's CPU RNG state."""
     from transformers import AutoConfig
 
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), contextlib.ExitStack() as stack:
         try:
             config = AutoConfig.for_model(**copy.deepcopy(trial.config))
             plain = subject.plain(copy.deepcopy(config)).eval()
             randomise(plain, trial.seed)
         except Exception as error:  # noqa: BLE001  an architecture's code may raise any exception; the verdict reports it
             return TrialResult(transformers_problem=description(error))
+        stack.enter_context(subject.on_the_cpu(plain))
         with _engine_errors(subject, plain):
             model = subject.build(copy.deepcopy(config)).eval()
             model.load_state_dict(plain.state_dict())

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from megascend.engines.fsdp import transformers_api
-from megascend.engines.fsdp.attention import KEYWORD, SampleLengths, attention
-from megascend.engines.fsdp.token_mixing import check_layers
+from megascend.engines.fsdp.attention import KEYWORD, SampleLengths, attention, sample_lengths
+from megascend.engines.fsdp.token_mixing import check_layers, pass_borders
 from megascend.errors import ConfigError
 from megascend.huggingface.scalar_head import ScalarHead
 
@@ -39,6 +39,32 @@ class StateSpace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.A_log = nn.Parameter(torch.zeros(2))
+
+
+def replaceable(*arguments: str, replaced: bool = True) -> Any:
+    """Return a function as transformers makes one that a package's replaces, which has these arguments."""
+    is_new_implementation, applicable_params = replaced, arguments
+    return lambda *args, **kwargs: (args, kwargs, is_new_implementation, applicable_params)
+
+
+causal_conv1d_fn = replaceable("x", "weight", "seq_idx")
+torch_chunk_gated_delta_rule = replaceable("q", "k", "v", "cu_seqlens")
+"""Names of transformers' functions in its modules."""
+
+
+class DeltaRule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(2))
+
+    def forward(self, states: Any, **kwargs: Any) -> Any:
+        mixed = causal_conv1d_fn(states, **kwargs)
+        return torch_chunk_gated_delta_rule(mixed, cu_seqlens=kwargs.pop("cu_seq_lens_q", None)), kwargs
+
+
+class DeltaRuleWithoutBorders(DeltaRule):
+    def forward(self, states: Any) -> Any:
+        return torch_chunk_gated_delta_rule(causal_conv1d_fn(states))
 
 
 class Model(nn.Module):
@@ -82,6 +108,46 @@ def test_other_layers_are_refused_where_samples_share_a_row_or_are_divided(other
     with pytest.raises(ConfigError, match=r"set batching\.packing: false and parallel\.context: 1$"):
         check(model, context=2)
     check(model, packing=False)
+
+
+def test_linear_attention_whose_functions_know_borders_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(layer(Attention()), layer(DeltaRule()))
+    check(model)
+    with pytest.raises(
+        ConfigError, match=r"\(DeltaRule in Sequential\), .*; set batching.packing: false and parallel.context: 1$"
+    ):
+        check(model, context=2)
+    with pytest.raises(ConfigError, match=r"set batching\.packing: false$"):
+        check(Model(layer(Attention()), layer(DeltaRuleWithoutBorders())))
+    monkeypatch.setitem(globals(), "causal_conv1d_fn", replaceable("x", "weight"))
+    with pytest.raises(
+        ConfigError,
+        match=r"; install flash-linear-attention, whose functions keep them apart, or set batching\.packing: false$",
+    ):
+        check(model)
+    monkeypatch.setitem(globals(), "torch_chunk_gated_delta_rule", replaceable("q", "cu_seqlens", replaced=False))
+    with pytest.raises(ConfigError, match="install flash-linear-attention, "):
+        check(model)
+    monkeypatch.setitem(globals(), "causal_conv1d_fn", lambda states, **kwargs: states)  # of an older transformers
+    with pytest.raises(ConfigError, match=r"affect each other; set batching\.packing: false$"):
+        check(model)
+    check(model, packing=False)
+
+
+def test_borders_reach_linear_attention() -> None:
+    model = Model(layer(DeltaRule()))
+    pass_borders(model)
+    module: Any = next(module for module in model.modules() if isinstance(module, DeltaRule))
+    (_, rule, *_), rest = module(
+        QUERY, **{KEYWORD: sample_lengths((3, 1, 2), None, torch.device("cpu"), torch.float32)}
+    )
+    assert rule["cu_seqlens"].tolist() == [0, 3, 4, 6]
+    assert rest["seq_idx"].tolist() == [[0, 0, 0, 1, 2, 2]]
+    (_, rule, *_), rest = module(QUERY, **{KEYWORD: ROW})
+    assert rule["cu_seqlens"] is None
+    assert rest.keys() == {KEYWORD}
+    with pytest.raises(ConfigError, match="do not pass keywords on to DeltaRule"):
+        module(QUERY)
 
 
 def test_mixers_outside_of_the_layers_are_refused() -> None:

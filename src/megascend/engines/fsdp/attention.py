@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,14 @@ class SampleLengths:
     starts: Tensor | None = None
     longest: Tensor | None = None
     cached: Filling | Growing | None = None
+
+    @cached_property
+    def sample_index(self) -> Tensor:
+        """Return the number of each packed token's sample, int32 [1, tokens]."""
+        assert self.packed is not None
+        assert self.starts is not None
+        numbers = torch.arange(len(self.packed), dtype=torch.int32, device=self.starts.device)
+        return numbers.repeat_interleave(self.starts.diff(), output_size=sum(self.packed))[None]
 
 
 def sample_lengths(

@@ -15,6 +15,7 @@ from megascend.changes import patch
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
+from megascend.engines import linear_attention
 from megascend.engines.base import OnOutput, check_head, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
@@ -25,10 +26,10 @@ from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.output_head import LossHead, more_than_product
 from megascend.engines.fsdp.router_loss import RouterLoss, router_recorder
 from megascend.engines.fsdp.sharding import FsdpGroups, freeze, reshard, shard
-from megascend.engines.fsdp.token_mixing import check_layers
+from megascend.engines.fsdp.token_mixing import check_layers, pass_borders
 from megascend.engines.full_model import FullModel
 from megascend.engines.heads import fresh_weights, output_layer
-from megascend.engines.key_values import other_attention
+from megascend.engines.key_values import Filling, Growing, other_attention
 from megascend.engines.replayed_blocks import BlockReplay
 from megascend.engines.rotary import RotaryByLength
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
@@ -81,6 +82,9 @@ class FsdpEngine(TransformersEngine):
         subject = FsdpSubject(info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=npu)
         self.check_slice(self.model.config, subject, enabled=spec.self_check)
         self._rotary = RotaryByLength(self.model)
+        self._cached: Filling | Growing | None = None  # of the micro batch that runs
+        if spec.batching.packing:
+            pass_borders(self.model)
         # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
         if spec.fsdp.compile:
@@ -152,6 +156,7 @@ class FsdpEngine(TransformersEngine):
                 if self.adapters is not None:
                     self.adapters.layers.segments = batch.segments
                 self._rotary.enter(batch)
+                self._cached = batch.cached
                 packed = None if batch.packed is None else batch.packed.lengths
                 # Passed as a keyword through the model to the attention function: transformers has no other way to
                 # tell it the borders.
@@ -179,6 +184,7 @@ class FsdpEngine(TransformersEngine):
                 self.model.reset_iter_state()
             raise
         finally:
+            self._cached = None
             # Also after an error: exports, checkpoints and the next call expect sharded parameters.
             reshard(self._units)
         return results
@@ -188,7 +194,12 @@ class FsdpEngine(TransformersEngine):
             return f"parallel.context={self.topology.context}"
         if self._fsdp.compile:
             return "fsdp.compile"
-        return other_attention(self.model.config)
+        return other_attention(self.model.config, linear_attention.covered_kinds(self.model))
+
+    @contextlib.contextmanager
+    def caching(self) -> Iterator[None]:
+        with linear_attention.cached_delta_rules(self.model, lambda: self._cached):
+            yield
 
     def state(self, *, everything: bool) -> dict[str, Any]:
         if self.optimizer is None:
@@ -301,6 +312,8 @@ class FsdpSubject(TransformersSubject):
                 "a slice on the CPU has no operator of the NPU's",
             )
         self._rotary = RotaryByLength(model)
+        if self.packing:
+            pass_borders(model)
         return model
 
     def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:

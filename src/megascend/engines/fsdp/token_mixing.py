@@ -2,20 +2,29 @@
 
 Attention that transformers takes from its registry is computed by the engine, within each sample and over all ranks of a
 sequence. Every other module that mixes tokens (short convolutions, state-space and linear attention layers) runs over its input
-row: correct for one sample per row on one rank, since it is causal, and wrong for packed samples and for parts of samples.
-Modules are recognised by their classes and by the functions that their forward passes use, so that unlisted architectures are
-covered too.
+row: correct for one sample per row on one rank, since it is causal, and wrong for packed samples and for parts of samples. The
+exception is linear attention whose functions know samples' borders (:mod:`megascend.engines.linear_attention`), which
+:func:`pass_borders` passes to it. Modules are recognised by their classes and by the functions that their forward passes use, so
+that unlisted architectures are covered too.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 
+from megascend.engines.fsdp.attention import KEYWORD, SampleLengths
+from megascend.engines.linear_attention import (
+    BORDERS_KEYWORD,
+    PACKAGE,
+    delta_rule_modules,
+    forward_code,
+    packing_problem,
+)
 from megascend.errors import ConfigError
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -62,23 +71,50 @@ def check_layers(model: Any, layers: Iterable[nn.Module], *, packing: bool, cont
     if not packing and context == 1:
         return
     for layer in layers:
-        mixer = next(_mixers(layer), None)
-        if mixer is None and any(_takes_attention(module) for module in layer.modules()):
+        mixers = list(_mixers(layer))
+        if not mixers and any(_takes_attention(module) for module in layer.modules()):
             continue
-        name = type(layer).__name__ if mixer is None else f"{type(mixer).__name__} in {type(layer).__name__}"
-        _refuse(kind, name, packing, context)
+        mixing = [mixer for mixer in mixers if context > 1 or packing_problem(mixer) != "none"]
+        if mixers and not mixing:
+            continue
+        name = f"{type(mixing[0]).__name__} in {type(layer).__name__}" if mixing else type(layer).__name__
+        _refuse(kind, name, packing, context, package=bool(mixing) and packing_problem(mixing[0]) == "package")
     # Also before the first and after the last layer.
-    outside = next(_mixers(model), None)
+    inside = {module for layer in layers for module in layer.modules()}
+    outside = next((mixer for mixer in _mixers(model) if mixer not in inside), None)
     if outside is not None:
-        _refuse(kind, type(outside).__name__, packing, context)
+        _refuse(kind, type(outside).__name__, packing, context, package=False)
 
 
-def _refuse(kind: str, module: str, packing: bool, context: int) -> None:
+def _refuse(kind: str, module: str, packing: bool, context: int, *, package: bool) -> None:
     settings = [*(["batching.packing: false"] if packing else []), *(["parallel.context: 1"] if context > 1 else [])]
     effect = "parts of a sample ignore those on other ranks" if not packing else "packed samples affect each other"
-    raise ConfigError(
-        f"engine fsdp: {kind} mixes tokens other than by attention ({module}), where {effect}; set {' and '.join(settings)}"
-    )
+    remedy = f"set {' and '.join(settings)}"
+    if package and context == 1:
+        remedy = f"install {PACKAGE}, whose functions keep them apart, or {remedy}"
+    raise ConfigError(f"engine fsdp: {kind} mixes tokens other than by attention ({module}), where {effect}; {remedy}")
+
+
+def pass_borders(model: nn.Module) -> None:
+    """Pass the borders of packed samples to the linear attention of a model that :func:`check_layers` has accepted."""
+    for module in delta_rule_modules(model):
+        module.register_forward_pre_hook(_add_borders_uncompiled, with_kwargs=True)
+
+
+def _add_borders(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    lengths = kwargs.get(KEYWORD)
+    if not isinstance(lengths, SampleLengths):
+        raise ConfigError(
+            f"engine fsdp: the layers of this model do not pass keywords on to {type(module).__name__}, so that samples in one "
+            "micro batch would affect each other; use another engine"
+        )
+    if lengths.starts is None:
+        return args, kwargs
+    return args, kwargs | {BORDERS_KEYWORD: lengths.starts, "seq_idx": lengths.sample_index}
+
+
+# Compiled code would depend on the number of tokens.
+_add_borders_uncompiled: Any = torch.compiler.disable(_add_borders)
 
 
 def _mixers(root: nn.Module) -> Iterator[nn.Module]:
@@ -98,7 +134,7 @@ def _window(text: Any) -> int | None:
 
 def _window_is_a_mask(model: nn.Module) -> bool:
     """Check whether a model applies its sliding window only by a mask, not by an argument of the attention function."""
-    codes = [_code(module) for module in model.modules()]
+    codes = [forward_code(module) for module in model.modules()]
     return any(WINDOW_MASK in _names(code) for code in codes) and not any(
         WINDOW in _keywords(code) for code in codes if REGISTRY in _names(code)
     )
@@ -106,13 +142,7 @@ def _window_is_a_mask(model: nn.Module) -> bool:
 
 def _takes_attention(module: nn.Module) -> bool:
     """Check whether a module's forward pass takes its attention function from transformers' registry."""
-    return REGISTRY in _names(_code(module))
-
-
-def _code(module: nn.Module) -> CodeType | None:
-    """Return the code of a module's forward pass, without decorators."""
-    # transformers decorates many forward methods; the wrapper's code shows nothing of theirs.
-    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return REGISTRY in _names(forward_code(module))
 
 
 def _keywords(code: CodeType | None) -> set[str]:

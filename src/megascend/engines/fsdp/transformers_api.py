@@ -17,6 +17,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from megascend.changes import changed, patch
+from megascend.engines import linear_attention
 from megascend.engines.fsdp import attention, experts
 from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
 from megascend.engines.fsdp.experts import Experts
@@ -99,6 +100,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
             f"engine fsdp: {kind} has its own attention classes instead of transformers' registry of attention functions, so "
             "that the engine cannot keep samples apart; use engine single"
         ) from error
+    linear_attention.use_convolution_of_fla(model)
     model.tie_weights()
     without_bias(model, scalar_head)
     head = output_layer(model)

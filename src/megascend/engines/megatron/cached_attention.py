@@ -9,6 +9,9 @@ Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) caches a token's n
 heads' keys share: kv_lora_rank + qk_rope_head_dim numbers a layer and token, on every tensor parallel rank. In decoding the
 projection from the latent to keys is applied to the query, and that to values to the mean of the latents, so that the latents of
 earlier tokens are never expanded: softmax(q W_k c) (W_v c) = W_v softmax((q W_k) c) c.
+
+Linear attention (mcore-bridge's GatedDeltaNet) caches the states of :class:`megascend.engines.linear_attention.LayerState`, those
+of a rank's heads. Its two functions of ``fla`` are replaced where its module looks them up.
 """
 
 from __future__ import annotations
@@ -26,9 +29,13 @@ from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patched
+from megascend.engines import linear_attention
 from megascend.engines.key_values import Filling, Growing
 from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
 from megascend.topology.topology import Topology
+
+CONVOLUTION, DELTA_RULE = "causal_conv1d", "chunk_gated_delta_rule"
+"""Names of fla's functions in mcore-bridge's module."""
 
 if TYPE_CHECKING:
     from megascend.lora.layers import AdapterLayers
@@ -49,6 +56,10 @@ def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, p
         return f"attention with softmax_type={config.softmax_type}"
     for chunk in chunks:
         for layer in chunk.decoder.layers:
+            if is_delta_rule(getattr(layer, "self_attention", None)):
+                if config.deterministic_mode:
+                    return "linear attention with deterministic_mode"
+                continue
             core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
             if not isinstance(core, te.TEDotProductAttention):
                 return f"a layer whose attention is {type(core or layer).__name__}"
@@ -57,6 +68,12 @@ def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, p
             if getattr(config, "window_size", None) is not None and not hasattr(core, "window_size"):
                 return f"attention in a window that {type(core).__name__} does not tell"
     return None
+
+
+def is_delta_rule(module: Any) -> bool:
+    """Check whether a layer's attention is a gated delta rule that calls the two functions of ``fla`` by their names."""
+    code = None if module is None else linear_attention.forward_code(module)
+    return code is not None and {CONVOLUTION, DELTA_RULE} <= set(code.co_names)
 
 
 @dataclass(frozen=True)
@@ -95,12 +112,16 @@ class CachedAttention:
     def installed(self) -> Iterator[None]:
         """Patch the attention layers within the context; micro batches without ``cached`` run as before."""
         reason = "sampling: keys and values of earlier tokens are kept"
+        delta_rules: dict[Any, int] = {}
         with contextlib.ExitStack() as stack:
             for chunk in self._chunks:
                 rotary = getattr(chunk, "rotary_pos_emb", None)
                 if rotary is not None:
                     stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), reason))
                 for layer in chunk.decoder.layers:
+                    if is_delta_rule(layer.self_attention):
+                        delta_rules[layer.self_attention] = layer.layer_number
+                        continue
                     core = layer.self_attention.core_attention
                     # Transformer Engine's window does not count the token itself; -1: no window.
                     left, _ = getattr(core, "window_size", None) or (-1, 0)
@@ -114,10 +135,35 @@ class CachedAttention:
                     attention = _Attention(layer.layer_number, scale, window, sink, core.forward, up)
                     forward = partial(self._attend, attention)
                     stack.enter_context(patched(core, "forward", forward, reason))
+            self._keep_states(delta_rules, stack)
             try:
                 yield
             finally:
                 self.batch = self._latents = None
+
+    def _keep_states(self, delta_rules: dict[Any, int], stack: contextlib.ExitStack) -> None:
+        """Keep the states of linear attention, given as modules with their layers' numbers, until ``stack`` is closed."""
+        current = linear_attention.CurrentLayer(lambda: self._cached)
+        stack.enter_context(current.watching(list(delta_rules), delta_rules.__getitem__))
+
+        def convolution(before: Callable[..., Any]) -> Callable[..., Any]:
+            def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **kwargs: Any) -> Any:
+                def compute(x: Tensor) -> Tensor:
+                    return before(x=x, weight=weight, bias=bias, activation=activation, **kwargs)[0]
+
+                if current.state is None:
+                    return before(x=x, weight=weight, bias=bias, activation=activation, **kwargs)
+                return current.state.convolve(x, weight, bias, activation, compute), None
+
+            return causal_conv1d
+
+        # Functions of the process: other models' layers find no current layer.
+        for owner in dict.fromkeys(map(linear_attention.forward_owner, delta_rules)):
+            for function, wrap in (
+                (CONVOLUTION, convolution),
+                (DELTA_RULE, partial(linear_attention.delta_rule, current)),
+            ):
+                stack.enter_context(patched(owner, function, wrap(getattr(owner, function)), linear_attention.WHY))
 
     def _watch(self, up: Any, stack: contextlib.ExitStack, reason: str) -> None:
         """Take the latents that ``up`` multiplies in each call, normalised, of all tokens, until ``stack`` is closed."""

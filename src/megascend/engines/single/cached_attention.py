@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import changed
+from megascend.engines import linear_attention
 from megascend.engines.key_values import Filling, Growing, other_attention
 from megascend.errors import ConfigError
 
@@ -24,7 +25,7 @@ def unsupported_reason(model: Any) -> str | None:
     name = model.config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         return f"attention of kind {name}"
-    return other_attention(model.config)
+    return other_attention(model.config, linear_attention.covered_kinds(model))
 
 
 class CachedAttentionFunction:
@@ -58,7 +59,8 @@ class CachedAttentionFunction:
 
         ALL_ATTENTION_FUNCTIONS[self._name] = attention
         try:
-            yield
+            with linear_attention.cached_delta_rules(self._model, lambda: self.batch and self.batch.cached):
+                yield
         finally:
             ALL_ATTENTION_FUNCTIONS[self._name] = before
             self.batch = None

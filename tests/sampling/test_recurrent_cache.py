@@ -1,0 +1,186 @@
+"""The states of linear attention while sampling: responses against transformers' ``generate``, adapters' against peft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megascend import Adapters, Batching, Lora, Parallel
+from megascend.engines.key_values import Filling, KeyValues
+from megascend.engines.linear_attention import LayerState
+from megascend.reference_fla.convolution import causal_conv1d
+from megascend.reference_fla.delta_rule import chunk_gated_delta_rule
+from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint
+from support.covering import FIRST_STACK
+from support.forked_programs import run_forked
+from support.generated import GREEDY, assert_equal, generated, prompts
+
+pytestmark = [
+    pytest.mark.usefixtures("megatron_imported"),
+    pytest.mark.skipif(not FIRST_STACK, reason="the second stack has no gated delta rule"),
+]
+
+RUNS = Path(__file__).parents[1] / "engines" / "fsdp" / "linear_attention_runs.py"
+CONDITIONED = {"rms_norm_eps": 1e-2}
+"""The gated norm divides outputs of linear attention by their size, which is near 0 for some tokens of a tiny model."""
+LAYOUTS = {
+    "single": (1, Parallel()),
+    "TP2": (2, Parallel(tensor=2)),
+    "TP2 + SP": (2, Parallel(tensor=2, sequence=True)),
+    "TP2 x EP2 + SP": (2, Parallel(tensor=2, expert=2, expert_tensor=1)),
+    "PP2": (2, Parallel(pipeline=2)),
+}
+CASES = [
+    ("qwen3_5_text", "TP2 + SP", True),
+    ("qwen3_next", "PP2", True),
+    *(
+        pytest.param(arch, layout, packing, marks=pytest.mark.nightly)
+        for arch, layout, packing in (
+            ("qwen3_5_text", "single", True),
+            ("qwen3_5_text", "TP2", True),
+            ("qwen3_5_text", "TP2 + SP", False),
+            ("qwen3_next", "single", False),
+            ("qwen3_next", "TP2 x EP2 + SP", True),
+            ("qwen3_5_moe_text", "TP2 x EP2 + SP", True),
+            ("qwen3_5_moe_text", "PP2", True),
+        )
+    ),
+]
+ENGINES: dict[str, tuple[str, int, str, bool]] = {
+    "fsdp": ("fsdp", 2, "qwen3_next", True),
+    "fsdp, padded": ("fsdp", 1, "qwen3_5_moe_text", False),
+    "single": ("single", 1, "qwen3_5_text", False),
+}
+
+
+def requests() -> list[SampleRequest]:
+    """Return greedy requests, and one whose responses share a prompt and end after different numbers of tokens."""
+    several = SampleRequest(
+        prompts()[0],
+        SamplingParams(12, temperature=1.3, seed=11, stop=((7,), *((n,) for n in range(40, 90)))),
+        num_samples=3,
+    )
+    return [*(SampleRequest(prompt, GREEDY) for prompt in prompts()), several]
+
+
+def assert_same(results: list[SampleResult], recomputed: list[SampleResult]) -> None:
+    """Assert that sampling with and without a cache gave the same responses."""
+    for result, other in zip(results, recomputed, strict=True):
+        assert [sample.tokens for sample in result.samples] == [sample.tokens for sample in other.samples]
+        for sample, expected in zip(result.samples, other.samples, strict=True):
+            assert sample.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
+
+
+@pytest.mark.parametrize(("arch", "layout", "packing"), CASES)
+def test_responses_of_megatrons_engine_equal_transformers_generate(
+    arch: str, layout: str, packing: bool, parity_folder: Path
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, arch, **CONDITIONED)
+
+    def on_rank() -> tuple[list[SampleResult], list[SampleResult], str | None]:
+        from megascend.backends import MegatronBackend
+        from megascend.sampling.sampler import Sampler
+
+        with MegatronBackend(
+            model=checkpoint,
+            parallel=LAYOUTS[layout][1],
+            precision="fp32",
+            batching=Batching(packing=packing, micro_batch_tokens=256),
+            timeout_s=60,
+            self_check=False,
+        ) as backend:
+            sampler = Sampler(backend)
+            results = sampler.generate(requests())
+            return results, Sampler(backend, cache=False).generate(requests()), sampler.cache_unsupported_reason
+
+    ranks = run_distributed(on_rank, LAYOUTS[layout][0], init=False, timeout_s=120)
+    expected = generated(checkpoint, [(prompt, None) for prompt in prompts()])
+    for results, recomputed, reason in ranks:
+        assert reason is None
+        assert_equal(results[:-1], expected)
+        assert_same(results, recomputed)
+        assert len({len(sample.tokens) for sample in results[-1].samples}) > 1
+
+
+def run_jobs(folder: Path, *jobs: Any) -> list[Any]:
+    torch.save(list(jobs), folder / "jobs")
+    completed = run_forked(RUNS, folder / "jobs", folder / "results", timeout_s=400)
+    assert completed.returncode == 0, completed.stderr[-6000:]
+    return torch.load(folder / "results", weights_only=False)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_responses_of_engines_without_megatron_equal_transformers_generate(
+    name: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    engine, ranks, arch, packing = ENGINES[name]
+    checkpoint = case_checkpoint(parity_folder, arch, **CONDITIONED)
+    options = {"batching": Batching(packing=packing, micro_batch_tokens=256)}
+    (results_of_ranks,) = run_jobs(tmp_path, ("sampled", (engine, ranks, str(checkpoint), requests(), {}), options))
+    assert len(results_of_ranks) == ranks
+    expected = generated(checkpoint, [(prompt, None) for prompt in prompts()])
+    for results, recomputed, reason in results_of_ranks:
+        assert reason is None
+        assert_equal(results[:-1], expected)
+        assert_same(results, recomputed)
+
+
+def test_adapters_of_one_batch_equal_peft(parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_5_text", **CONDITIONED)
+    adapters = {"all": tmp_path / "all", "inputs": tmp_path / "inputs"}
+    loras = {
+        str(adapters["all"]): Lora(rank=4, alpha=40.0, seed=1),
+        str(adapters["inputs"]): Lora(rank=8, alpha=60.0, seed=2, targets=("in_proj_qkv", "in_proj_a", "in_proj_b")),
+    }
+    first, second, third, _ = prompts()
+    pairs = [(first, "all"), (second, None), (third, "inputs"), (first, "inputs"), (first, None)]
+    adapted = [SampleRequest(prompt, GREEDY, name) for prompt, name in pairs]
+    run_jobs(tmp_path, ("write_adapters", (str(checkpoint), loras), {}))
+    names = {name: str(path) for name, path in adapters.items()}
+    options = {"adapters": Adapters(max_count=4, max_rank=16), "batching": Batching(micro_batch_tokens=256)}
+    jobs = [("sampled", (engine, 1, str(checkpoint), adapted, names), options) for engine in ("fsdp", "single")]
+    expected = generated(checkpoint, [(prompt, name and adapters[name]) for prompt, name in pairs])
+    assert len({tuple(expected[index][0]) for index in (0, 3, 4)}) == 3
+    for ((results, _, reason),) in run_jobs(tmp_path, *jobs):
+        assert reason is None
+        assert_equal(results, expected)
+
+
+def test_states_of_padded_samples_are_those_after_their_last_token() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths, taps = (5, 2), 4
+    x, weight = torch.randn(2, 6, 8, generator=generator), torch.randn(8, taps, generator=generator)
+    q, k = torch.randn(2, 2, 6, 2, 3, generator=generator).unbind()
+    v = torch.randn(2, 6, 2, 5, generator=generator)
+    g, beta = -torch.rand(2, 6, 2, generator=generator), torch.rand(2, 6, 2, generator=generator)
+    cache = KeyValues(2, 16, torch.device("cpu"))
+    layer = LayerState(Filling(cache, (1, 0), lengths, (6, 6)), 3)
+    layer.convolve(x, weight, None, None, lambda x: causal_conv1d(x, weight)[0])
+    out = layer.delta_rule(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        lambda g, beta: chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True),
+        normalise=False,
+    )
+    assert cache.lengths == [2, 5]
+    for sample, (row, length) in enumerate(((1, 5), (0, 2))):
+        inputs = torch.cat([torch.zeros(taps - 1, 8), x[sample, :length]])[-(taps - 1) :]
+        assert torch.equal(cache.state((3, "convolution"), slice(row, row + 1))[0], inputs.T)
+        part: list[Any] = [values[sample : sample + 1, :length] for values in (q, k, v, g, beta)]
+        expected, state = chunk_gated_delta_rule(*part, output_final_state=True)
+        torch.testing.assert_close(cache.state((3, "delta rule"), slice(row, row + 1)), state)
+        torch.testing.assert_close(out[sample : sample + 1, :length], expected)
+    before = cache.bytes
+    assert before == 2 * 4 * (8 * (taps - 1) + 2 * 3 * 5)
+    cache.take([1, 1, 0])
+    assert cache.lengths == [5, 5, 2]
+    assert torch.equal(*(cache.state((3, "delta rule"), slice(row, row + 1)) for row in (0, 1)))
+    assert cache.bytes == before * 3 // 2
