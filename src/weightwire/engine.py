@@ -136,6 +136,17 @@ class Completion:
     routed_experts: RoutedExperts | None = None
 
 
+def response_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a response from JSON: tuples for lists, and :class:`RoutedExperts` for its JSON.
+
+    Raises:
+        KeyError, TypeError, WireError: a field is missing or malformed.
+    """
+    tuples = {name: tuple(fields[name]) for name in ("tokens", "logprobs")}
+    experts = fields.get("routed_experts")
+    return {**fields, **tuples, "routed_experts": None if experts is None else RoutedExperts.from_json(experts)}
+
+
 class InferenceEngine(ABC):
     """An inference engine on any number of devices.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +32,9 @@ DTYPE_BYTES = {
 }
 """Supported torch dtypes by name, with the bytes of one element."""
 
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""The index of a layer in the name of a tensor."""
+
 FORMAT = 1
 # Limits of what an engine parses and allocates for a request, far above any model that is trained today.
 MAX_TENSORS = 1_000_000
@@ -40,6 +44,19 @@ MAX_BYTES = 2**46
 MAX_BUCKET_BYTES = 2**33
 MAX_BUCKETS = 2**20
 MAX_ADAPTER_JSON = 65536
+
+
+def in_prediction_head(name: str, layers: range) -> bool:
+    """Check whether a tensor, by its Hugging Face name, is part of a head for multi-token prediction.
+
+    Such tensors are named ``mtp.*`` or, in DeepSeek-V3 and GLM-4.5, like ``num_nextn_predict_layers`` layers after the last.
+
+    Args:
+        layers: indices of those layers.
+    """
+    layer = LAYER.search(name)
+    # The added dot also finds a name that begins with "mtp.".
+    return (layer is not None and int(layer[1]) in layers) or ".mtp." in f".{name}"
 
 
 def default_bucket_bytes(device_type: str) -> int:
