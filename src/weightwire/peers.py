@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from weightwire.errors import PeerLostError, TransportError
+from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError
 from weightwire.liveness import Identity, Observer, read_records
 
 log = logging.getLogger(__name__)
@@ -126,32 +126,81 @@ class Peers:
 
     # --- joining ---
 
-    def announce(self) -> None:
-        """Write this member's process, which tells the others that it has joined."""
+    def join(self, deadline: float, abandoned: threading.Event | None = None) -> None:
+        """Claim this member's rank, wait until all members have claimed theirs, and start to watch them.
+
+        Args:
+            deadline: end of the wait, in ``time.monotonic()``.
+            abandoned: ends the wait early, with a PeerLostError, when set.
+        """
+        if self._records.get("ended") is not None:
+            raise GroupError(f"group {self._group} has ended; names are used once")
+        # A counter, not a flag: two members that claim a rank at the same time must not both find it free.
+        if self._records.count(f"claims/{self.rank}") != 1:
+            raise GroupError(
+                f"the rank of {self.describe(self.rank)} in group {self._group} is taken: it was assigned twice, or the group "
+                "is used again"
+            )
         self._records.write(f"here/{self.rank}", json.dumps(Identity.current().to_json()))
-
-    def has_joined(self, rank: int) -> bool:
-        """Check whether a member has announced itself."""
-        if rank in self.identities:
-            return True
-        text = self._records.get(f"here/{rank}")
-        if text is not None:
-            self.identities[rank] = Identity(*fields(text, (str, str, int, int)))
-        return text is not None
-
-    def start(self) -> None:
-        """Start the thread that writes heartbeats and watches."""
+        pause = 0.002
+        while missing := self._missing():
+            if (failure := self.failure()) is not None:
+                # The same error as on the member whose deadline passed first, but for those that have joined since.
+                late = [rank for rank in self._reported_missing() if rank in missing]
+                raise self._timeout(late) if late else failure
+            for rank, identity in self.identities.items():
+                if rank != self.rank and identity.state() == "ended":
+                    raise PeerLostError(f"{self.describe(rank)} has ended before the group was complete")
+            if abandoned is not None and abandoned.is_set():
+                raise PeerLostError(f"{self.describe(self.rank)} gave up before the group was complete")
+            if time.monotonic() > deadline:
+                self._records.write_once("missing", json.dumps(missing))
+                raise self._timeout(missing)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+        if self._reported_missing() and (failure := self.failure()) is not None:
+            raise failure  # the last member joined too late: the others have given up
         self._watcher = threading.Thread(target=self._watch, name=f"weightwire-{self._group}", daemon=True)
         self._watcher.start()
 
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not joined; read the identities of those that have."""
+        missing = [rank for rank in range(len(self.names)) if rank not in self.identities]
+        texts = self._records.get_all([f"here/{rank}" for rank in missing])
+        joined = {rank: text for rank, text in zip(missing, texts, strict=True) if text is not None}
+        self.identities |= {rank: Identity(*fields(text, (str, str, int, int))) for rank, text in joined.items()}
+        return [rank for rank in missing if rank not in joined]
+
+    def _reported_missing(self) -> list[int]:
+        """Return the ranks that were missing when the first deadline passed; empty if none has."""
+        text = self._records.get("missing")
+        ranks = [] if text is None else json.loads(text)
+        return ranks if isinstance(ranks, list) else []
+
+    def _timeout(self, ranks: list[int]) -> DeadlineError:
+        names = ", ".join(map(self.describe, ranks))
+        return DeadlineError(
+            f"{self.describe(self.rank)}: timed out waiting for members to join group {self._group}: {names}"
+        )
+
     def leave(self) -> None:
-        """Stop watching, and write a last heartbeat that says so: the end of this process then means nothing."""
+        """Stop watching, and write a last heartbeat that says so: the end of this process then means nothing.
+
+        When the sender leaves, the group ends. A second call does nothing.
+        """
+        if self.ended.is_set():
+            return
         # Before the watcher is stopped: one that outlasts the wait below must not undo the last heartbeat.
         self._left = True
         self.ended.set()
         if self._watcher is not None:
             self._watcher.join(STORE_S + BEAT_S)
-        self._write_heartbeat()
+        try:
+            self._write_heartbeat()
+            if self.rank == 0:
+                self._records.write("ended", "1")
+        except RuntimeError as error:
+            log.debug("%s left, but the store does not answer: %s", self.describe(self.rank), error)
 
     # --- evidence ---
 
