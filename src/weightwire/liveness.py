@@ -43,7 +43,7 @@ def read_records(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     return [values.get(key) for key in keys]
 
 
-class Observer(Generic[B]):
+class HeartbeatObserver(Generic[B]):
     """Last record of each peer, and the time since which it has not changed.
 
     Times are those of ``time.monotonic()``, passed in by the caller.

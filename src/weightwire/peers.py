@@ -24,7 +24,7 @@ from typing import Any
 from torch.distributed import Store
 
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError
-from weightwire.liveness import Identity, Observer, read_records
+from weightwire.liveness import HeartbeatObserver, Identity, read_records
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Peers:
         self.ended = threading.Event()
         self.watched = range(1, len(names)) if rank == 0 else range(1)
         self._records, self._group, self._address = records, group, (host, port)
-        self._observer = Observer[Heartbeat]()
+        self._observer = HeartbeatObserver[Heartbeat]()
         self._beat, self._left, self._unanswered = 0, False, 0.0
         self._watcher: threading.Thread | None = None
 

@@ -26,7 +26,7 @@ POLL_S = 0.25
 """Seconds between two polls of the peers while a caller waits for a diagnosis."""
 
 
-class Observer(liveness.Observer[RankRecord]):
+class Observer(liveness.HeartbeatObserver[RankRecord]):
     """Last heartbeats of the ranks, and their statuses as of the last poll."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Observer(liveness.Observer[RankRecord]):
         self._clock = float("-inf")
 
     def poll(self, records: Mapping[int, RankRecord | None], now: float, clock: float, timeout_s: float) -> None:
-        """Update the records (:meth:`weightwire.liveness.Observer.update`); ``clock`` is ``now`` in ``time.time()``."""
+        """Update the records as of ``now``, which is ``clock`` in ``time.time()``."""
         self.update(records, now, timeout_s)
         self._clock = clock
 
