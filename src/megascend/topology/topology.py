@@ -173,32 +173,6 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
     )
 
 
-def length_multiple(topology: Topology) -> int:
-    """Return the multiple, in tokens, to which sequence lengths are padded.
-
-    Context parallelism gives every rank two chunks of equal length, one from each end, to balance causal attention:
-    2 x CP. Sequence parallelism divides a context rank's tokens over the tensor ranks: x TP.
-    """
-    chunks = 2 * topology.context if topology.context > 1 else 1
-    return chunks * (topology.tensor if topology.sequence_parallel else 1)
-
-
-def check_sequence_length(length: int, topology: Topology) -> None:
-    """Refuse a padded sequence length (tokens) that the ranks cannot divide."""
-    multiple = length_multiple(topology)
-    if length < 1 or length % multiple:
-        parts = []
-        if topology.context > 1:
-            parts.append(f"2 x parallel.context={topology.context}")
-        if topology.sequence_parallel:
-            parts.append(f"parallel.tensor={topology.tensor} with sequence parallelism")
-        reason = f" ({' times '.join(parts)})" if parts else ""
-        raise TopologyError(
-            f"sequence length {length} is not a positive multiple of {multiple}{reason}; "
-            f"pad to {round_up(max(length, 1), multiple)}"
-        )
-
-
 def round_up(value: int, multiple: int) -> int:
     """Round ``value`` up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple
