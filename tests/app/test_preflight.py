@@ -14,13 +14,12 @@ from transformers import PreTrainedTokenizerFast
 
 from megascend.app import preflight
 from megascend.app.preflight import check_run, disk_needed, disk_warning, in_words
-from megascend.batch.packing import plan_micro_batches
+from megascend.batch.packing import plan_micro_batches, round_up
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, DataError
 from megascend.huggingface.tokenizer import load_tokenizer
 from megascend.testing import write_tiny_checkpoint
-from megascend.topology.topology import round_up
 
 CHECKPOINT, FP32, BF16 = 14, 4, 2
 """Bytes of a parameter."""

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.batch.losses import Loss
+from megascend.batch.packing import round_up
 from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
-from megascend.topology.topology import round_up
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from megascend.errors import DataError
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Round ``value`` up to a multiple of ``multiple``."""
+    return -(-value // multiple) * multiple
+
+
 def units(pairs: Sequence[Hashable | None]) -> list[list[int]]:
     """Group indices that must stay together: a list per pair and per unpaired sample, in order of first appearance."""
     members: dict[Hashable, list[int]] = {}

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
+from megascend.batch.packing import round_up
 from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
 from megascend.data.rendering import Span
 from megascend.errors import DataError
-from megascend.topology.topology import round_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

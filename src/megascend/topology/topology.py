@@ -122,7 +122,8 @@ class Topology:
         """Round up the vocabulary size so that every tensor rank has the same multiple of ``divisor`` rows."""
         if self.vocab_size is None:
             raise TopologyError("padded_vocab needs the model: plan(parallel, world_size, model)")
-        return round_up(self.vocab_size, divisor * self.tensor)
+        multiple = divisor * self.tensor
+        return -(-self.vocab_size // multiple) * multiple
 
     def describe(self) -> str:
         """Describe the layout in a few lines for a log."""
@@ -171,11 +172,6 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
         vocab_size=model.vocab_size if model else None,
         notes=tuple(notes),
     )
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Round ``value`` up to a multiple of ``multiple``."""
-    return -(-value // multiple) * multiple
 
 
 def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
