@@ -299,10 +299,8 @@ class Peers:
         texts = self._records.get_all([f"alive/{rank}" for rank in ranks])
         # A member that has written none is silent from the first look on.
         parsed = [(0, 0, 0) if text is None else fields(text, (int, int, int)) for text in texts]
-        records = {
-            rank: Heartbeat(beat, done, bool(left)) for rank, (beat, done, left) in zip(ranks, parsed, strict=True)
-        }
-        self._observer.update(records, time.monotonic(), SILENCE_S / 2)
+        beats = (Heartbeat(beat, progress, bool(left)) for beat, progress, left in parsed)
+        self._observer.update(dict(zip(ranks, beats, strict=True)), time.monotonic(), SILENCE_S / 2)
 
     def _note_silent_store(self, error: RuntimeError) -> None:
         """Set ``lost`` if the sender, whose process holds the store, has ended or no longer listens."""

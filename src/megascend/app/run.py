@@ -273,7 +273,7 @@ def train_steps(
             processor.
     """
     config, backend = run.config, run.backend
-    number = done = backend.step_count
+    number = start = backend.step_count
     saves = CheckpointPolicy(
         backend, config, run.event_log, training.progress, directory.take_over, lambda: not directory.waiting
     )
@@ -281,7 +281,7 @@ def train_steps(
         config.tracker_options,
         config.output,
         config.model_dump(mode="json"),
-        done,
+        start,
         lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
     )
     # The peak while loading is not the peak of training.
@@ -291,13 +291,13 @@ def train_steps(
         config.steps,
         trackers,
         enabled=run.main_rank,
-        done=done,
+        done=start,
         waiting=lambda: directory.waiting,
     ) as log:
         training.start_loop(log)
         in_step = False
         try:
-            for number in range(done + 1, config.steps + 1):
+            for number in range(start + 1, config.steps + 1):
                 batch = training.next_batch(number, lambda: signals.received is not None)
                 if batch is None:
                     number -= 1
@@ -313,7 +313,7 @@ def train_steps(
                     log.write(record)
                     # After the row is written: an evaluation that fails must not cost the step's figures.
                     training.after_step(number)
-                if number == done + 1:
+                if number == start + 1:
                     phases.ended("first step")
                     kernels.close()
                     run.event_log.event("first_step", **phases.record())
@@ -324,7 +324,7 @@ def train_steps(
             complete = not in_step or backend.step_count == number
             everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
             last = not isinstance(error, (CheckpointError, NonFiniteError))
-            if complete and everywhere and last and backend.step_count > done:
+            if complete and everywhere and last and backend.step_count > start:
                 saves.save_last(backend.step_count)
             raise
         training.end_loop()
