@@ -273,7 +273,7 @@ def train_steps(
             processor.
     """
     config, backend = run.config, run.backend
-    number = start = backend.step_count
+    number = steps_done = backend.step_count
     saves = CheckpointPolicy(
         backend, config, run.event_log, training.progress, directory.take_over, lambda: not directory.waiting
     )
@@ -281,7 +281,7 @@ def train_steps(
         config.tracker_options,
         config.output,
         config.model_dump(mode="json"),
-        start,
+        steps_done,
         lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
     )
     # The peak while loading is not the peak of training.
@@ -291,13 +291,13 @@ def train_steps(
         config.steps,
         trackers,
         enabled=run.main_rank,
-        done=start,
+        done=steps_done,
         waiting=lambda: directory.waiting,
     ) as log:
         training.start_loop(log)
         in_step = False
         try:
-            for number in range(start + 1, config.steps + 1):
+            for number in range(steps_done + 1, config.steps + 1):
                 batch = training.next_batch(number, lambda: signals.received is not None)
                 if batch is None:
                     number -= 1
@@ -313,7 +313,7 @@ def train_steps(
                     log.write(record)
                     # After the row is written: an evaluation that fails must not cost the step's figures.
                     training.after_step(number)
-                if number == start + 1:
+                if number == steps_done + 1:
                     phases.ended("first step")
                     kernels.close()
                     run.event_log.event("first_step", **phases.record())
@@ -324,7 +324,7 @@ def train_steps(
             complete = not in_step or backend.step_count == number
             everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
             last = not isinstance(error, (CheckpointError, NonFiniteError))
-            if complete and everywhere and last and backend.step_count > start:
+            if complete and everywhere and last and backend.step_count > steps_done:
                 saves.save_last(backend.step_count)
             raise
         training.end_loop()
@@ -364,11 +364,24 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     from megascend import backends
 
     lora = config.lora
-    names = (
-        "precision", "tf32", "optimizer", "schedule", "recompute", "moe", "mtp", "mtp_loss_weight", "batching", "platform",
-        "seed", "timeout_s", "parallel", "fsdp", "provider", "provider_options", "self_check",
-    )  # fmt: skip
-    settings = {name: getattr(config, name) for name in names}
+    common_fields = (
+        *(
+            "precision",
+            "tf32",
+            "optimizer",
+            "schedule",
+            "recompute",
+            "moe",
+            "mtp",
+            "mtp_loss_weight",
+            "batching",
+            "platform",
+            "seed",
+            "timeout_s",
+        ),
+    )
+    engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
+    settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
     settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
     settings["save_timeout_s"] = config.checkpoint.timeout_s
     # What the engine does not know stays away as long as the run file has not set it; else it is for the engine to refuse.
