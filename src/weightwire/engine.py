@@ -137,11 +137,7 @@ class Completion:
 
 
 def response_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a response from JSON: tuples for lists, and :class:`RoutedExperts` for its JSON.
-
-    Raises:
-        KeyError, TypeError, WireError: a field is missing or malformed.
-    """
+    """Return the fields of a response from JSON: tuples for lists, and :class:`RoutedExperts` for its JSON."""
     tuples = {name: tuple(fields[name]) for name in ("tokens", "logprobs")}
     experts = fields.get("routed_experts")
     return {**fields, **tuples, "routed_experts": None if experts is None else RoutedExperts.from_json(experts)}

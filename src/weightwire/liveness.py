@@ -32,11 +32,7 @@ B = TypeVar("B", bound=Beat)
 
 
 def read_records(store: Store, keys: Sequence[str]) -> list[bytes | None]:
-    """Return the values of ``keys``; None for those that are not written yet.
-
-    Raises:
-        RuntimeError: the store does not answer.
-    """
+    """Return the values of ``keys``; None for those that are not written yet. RuntimeError: the store does not answer."""
     # Checked first: a torch store waits for a missing key, for as long as its deadline, and blocks the connection.
     present = list(keys) if store.check(list(keys)) else [key for key in keys if store.check([key])]
     values = dict(zip(present, store.multi_get(present), strict=True)) if present else {}

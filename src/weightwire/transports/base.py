@@ -188,12 +188,7 @@ def wait_until(condition: Callable[[], bool], group: Group, timeout_s: float, fa
 
 
 def wait_for_keys(keys: Sequence[str], store: Store, group: Group, timeout_s: float, failure: str) -> None:
-    """Wait until all keys exist in a store.
-
-    Raises:
-        DeadlineError, PeerLostError: as :func:`wait_until`.
-        TransportError: the store does not answer.
-    """
+    """Wait until all keys exist in a store, as :func:`wait_until`; TransportError if the store does not answer."""
     try:
         # Polled: the store's own wait could not be ended by the loss of a member.
         wait_until(lambda: store.check(list(keys)), group, timeout_s, failure)
