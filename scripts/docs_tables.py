@@ -31,9 +31,12 @@ from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import stages
 from megascend.models.base import LatentAttention, expert_count
 from megascend.models.registry import BUILT_IN
-from megascend.testing.described import describe_checkpoint, published_plan
 from megascend.testing.parity import Case, family_matrix, matrix
 from megascend.tracking.metrics import Metric, declared_metrics
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
+
+from support.described import describe_checkpoint, published_plan
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -29,8 +29,7 @@ from megascend.lora.adapter_set import AdapterSet
 from megascend.selfcheck.verdict import Verdict
 from megascend.step.checks import check_samples, require_head, require_targets
 from megascend.step.step import Step
-from megascend.topology.topology import Topology
-from megascend.topology.weight_routes import Receivers
+from megascend.topology.topology import Receivers, Topology
 
 if TYPE_CHECKING:
     from megascend.platforms.base import Platform

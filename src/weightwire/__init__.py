@@ -3,7 +3,7 @@
 A package separate from megascend: it imports only torch and the standard library, so that it can be installed without Megatron.
 From the bottom up:
 
-- :mod:`weightwire.errors`; :mod:`weightwire.manifest` and :mod:`weightwire.plan`: the tensors and their buckets. Pure;
+- :mod:`weightwire.errors`; :mod:`weightwire.manifest`: the tensors and their buckets. Pure;
 - :mod:`weightwire.digest`: checksums of buckets;
 - :mod:`weightwire.group`: membership of the sender and its receivers, through a store;
 - :mod:`weightwire.transports`: the media that move bytes, one file each, in a registry;

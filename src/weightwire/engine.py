@@ -136,6 +136,13 @@ class Completion:
     routed_experts: RoutedExperts | None = None
 
 
+def response_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a response from JSON: tuples for lists, and :class:`RoutedExperts` for its JSON."""
+    tuples = {name: tuple(fields[name]) for name in ("tokens", "logprobs")}
+    experts = fields.get("routed_experts")
+    return {**fields, **tuples, "routed_experts": None if experts is None else RoutedExperts.from_json(experts)}
+
+
 class InferenceEngine(ABC):
     """An inference engine on any number of devices.
 
@@ -220,3 +227,28 @@ class InferenceEngine(ABC):
 
     async def close(self) -> None:  # noqa: B027  most engines hold nothing
         """Release ownership and connections. The engine keeps running, unless this object started it."""
+
+
+@dataclass(kw_only=True)
+class Lease:
+    """An owner's right to change an engine.
+
+    Attributes:
+        owner: its name.
+        lease_s: seconds after the owner's last call when the lease ends.
+        until: end of the lease, on the grantor's clock.
+    """
+
+    owner: str
+    lease_s: float
+    until: float
+
+    def renew(self, now: float, lease_s: float | None = None) -> None:
+        """Extend the lease to ``lease_s`` (default: its own length) from now; it never becomes shorter."""
+        self.lease_s = self.lease_s if lease_s is None else lease_s
+        # A late or reordered call with a short lease must not end a longer one.
+        self.until = max(self.until, now + self.lease_s)
+
+    def left_s(self, now: float) -> float:
+        """Return the seconds until it ends; 0 if it has ended."""
+        return max(0.0, self.until - now)

@@ -222,62 +222,9 @@ class Group:
             return PeerLostError(f"{prefix}: {peers.lost}; {state}")
         return type(error)(f"{prefix}: {error}; {state}")
 
-    # --- joining and leaving ---
-
-    def meet(self, deadline: float, abandoned: threading.Event | None = None) -> None:
-        """Claim this member's rank, and wait until all members have claimed theirs. Called by :func:`join`."""
-        peers = self._peers
-        if self._records.get("ended") is not None:
-            raise GroupError(f"group {self.name} has ended; names are used once")
-        # A counter, not a flag: two members that claim a rank at the same time must not both find it free.
-        if self._records.count(f"claims/{self.rank}") != 1:
-            raise GroupError(
-                f"the rank of {self.member(self.rank)} in group {self.name} is taken: it was assigned twice, or the group is "
-                "used again"
-            )
-        peers.announce()
-        pause = 0.002
-        while missing := [rank for rank in range(self.size) if not peers.has_joined(rank)]:
-            if (failure := peers.failure()) is not None:
-                # Name the members that were missing at the first member's deadline, without those that have joined since.
-                late = [rank for rank in self._reported_missing() if rank in missing]
-                raise self._join_timeout(late) if late else failure
-            for rank, identity in peers.identities.items():
-                if rank != self.rank and identity.state() == "ended":
-                    raise PeerLostError(f"{self.member(rank)} has ended before the group was complete")
-            if abandoned is not None and abandoned.is_set():
-                raise PeerLostError(f"{self.member(self.rank)} gave up before the group was complete")
-            if time.monotonic() > deadline:
-                self._records.write_once("missing", json.dumps(missing))
-                raise self._join_timeout(missing)
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.1)
-        if self._reported_missing() and (failure := peers.failure()) is not None:
-            raise failure  # the last member joined too late: the others have given up
-        peers.start()
-
-    def _join_timeout(self, ranks: list[int]) -> DeadlineError:
-        names = ", ".join(map(self.member, ranks))
-        return DeadlineError(
-            f"{self.member(self.rank)}: timed out waiting for members to join group {self.name}: {names}"
-        )
-
-    def _reported_missing(self) -> list[int]:
-        """Return the ranks that were missing when the first deadline passed; empty if none has."""
-        text = self._records.get("missing")
-        ranks = [] if text is None else json.loads(text)
-        return ranks if isinstance(ranks, list) else []
-
     def close(self) -> None:
         """Leave the group. When the sender leaves, the group ends: nobody can join it any more."""
-        if self._peers.ended.is_set():
-            return
-        try:
-            self._peers.leave()
-            if self.rank == 0:
-                self._records.write("ended", "1")
-        except RuntimeError as error:
-            log.debug("%s left, but the store does not answer: %s", self.member(self.rank), error)
+        self._peers.leave()
 
 
 def join(
@@ -314,7 +261,7 @@ def join(
         raise GroupError(f"group {name} has members 0 to {len(members) - 1}, not {rank}")
     group = Group(name, rank, members, host, port, store)
     try:
-        group.meet(deadline, abandoned)
+        group._peers.join(deadline, abandoned)
     except RuntimeError as error:
         if isinstance(error, WireError):
             # The others wait for this member, and would otherwise learn of it at their own deadline.

@@ -1,12 +1,86 @@
-"""State of a process on this machine, from /proc: certain and immediate, where heartbeats need time."""
+"""Failure detection: states of processes on this machine, from /proc, and heartbeats of any others through a torch store.
+
+A state from /proc is certain and immediate. Of a process elsewhere, only its heartbeats are seen: records in a store, each with
+a counter. Clocks of machines are never compared: only the changes of the counter are timed, by the clock of the observer.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+
+class Beat(Protocol):
+    """Record of a process that writes one periodically."""
+
+    @property
+    def heartbeat(self) -> int:
+        """Return the number of the record: each has another one than the record before."""
+        ...
+
+
+B = TypeVar("B", bound=Beat)
+
+
+def read_records(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """Return the values of ``keys``; None for those that are not written yet. RuntimeError: the store does not answer."""
+    # Checked first: a torch store waits for a missing key, for as long as its deadline, and blocks the connection.
+    present = list(keys) if store.check(list(keys)) else [key for key in keys if store.check([key])]
+    values = dict(zip(present, store.multi_get(present), strict=True)) if present else {}
+    return [values.get(key) for key in keys]
+
+
+class HeartbeatObserver(Generic[B]):
+    """Last record of each peer, and the time since which it has not changed.
+
+    Times are those of ``time.monotonic()``, passed in by the caller.
+
+    Attributes:
+        records: last record of each peer that has written one, by rank.
+        polled: time of the last update.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[int, B] = {}
+        self.polled = float("-inf")
+        self._unchanged_since: dict[int, float] = {}
+        self._advanced: dict[int, float] = {}  # time of the last new heartbeat
+
+    def update(self, records: Mapping[int, B | None], now: float, timeout_s: float) -> None:
+        """Take note of the peers' records as of ``now``; None for a peer without one.
+
+        Args:
+            timeout_s: longest expected time between two updates. After a longer gap this process may have been stopped, and
+                the peers with it, so silence is counted from now on only.
+        """
+        resumed = now - self.polled > timeout_s
+        for rank, record in records.items():
+            if record is None:
+                continue
+            last = self.records.get(rank)
+            advanced = last is not None and last.heartbeat != record.heartbeat
+            if advanced:
+                self._advanced[rank] = now
+            if last is None or advanced or resumed:
+                self.records[rank], self._unchanged_since[rank] = record, now
+        self.polled = now
+
+    def silent_s(self, rank: int) -> float:
+        """Return the seconds for which a peer's record had not changed at the last update."""
+        return self.polled - self._unchanged_since[rank]
+
+    def has_advanced(self, rank: int, since: float) -> bool:
+        """Check whether a peer has written a new record after ``since``."""
+        return self._advanced.get(rank, float("-inf")) > since
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Manifest of an update: its tensors, known to both sides before the first byte is sent. Pure, no torch.
+"""Manifest of an update: its tensors and their split into buckets, known to both sides before the first byte. Pure, no torch.
 
 A manifest is untrusted input (the trainer's request to an engine): parsing checks and bounds every field.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from weightwire.errors import ManifestError
@@ -31,6 +34,9 @@ DTYPE_BYTES = {
 }
 """Supported torch dtypes by name, with the bytes of one element."""
 
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""The index of a layer in the name of a tensor."""
+
 FORMAT = 1
 # Limits of what an engine parses and allocates for a request, far above any model that is trained today.
 MAX_TENSORS = 1_000_000
@@ -40,6 +46,19 @@ MAX_BYTES = 2**46
 MAX_BUCKET_BYTES = 2**33
 MAX_BUCKETS = 2**20
 MAX_ADAPTER_JSON = 65536
+
+
+def in_prediction_head(name: str, layers: range) -> bool:
+    """Check whether a tensor, by its Hugging Face name, is part of a head for multi-token prediction.
+
+    Such tensors are named ``mtp.*`` or, in DeepSeek-V3 and GLM-4.5, like ``num_nextn_predict_layers`` layers after the last.
+
+    Args:
+        layers: indices of those layers.
+    """
+    layer = LAYER.search(name)
+    # The added dot also finds a name that begins with "mtp.".
+    return (layer is not None and int(layer[1]) in layers) or ".mtp." in f".{name}"
 
 
 def default_bucket_bytes(device_type: str) -> int:
@@ -232,3 +251,66 @@ def _spec(row: Any) -> TensorSpec:
 def _is_count(value: Any, limit: int) -> bool:
     # isinstance(True, int) holds, and JSON has booleans.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit
+
+
+# --- buckets ---
+#
+# The bytes of all tensors are concatenated, without gaps, in the manifest's order; a bucket is the next ``bucket_bytes`` of
+# them. So a tensor may begin in one bucket and end in another, and only payload is sent.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Slice of a tensor: ``length`` bytes from ``offset``, at ``position`` in the bucket.
+
+    Attributes:
+        tensor: its index in the manifest.
+    """
+
+    tensor: int
+    offset: int
+    position: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Bytes ``start`` to ``stop`` of the concatenated tensors, and the tensors' pieces in them."""
+
+    index: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.stop - self.start
+
+
+def offsets(specs: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """Return the start of each tensor in the concatenated bytes, and the end of the last one."""
+    return tuple(accumulate((spec.nbytes for spec in specs), initial=0))
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Split the tensors into buckets of ``bucket_bytes``; the last one may be smaller. Empty if there are no bytes.
+
+    Empty tensors are in no bucket.
+    """
+    starts = offsets(specs)
+    total = starts[-1]
+    buckets = []
+    for index, start in enumerate(range(0, total, bucket_bytes)):
+        stop = min(start + bucket_bytes, total)
+        pieces = []
+        # The last tensor that starts at or before the bucket. Of several with one start, all but the last are empty.
+        tensor = bisect_right(starts, start) - 1
+        while tensor < len(specs) and starts[tensor] < stop:
+            first, last = max(starts[tensor], start), min(starts[tensor + 1], stop)
+            # Empty tensors have no piece.
+            if last > first:
+                pieces.append(Piece(tensor, first - starts[tensor], first - start, last - first))
+            tensor += 1
+        buckets.append(Bucket(index, start, stop, tuple(pieces)))
+    return tuple(buckets)

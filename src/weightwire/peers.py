@@ -5,6 +5,8 @@ Three sources of evidence, in the order in which they can be trusted:
 - a member's process on this machine has ended or is stopped: known at once;
 - a member reported its own failure: in the store, once a group;
 - a member's heartbeat is overdue by :data:`SILENCE_S`: all that there is to see of another machine.
+
+Processes and heartbeats are those of :mod:`weightwire.liveness`, as in the diagnosis of a trainer's collectives.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from typing import Any
 
 from torch.distributed import Store
 
-from weightwire.errors import PeerLostError, TransportError
-from weightwire.liveness import Identity
+from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError
+from weightwire.liveness import HeartbeatObserver, Identity, read_records
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +40,15 @@ PROBE_S = 1.0
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Last record of another member; ``changed`` is the local time of its last change (``time.monotonic()``).
+    """Periodic record of a member: its number, the buckets done, and whether the member has left the group."""
 
-    Clocks of machines are never compared: a beat is a counter, and only its changes are timed, here.
-    """
-
-    beat: int
-    progress: int
-    left: bool
-    changed: float
+    heartbeat: int = 0
+    progress: int = 0
+    left: bool = False
 
 
 class Records:
     """Records of one group in the store, all of them texts. No call waits for a record to appear.
-
-    ``get`` of torch's store waits for a key, and would hold the connection for the store's deadline; hence ``check`` first.
 
     A lock serialises the calls: the watcher's thread uses the same connection as the caller's.
 
@@ -67,9 +63,13 @@ class Records:
 
     def get(self, name: str) -> str | None:
         """Return a record; None if it does not exist yet."""
-        key = f"{self._group}/{name}"
+        return self.get_all([name])[0]
+
+    def get_all(self, names: Sequence[str]) -> list[str | None]:
+        """Return records; None for those that do not exist yet."""
         with self._lock:
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            values = read_records(self._store, [f"{self._group}/{name}" for name in names])
+        return [None if value is None else value.decode() for value in values]
 
     def write(self, name: str, text: str) -> None:
         """Write a record."""
@@ -114,7 +114,7 @@ class Peers:
         self.ended = threading.Event()
         self.watched = range(1, len(names)) if rank == 0 else range(1)
         self._records, self._group, self._address = records, group, (host, port)
-        self._heartbeats: dict[int, Heartbeat] = {}
+        self._observer = HeartbeatObserver[Heartbeat]()
         self._beat, self._left, self._unanswered = 0, False, 0.0
         self._watcher: threading.Thread | None = None
 
@@ -126,33 +126,81 @@ class Peers:
 
     # --- joining ---
 
-    def announce(self) -> None:
-        """Write this member's process, which tells the others that it has joined."""
+    def join(self, deadline: float, abandoned: threading.Event | None = None) -> None:
+        """Claim this member's rank, wait until all members have claimed theirs, and start to watch them.
+
+        Args:
+            deadline: end of the wait, in ``time.monotonic()``.
+            abandoned: ends the wait early, with a PeerLostError, when set.
+        """
+        if self._records.get("ended") is not None:
+            raise GroupError(f"group {self._group} has ended; names are used once")
+        # A counter, not a flag: two members that claim a rank at the same time must not both find it free.
+        if self._records.count(f"claims/{self.rank}") != 1:
+            raise GroupError(
+                f"the rank of {self.describe(self.rank)} in group {self._group} is taken: it was assigned twice, or the group "
+                "is used again"
+            )
         self._records.write(f"here/{self.rank}", json.dumps(Identity.current().to_json()))
-
-    def has_joined(self, rank: int) -> bool:
-        """Check whether a member has announced itself."""
-        if rank in self.identities:
-            return True
-        text = self._records.get(f"here/{rank}")
-        if text is not None:
-            self.identities[rank] = Identity(*fields(text, (str, str, int, int)))
-        return text is not None
-
-    def start(self) -> None:
-        """Start the thread that writes heartbeats and watches."""
+        pause = 0.002
+        while missing := self._missing():
+            if (failure := self.failure()) is not None:
+                # The same error as on the member whose deadline passed first, but for those that have joined since.
+                late = [rank for rank in self._reported_missing() if rank in missing]
+                raise self._timeout(late) if late else failure
+            for rank, identity in self.identities.items():
+                if rank != self.rank and identity.state() == "ended":
+                    raise PeerLostError(f"{self.describe(rank)} has ended before the group was complete")
+            if abandoned is not None and abandoned.is_set():
+                raise PeerLostError(f"{self.describe(self.rank)} gave up before the group was complete")
+            if time.monotonic() > deadline:
+                self._records.write_once("missing", json.dumps(missing))
+                raise self._timeout(missing)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+        if self._reported_missing() and (failure := self.failure()) is not None:
+            raise failure  # the last member joined too late: the others have given up
         self._watcher = threading.Thread(target=self._watch, name=f"weightwire-{self._group}", daemon=True)
         self._watcher.start()
 
-    def leave(self) -> None:
-        """Stop watching, and write a last heartbeat that says so: the end of this process then means nothing."""
-        self._left = (
-            True  # before the watcher is stopped: one that outlasts the wait below must not undo the last heartbeat
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not joined; read the identities of those that have."""
+        missing = [rank for rank in range(len(self.names)) if rank not in self.identities]
+        texts = self._records.get_all([f"here/{rank}" for rank in missing])
+        joined = {rank: text for rank, text in zip(missing, texts, strict=True) if text is not None}
+        self.identities |= {rank: Identity(*fields(text, (str, str, int, int))) for rank, text in joined.items()}
+        return [rank for rank in missing if rank not in joined]
+
+    def _reported_missing(self) -> list[int]:
+        """Return the ranks that were missing when the first deadline passed; empty if none has."""
+        text = self._records.get("missing")
+        ranks = [] if text is None else json.loads(text)
+        return ranks if isinstance(ranks, list) else []
+
+    def _timeout(self, ranks: list[int]) -> DeadlineError:
+        names = ", ".join(map(self.describe, ranks))
+        return DeadlineError(
+            f"{self.describe(self.rank)}: timed out waiting for members to join group {self._group}: {names}"
         )
+
+    def leave(self) -> None:
+        """Stop watching, and write a last heartbeat that says so: the end of this process then means nothing.
+
+        When the sender leaves, the group ends. A second call does nothing.
+        """
+        if self.ended.is_set():
+            return
+        # Before the watcher is stopped: one that outlasts the wait below must not undo the last heartbeat.
+        self._left = True
         self.ended.set()
         if self._watcher is not None:
             self._watcher.join(STORE_S + BEAT_S)
-        self._write_heartbeat()
+        try:
+            self._write_heartbeat()
+            if self.rank == 0:
+                self._records.write("ended", "1")
+        except RuntimeError as error:
+            log.debug("%s left, but the store does not answer: %s", self.describe(self.rank), error)
 
     # --- evidence ---
 
@@ -164,23 +212,20 @@ class Peers:
             if state == "ended":
                 # Its last record may say that it has left; a store that does not answer cannot tell.
                 with contextlib.suppress(RuntimeError):
-                    self._read_heartbeat(rank, time.monotonic())
+                    self._read_heartbeats([rank])
                     if self.has_left(rank):
                         continue
                 self.lost = PeerLostError(f"{self.describe(rank)} is gone: it has ended{self._progress_note(rank)}")
                 return
         try:
             self.lost = self.failure()
-            now = time.monotonic()
-            for rank in self.watched:
-                self._read_heartbeat(rank, now)
+            self._read_heartbeats(self.watched)
             self._unanswered = 0.0
         except RuntimeError as error:
             self._note_silent_store(error)
             return
         for rank in self.watched:
-            last = self._heartbeats[rank]
-            if self.lost is None and not last.left and now - last.changed > SILENCE_S:
+            if self.lost is None and not self.has_left(rank) and self._observer.silent_s(rank) > SILENCE_S:
                 state = self.identities[rank].state()
                 symptom = f"is {state}" if state else "sends no heartbeats"
                 self.lost = PeerLostError(
@@ -201,17 +246,16 @@ class Peers:
 
     def beats(self) -> dict[int, int]:
         """Return the counters of the watched members' last heartbeats."""
-        return {rank: self._heartbeats[rank].beat for rank in self.watched if rank in self._heartbeats}
+        records = self._observer.records
+        return {rank: records[rank].heartbeat for rank in self.watched if rank in records}
 
     def progress_of(self, rank: int) -> int:
         """Return the number of buckets that a watched member had finished at its last heartbeat."""
-        last = self._heartbeats.get(rank)
-        return 0 if last is None else last.progress
+        return self._observer.records.get(rank, Heartbeat()).progress
 
     def has_left(self, rank: int) -> bool:
         """Check whether a member has closed the group, so that the end of its process means nothing."""
-        last = self._heartbeats.get(rank)
-        return last is not None and last.left
+        return self._observer.records.get(rank, Heartbeat()).left
 
     def halted(self) -> dict[int, str]:
         """Return the state of members on this machine whose processes are stopped, or ended without leaving."""
@@ -222,13 +266,15 @@ class Peers:
 
     def report(self) -> str:
         """Describe the progress of the watched members, and the age of their heartbeats."""
-        parts, now = [], time.monotonic()
+        parts, since_poll = [], time.monotonic() - self._observer.polled
         for rank in self.watched:
-            last = self._heartbeats.get(rank)
+            last = self._observer.records.get(rank)
             if last is None:
                 parts.append(f"{self.describe(rank)} has sent no heartbeat")
             else:
-                age = "has left" if last.left else f"last heard of {max(0.0, now - last.changed):.1f} s ago"
+                age = (
+                    "has left" if last.left else f"last heard of {self._observer.silent_s(rank) + since_poll:.1f} s ago"
+                )
                 parts.append(f"{self.describe(rank)} has done {last.progress} buckets, {age}")
         return "; ".join(parts)
 
@@ -237,7 +283,6 @@ class Peers:
     def _watch(self) -> None:
         while not self.ended.wait(BEAT_S):
             try:
-                self._beat += 1
                 self._write_heartbeat()
                 self.look()
             except RuntimeError as error:  # the store's; a thread that died of it would fall silent itself
@@ -247,14 +292,15 @@ class Peers:
                 return
 
     def _write_heartbeat(self) -> None:
+        self._beat += 1
         self._records.write(f"alive/{self.rank}", json.dumps([self._beat, self.progress, int(self._left)]))
 
-    def _read_heartbeat(self, rank: int, now: float) -> None:
-        text = self._records.get(f"alive/{rank}")
-        beat, progress, left = (0, 0, 0) if text is None else fields(text, (int, int, int))
-        last = self._heartbeats.get(rank)
-        if last is None or (last.beat, last.progress, last.left) != (beat, progress, bool(left)):
-            self._heartbeats[rank] = Heartbeat(beat, progress, bool(left), now)
+    def _read_heartbeats(self, ranks: Sequence[int]) -> None:
+        texts = self._records.get_all([f"alive/{rank}" for rank in ranks])
+        # A member that has written none is silent from the first look on.
+        parsed = [(0, 0, 0) if text is None else fields(text, (int, int, int)) for text in texts]
+        beats = (Heartbeat(beat, progress, bool(left)) for beat, progress, left in parsed)
+        self._observer.update(dict(zip(ranks, beats, strict=True)), time.monotonic(), SILENCE_S / 2)
 
     def _note_silent_store(self, error: RuntimeError) -> None:
         """Set ``lost`` if the sender, whose process holds the store, has ended or no longer listens."""
@@ -278,7 +324,7 @@ class Peers:
         return True
 
     def _progress_note(self, rank: int) -> str:
-        last = self._heartbeats.get(rank)
+        last = self._observer.records.get(rank)
         return "" if last is None or rank == 0 else f"; it had done {last.progress} buckets"
 
 

@@ -31,9 +31,8 @@ from weightwire.errors import (
     WireError,
 )
 from weightwire.group import join
-from weightwire.manifest import Manifest
+from weightwire.manifest import Bucket, Manifest, offsets, plan_buckets
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Bucket, offsets, plan_buckets
 from weightwire.sender import RECEIVED
 from weightwire.transports import Setup, Work, make_transport
 from weightwire.transports.base import device_types, transports_for

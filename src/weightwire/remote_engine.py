@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from weightwire.engine import Completion, InferenceEngine, RoutedExperts, Sampling
+from weightwire.engine import Completion, InferenceEngine, Sampling, response_fields
 from weightwire.errors import WireError
 from weightwire.offer import Offer, Seal
 from weightwire.transports.choice import Location
@@ -54,7 +54,7 @@ class RemoteEngine(InferenceEngine):
             del arguments["routed_experts"]  # unknown to servers of an earlier version
         answer = await self.ask("generate", arguments, self.answer_s)
         try:
-            return [_completion(fields) for fields in answer["completions"]]
+            return [Completion(**response_fields(fields)) for fields in answer["completions"]]
         except (KeyError, TypeError, WireError) as error:
             raise self.unreadable(f"{self.name}: generate: the answer cannot be read ({error!r})") from error
 
@@ -100,16 +100,6 @@ class RemoteEngine(InferenceEngine):
             return answer[name]
         except (KeyError, TypeError) as error:
             raise self.unreadable(f"{self.name}: {name}: the answer cannot be read ({error!r})") from error
-
-
-def _completion(fields: dict[str, Any]) -> Completion:
-    experts = fields.get("routed_experts")
-    lists = {
-        "tokens": tuple(fields["tokens"]),
-        "logprobs": tuple(fields["logprobs"]),
-        "routed_experts": None if experts is None else RoutedExperts.from_json(experts),
-    }
-    return Completion(**{**fields, **lists})
 
 
 Run = Callable[[InferenceEngine], Awaitable[dict[str, Any]]]

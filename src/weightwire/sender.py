@@ -18,9 +18,8 @@ from typing_extensions import Self
 from weightwire import digest
 from weightwire.errors import ManifestError, TransportError, WireError
 from weightwire.group import Group, Listener, join
-from weightwire.manifest import Manifest, TensorSpec
+from weightwire.manifest import Bucket, Manifest, TensorSpec, plan_buckets
 from weightwire.offer import Seal
-from weightwire.plan import Bucket, plan_buckets
 from weightwire.transports import Setup, Transport, Work, make_transport
 from weightwire.transports.base import device_types
 

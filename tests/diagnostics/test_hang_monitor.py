@@ -206,15 +206,15 @@ def test_errors_can_be_pickled_and_caught_by_base_classes() -> None:
 
 def test_silence_is_measured_by_the_observer() -> None:
     observer, record = Observer(), RankRecord(heartbeat=1, clock=100.0)
-    observer.update({1: record, 2: None}, now=10.0, clock=100.5, timeout_s=5)
+    observer.poll({1: record, 2: None}, now=10.0, clock=100.5, timeout_s=5)
     assert observer.statuses([1, 2]) == {1: PeerStatus(record, 0.0, 0.5), 2: None}
     assert observer.undecided(since=9.0), "one poll is not enough"
-    observer.update({1: record, 2: None}, now=12.0, clock=102.5, timeout_s=5)
+    observer.poll({1: record, 2: None}, now=12.0, clock=102.5, timeout_s=5)
     assert observer.statuses([1])[1] == PeerStatus(record, 2.0, 2.5)
-    observer.update({1: record}, now=13.5, clock=104.0, timeout_s=5)
+    observer.poll({1: record}, now=13.5, clock=104.0, timeout_s=5)
     assert observer.statuses([1])[1].gone  # type: ignore[union-attr]
     assert not observer.undecided(since=9.0)
-    observer.update({1: replace(record, heartbeat=2)}, now=14.0, clock=104.5, timeout_s=5)
+    observer.poll({1: replace(record, heartbeat=2)}, now=14.0, clock=104.5, timeout_s=5)
     assert not observer.statuses([1])[1].gone  # type: ignore[union-attr]
     assert not observer.undecided(since=9.0), "its heartbeat has advanced"
 
@@ -222,7 +222,7 @@ def test_silence_is_measured_by_the_observer() -> None:
 def test_observer_that_was_stopped_blames_no_rank() -> None:
     observer, record = Observer(), RankRecord(heartbeat=1)
     for now in (10.0, 11.0, 500.0):
-        observer.update({1: record}, now, clock=0.0, timeout_s=5)
+        observer.poll({1: record}, now, clock=0.0, timeout_s=5)
     assert observer.statuses([1])[1].silent == 0.0  # type: ignore[union-attr]
 
 

@@ -18,8 +18,8 @@ from megascend.memory.estimate import Estimate
 from megascend.models import architecture_of, expert_layers, text_config
 from megascend.models.base import LatentAttention
 from megascend.models.registry import BUILT_IN
-from megascend.testing.described import describe_checkpoint, published_plan
 from megascend.topology.topology import Topology
+from support.described import describe_checkpoint, published_plan
 
 FOLDER = Path(__file__).with_name("published")
 INDEX: dict[str, dict[str, Any]] = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))

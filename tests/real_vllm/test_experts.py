@@ -135,7 +135,7 @@ REFUSED = """
 import torch
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from weightwire.errors import UpdateError
-from weightwire.vllm.experts import check_reloadable
+from weightwire.vllm.model import check_reloadable
 
 class Quantized(FusedMoEMethodBase):
     moe_kernel = None

@@ -19,8 +19,6 @@ from megascend.topology.topology import (
     ATTENTION_AXES,
     EXPERT_AXES,
     Topology,
-    check_sequence_length,
-    length_multiple,
     plan,
 )
 
@@ -210,18 +208,3 @@ def test_padded_vocabulary() -> None:
     assert plan(Parallel(), 1, model).padded_vocab() == 321
     assert plan(Parallel(tensor=2), 2, model).padded_vocab() == 322
     assert plan(Parallel(tensor=2), 2, model).padded_vocab(128) == 512
-
-
-def test_sequence_lengths() -> None:
-    single = plan(Parallel(), 1, DENSE)
-    parallel = plan(Parallel(tensor=2, context=2, sequence=True), 4, DENSE)
-    assert [length_multiple(topology) for topology in (single, parallel)] == [1, 8]
-    assert length_multiple(plan(Parallel(context=4), 4, DENSE)) == 8
-    assert length_multiple(plan(Parallel(tensor=4, sequence=True), 4, DENSE)) == 4
-    check_sequence_length(7, single)
-    check_sequence_length(16, parallel)
-    message = r"length 17 is not a positive multiple of 8 \(2 x parallel.context=2 times parallel.tensor=2 .*pad to 24"
-    with pytest.raises(TopologyError, match=message):
-        check_sequence_length(17, parallel)
-    with pytest.raises(TopologyError, match="length 0 is not a positive multiple of 1; pad to 1"):
-        check_sequence_length(0, single)

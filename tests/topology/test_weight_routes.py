@@ -4,8 +4,7 @@ import pytest
 
 from megascend.config import Parallel
 from megascend.errors import TopologyError
-from megascend.topology.topology import EXPERT_AXES, Topology, plan
-from megascend.topology.weight_routes import participants, ranks_of, route
+from megascend.topology.topology import EXPERT_AXES, Topology, participants, plan, ranks_of, route
 
 LAYOUTS = [
     (1, Parallel()),

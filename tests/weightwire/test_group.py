@@ -9,9 +9,10 @@ import time
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from wire_members import run_meeting, run_members, wait_until
 
-from weightwire import liveness
+from weightwire import liveness, peers
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
 from weightwire.group import Listener, join
 from weightwire.manifest import Manifest, TensorSpec
@@ -216,3 +217,35 @@ def test_process_that_vanishes_while_being_read_has_ended(monkeypatch) -> None:
     assert me.state() is None
     monkeypatch.setattr(liveness, "_stat", vanished)
     assert me.state() == "ended"
+
+
+def test_silence_counts_only_while_the_member_itself_looks(monkeypatch):
+    """Count a peer as gone after 30 s of polls without a new heartbeat, but not after a stop of this process for 40 s."""
+    store, now = HashStore(), [100.0]
+    records = peers.Records(store, "g")
+    receiver = peers.Peers(records, "g", 1, ("trainer", "engine"), "127.0.0.1", 1)
+    receiver.identities[0] = liveness.Identity("far", "", 1, 0)  # of another machine: only its heartbeats tell
+    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
+
+    def look(after_s: float, beat: int | None = None) -> PeerLostError | None:
+        now[0] += after_s
+        if beat is not None:
+            records.write("alive/0", f"[{beat}, 7, 0]")
+        receiver.look()
+        return receiver.lost
+
+    assert look(0.0) is None
+    assert look(1.0, beat=1) is None
+    assert receiver.progress_of(0) == 7
+    assert look(40.0) is None, "this process was stopped"
+    assert [look(10.0) for _ in range(3)] == [None] * 3
+    assert str(look(1.0)) == "the sender (trainer, process 1 on far) sends no heartbeats, for 30 s"
+
+
+def test_records_that_are_missing_are_not_waited_for():
+    store = HashStore()
+    store.set("b", "2")
+    start = time.monotonic()
+    assert liveness.read_records(store, ["a", "b", "c"]) == [None, b"2", None]
+    assert liveness.read_records(store, []) == []
+    assert time.monotonic() - start < 1.0

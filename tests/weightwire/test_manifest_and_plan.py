@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from weightwire import errors
 from weightwire.errors import ManifestError
-from weightwire.manifest import DTYPE_BYTES, MAX_NAME, AdapterInfo, Manifest, TensorSpec
+from weightwire.manifest import DTYPE_BYTES, MAX_NAME, AdapterInfo, Manifest, TensorSpec, offsets, plan_buckets
 from weightwire.offer import Offer, Seal
-from weightwire.plan import offsets, plan_buckets
 
 names = st.text(st.characters(categories=("L", "N"), include_characters="._-"), min_size=1, max_size=30)
 specs = st.builds(
@@ -202,5 +201,5 @@ def test_errors_survive_pickle_and_json():
 
 
 def test_manifest_plan_and_offer_import_no_torch():
-    code = "import sys, weightwire.manifest, weightwire.plan, weightwire.offer; assert 'torch' not in sys.modules"
+    code = "import sys, weightwire.manifest, weightwire.offer; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -250,88 +250,90 @@ def run(
         if this_run.main_rank:
             print(f"ready after {phases}", flush=True)
 
-        # Loop
-        number = steps_done = backend.step_count
-        saves = CheckpointPolicy(
-            backend, config, event_log, training.progress, directory.take_over, lambda: not directory.waiting
-        )
-        trackers = Trackers(
-            config.tracker_options,
-            config.output,
-            config.model_dump(mode="json"),
-            steps_done,
-            lambda name, problem: event_log.event("tracker_failed", tracker=name, problem=problem),
-        )
-        # The peak while loading is not the peak of training.
-        backend.platform.reset_peak_memory()
-        with RunLog(
-            config.output,
-            config.steps,
-            trackers,
-            enabled=this_run.main_rank,
-            steps_done=steps_done,
-            waiting=lambda: directory.waiting,
-        ) as log:
-            training.start_loop(log)
-            in_step = False
-            try:
-                for number in range(steps_done + 1, config.steps + 1):
-                    batch = training.next_batch(number, lambda: signals.received is not None)
-                    if batch is None:
-                        # The batch of this step never came: the checkpoint is that of the step before.
-                        number -= 1
-                        saves.after_step(number, True)
-                        break
-                    with training.step_context(number):
-                        # Between these two lines other ranks may be in a collective of this step.
-                        in_step = True
-                        record = training.step(number, batch)
-                        in_step = False
-                        if not record.skipped:
-                            directory.take_over()
-                        log.write(record)
-                        # After the row is written: an evaluation that fails must not cost the step's figures.
-                        training.after_step(number)
-                    if number == steps_done + 1:
-                        phases.ended("first step")
-                        # The first step has compiled what it needed; a compiler beside it would only take the
-                        # processor.
-                        kernel_compilation.close()
-                        event_log.event("first_step", **phases.record())
-                    if saves.after_step(number, signals.received is not None):
-                        break
-            except Exception as error:
-                # Neither an incomplete step is saved, nor one that other ranks may still be in.
-                complete = not in_step or backend.step_count == number
-                everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
-                last = not isinstance(error, (CheckpointError, NonFiniteError))
-                if complete and everywhere and last and backend.step_count > steps_done:
-                    saves.save_last(backend.step_count)
-                raise
-            training.end_loop()
-            # A run that was resumed at its end has no step to take the directory over with.
-            if number == config.steps:
-                directory.take_over()
-        saves.finish(number)
-
-        # Results
-        if number < config.steps:
+        saves, rows, step = train_steps(training, this_run, directory, signals, phases, kernel_compilation)
+        if step < config.steps:
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
-            report_stop(directory, number, stopped, saves.problem)
-            return RunResult(number, None, stopped)
-        exported = export(this_run, saves, number) if config.export else None
-        if this_run.main_rank and config.plot:
-            # An error of the plot must not turn a finished run into a failed one.
-            path = config.output / "metrics.png"
-            try:
-                plot_metrics(log.rows, path, training.title(this_run), training.panels)
-            except OSError as error:
-                logger.warning("%s cannot be written: %s", path, error)
-        values, line = training.result()
-        event_log.event("finished", step=number, **values)
-        if this_run.main_rank:
-            print(line, flush=True)
-        return RunResult(number, exported, None)
+            report_stop(directory, step, stopped, saves.problem)
+            return RunResult(step, None, stopped)
+        return RunResult(step, write_results(training, this_run, saves, rows, step), None)
+
+
+def train_steps(
+    training: Training[AnyConfig],
+    run: Run[AnyConfig],
+    directory: OutputDirectory,
+    signals: StopSignals,
+    phases: StartPhases,
+    kernel_compilation: ExitStack,
+) -> tuple[CheckpointPolicy, list[dict[str, Any]], int]:
+    """Train up to the last step, or to a signal; return the checkpoints' policy, the rows of the log, and the last step.
+
+    Args:
+        kernel_compilation: closed after the first step, which has compiled what it needed; a compiler beside it would only take the
+            processor.
+    """
+    config, backend = run.config, run.backend
+    number = steps_done = backend.step_count
+    saves = CheckpointPolicy(
+        backend, config, run.event_log, training.progress, directory.take_over, lambda: not directory.waiting
+    )
+    trackers = Trackers(
+        config.tracker_options,
+        config.output,
+        config.model_dump(mode="json"),
+        steps_done,
+        lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
+    )
+    # The peak while loading is not the peak of training.
+    backend.platform.reset_peak_memory()
+    with RunLog(
+        config.output,
+        config.steps,
+        trackers,
+        enabled=run.main_rank,
+        steps_done=steps_done,
+        waiting=lambda: directory.waiting,
+    ) as log:
+        training.start_loop(log)
+        in_step = False
+        try:
+            for number in range(steps_done + 1, config.steps + 1):
+                batch = training.next_batch(number, lambda: signals.received is not None)
+                if batch is None:
+                    # The batch of this step never came: the checkpoint is that of the step before.
+                    number -= 1
+                    saves.after_step(number, True)
+                    break
+                with training.step_context(number):
+                    # Between these two lines other ranks may be in a collective of this step.
+                    in_step = True
+                    record = training.step(number, batch)
+                    in_step = False
+                    if not record.skipped:
+                        directory.take_over()
+                    log.write(record)
+                    # After the row is written: an evaluation that fails must not cost the step's figures.
+                    training.after_step(number)
+                if number == steps_done + 1:
+                    phases.ended("first step")
+                    kernel_compilation.close()
+                    run.event_log.event("first_step", **phases.record())
+                if saves.after_step(number, signals.received is not None):
+                    break
+        except Exception as error:
+            # Neither an incomplete step is saved, nor one that other ranks may still be in.
+            complete = not in_step or backend.step_count == number
+            everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
+            last = not isinstance(error, (CheckpointError, NonFiniteError))
+            if complete and everywhere and last and backend.step_count > steps_done:
+                saves.save_last(backend.step_count)
+            raise
+        training.end_loop()
+        # A run that was resumed at its end has no step to take the directory over with.
+        if number == config.steps:
+            directory.take_over()
+    saves.finish(number)
+    return saves, log.rows, number
 
 
 # --- the model ---
@@ -421,6 +423,29 @@ def check_adapter_path(path: Path, overwrite: bool) -> None:
         check_target(path)
     if problem := unwritable_reason(path.parent if removed else path):
         raise CheckpointError(f"save_adapter: {path} cannot be written: {problem}")
+
+
+def write_results(
+    training: Training[AnyConfig],
+    run: Run[AnyConfig],
+    saves: CheckpointPolicy,
+    rows: Sequence[dict[str, Any]],
+    step: int,
+) -> Path | None:
+    """Export what was trained, plot the run and report its end; return the export's directory, if there is one. Collective."""
+    config = run.config
+    exported = export(run, saves, step) if config.export else None
+    if run.main_rank and config.plot:
+        path = config.output / "metrics.png"
+        try:
+            plot_metrics(rows, path, training.title(run), training.panels)
+        except OSError as error:
+            logger.warning("%s cannot be written: %s", path, error)
+    values, line = training.result()
+    run.event_log.event("finished", step=step, **values)
+    if run.main_rank:
+        print(line, flush=True)
+    return exported
 
 
 def export(run: Run, saves: CheckpointPolicy, step: int) -> Path:

@@ -6,9 +6,12 @@ import contextlib
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
+
+from typing_extensions import Self
 
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
 """Signals that stop a run whatever they did before."""
@@ -44,43 +47,54 @@ def _caught() -> int:
     return 0
 
 
-class StopSignals:
-    """Context manager that takes note of :data:`STOPPING` signals instead of ending the process.
+class SignalRecorder(ABC):
+    """Context manager that records :data:`STOPPING` signals instead of ending the process.
 
-    A second SIGINT (Ctrl-C twice) interrupts at once, as Python does by itself. Outside the main thread, where Python lets nobody
-    handle signals, nothing is changed.
-
-    Args:
-        launched: a launcher may pass a SIGINT on that has come from the terminal already; two at once count as one.
+    Outside the main thread, where Python lets nobody handle signals, nothing is changed.
 
     Attributes:
-        received: the first signal that came, or None.
+        received: the first signal that came, or None. It is what a run reports as its reason.
     """
 
-    def __init__(self, *, launched: bool = False) -> None:
+    def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._apart_s = SAME_S if launched else 0.0
-        self._interrupted_at: float | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> StopSignals:
-        # Python allows handlers in the main thread only.
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._take_note) for number in stopping()}
+            self._before = {number: signal.signal(number, self._record) for number in stopping()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
-        # The first one: it is what the run reports as its reason.
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)
         if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._interrupted_at is None:
-                self._interrupted_at = now
-            elif now - self._interrupted_at >= self._apart_s:
-                raise KeyboardInterrupt
+            self.interrupt()
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Handle a SIGINT, the first one or a later one."""
+
+
+class StopSignals(SignalRecorder):
+    """Recorder of a rank's signals. A second SIGINT (Ctrl-C twice) interrupts at once, as Python does by itself.
+
+    Args:
+        launched: a launcher may pass a SIGINT on that has come from the terminal already; two at once count as one.
+    """
+
+    def __init__(self, *, launched: bool = False) -> None:
+        super().__init__()
+        self._apart_s = SAME_S if launched else 0.0
+        self._interrupted_at: float | None = None
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt from the second SIGINT on."""
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+        elif now - self._interrupted_at >= self._apart_s:
+            raise KeyboardInterrupt

@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megascend import errors
-from megascend.app.stop_signals import STOPPING, stopping
+from megascend.app.stop_signals import STOPPING, SignalRecorder
 from megascend.errors import ConfigError, MegascendError, PlatformError
 
 if TYPE_CHECKING:
@@ -201,28 +200,13 @@ def _quiet(*names: str) -> Iterator[None]:
 # --- signals ---
 
 
-class StopLaunch:
-    """Context manager that records the signals that stop a run, to pass them on to the workers.
-
-    Attributes:
-        received: the first signal received, or None.
-    """
+class StopLaunch(SignalRecorder):
+    """Recorder of the launcher's signals, to pass them on to the workers."""
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
+        super().__init__()
         self._interrupted = False
         self._notified: set[int] = set()
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopLaunch:
-        self._before = {number: signal.signal(number, self._record_signal) for number in stopping()}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def pass_on(self) -> None:
         """Signal each worker once. Workers that are still starting have no handler yet, and end."""
@@ -239,12 +223,12 @@ class StopLaunch:
             raise KeyboardInterrupt
         raise SystemExit(128 + self.received)
 
-    def _record_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._interrupted:
+    def interrupt(self) -> None:
+        """Kill the workers on the second SIGINT, and raise KeyboardInterrupt."""
+        if self._interrupted:
             send(signal.SIGKILL, workers())  # Python handlers do not run while a rank waits in a collective
             raise KeyboardInterrupt
-        self._interrupted = self._interrupted or number == signal.SIGINT
-        self.received = self.received or signal.Signals(number)
+        self._interrupted = True
 
 
 def call_in_thread(function: Callable[..., Any], *args: Any, stop: StopLaunch) -> Any:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megascend.cli import doctor, export, new_model, rl, run, serve, show_config, train
+from megascend.cli import doctor, export, new_model, run, serve, train
 from megascend.cli.messages import several_ranks
 from megascend.errors import MegascendError
 from megascend.surroundings import set_user_variables
@@ -105,11 +105,11 @@ def options(
 
 
 app.command("train")(train.train_command)
-app.command("rl")(rl.rl_command)
+app.command("rl")(train.rl_command)
 app.command("serve")(serve.serve_command)
 app.command("run", context_settings=run.CONTEXT_SETTINGS)(run.run_command)
 app.command("doctor")(doctor.doctor_command)
-app.command("show-config")(show_config.show_config_command)
+app.command("show-config")(train.show_config_command)
 app.command("new-model")(new_model.new_model_command)
 app.command("export")(export.export_command)
 app.command("simnpu", context_settings=run.CONTEXT_SETTINGS)(run.simnpu_command)

@@ -1,4 +1,6 @@
-"""``megascend train``: run a YAML configuration on one process, on N processes started here, or under torchrun."""
+"""``megascend train``, ``rl`` and ``show-config``: run a YAML configuration on one process, on N processes started here, or under
+torchrun; or print it with every default filled in.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from megascend.cli.launch import EXIT_INTERRUPTED, EXIT_STOPPED, start_ranks, un
 if TYPE_CHECKING:
     from megascend.app.preflight import RunPlan
     from megascend.config import RunConfig, TrainerConfig
+    from megascend.config.rl import RlConfig
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
@@ -68,6 +71,68 @@ def train_command(
         # A section in the file, with its own settings, takes precedence.
         settings = settings.model_copy(update={"profile": Profile()})
     start_training(train_rank, settings, nproc, overwrite, resume)
+
+
+def rl_command(
+    config: Annotated[Path, typer.Argument(help="YAML file with the run's settings (docs/rl.md).")],
+    overrides: Overrides = None,
+    nproc: Processes = None,
+    overwrite: Overwrite = False,
+    resume: Resume = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check all that can be known before training; no request to an engine.")
+    ] = False,
+) -> None:
+    """Train a Hugging Face checkpoint on responses that inference engines sample, graded by a reward function.
+
+    Rank 0 talks to the engines that CONFIG names; they sample while the trainer learns. An error exits with 2; a run that
+    a signal has stopped, after saving a checkpoint, with 75.
+    """
+    from megascend.config.rl import load_rl_config
+    from megascend.io.lasting_output import LastingOutput
+
+    settings = load_rl_config(config, overrides)
+    if dry_run:
+        from megascend.app.dry_run import dry_run_rl
+        from megascend.cli.dry_run_text import report_rl
+
+        print_dry_run(settings, nproc, overwrite, resume, dry_run_rl, report_rl)
+        return
+    LastingOutput().install()  # until the process ends
+    start_training(rl_rank, settings, nproc, overwrite, resume)
+
+
+def show_config_command(
+    config: Annotated[Path, typer.Argument(help="YAML file with the run's settings.")],
+    overrides: Overrides = None,
+    nproc: Annotated[
+        int | None, typer.Option("--nproc", min=1, help="Also check the parallel layout for this many processes.")
+    ] = None,
+) -> None:
+    """Print the resolved configuration as YAML; with --nproc also the ranks' layout, as YAML comments.
+
+    A file with a section `rollout` is read as `megascend rl` reads it, any other as `megascend train` does; the output can be
+    fed to the same command again. A layout that cannot work exits with 2.
+    """
+    import yaml
+
+    from megascend.config import RunConfig, parsed, read_settings
+    from megascend.config.rl import RlConfig
+    from megascend.huggingface.info import inspect_checkpoint
+    from megascend.topology.topology import plan
+
+    values = read_settings(config, overrides)
+    settings: TrainerConfig = parsed(RlConfig if "rollout" in values else RunConfig, values, config)
+    if nproc is None:
+        layout = ""
+    elif not settings.model.exists():
+        layout = f"layout not checked: {settings.model} does not exist yet"
+    else:
+        layout = plan(settings.parallel, nproc, inspect_checkpoint(settings.model).shape).describe()
+    typer.echo(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), nl=False)  # as they are declared
+    for line in layout.splitlines():
+        # As comments: the output is a valid run file again.
+        typer.echo(f"# {line}")
 
 
 def print_dry_run(
@@ -140,6 +205,14 @@ def train_rank(config: RunConfig, overwrite: bool, resume: str | None, plan: Run
 
     prepare_rank(config)
     return train(config, overwrite=overwrite, resume=resume, plan=plan).stopped
+
+
+def rl_rank(config: RlConfig, overwrite: bool, resume: str | None, plan: RunPlan[RlConfig] | None) -> str | None:
+    """Run one rank, as :func:`train_rank`."""
+    from megascend.app.rl.train import train_rl
+
+    prepare_rank(config)
+    return train_rl(config, overwrite=overwrite, resume=resume, plan=plan).stopped
 
 
 def prepare_rank(config: TrainerConfig) -> None:

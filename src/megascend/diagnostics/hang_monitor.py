@@ -34,9 +34,8 @@ from megascend.diagnostics.diagnosis import (
     shorten,
 )
 from megascend.diagnostics.heartbeat import HeartbeatThread
-from megascend.diagnostics.phase_stack import Phase, PhaseStack
 from megascend.diagnostics.upstream_errors import is_secondary, library_of, members_of
-from megascend.diagnostics.watchdog import Watchdog
+from megascend.diagnostics.watchdog import PhaseStack, Watchdog
 from megascend.errors import CollectiveTimeoutError, PeerLostError, ProcessGroupError
 from weightwire.liveness import Identity
 
@@ -69,13 +68,37 @@ class Publication:
         failure: the published record.
     """
 
-    stack: PhaseStack
+    stack: PhaseStack[Phase]
     generation: int
     failure: PhaseFailure
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickle as None: the process that receives a copy of the exception has not published it."""
         return type(None), ()
+
+
+class Phase:
+    """A named activity of a thread: a context manager.
+
+    Attributes:
+        name: identifier.
+        label: name used in messages.
+        since: time of entry (``time.monotonic``).
+        entered: generation of its thread's stack at entry.
+    """
+
+    # Phases are created in every micro batch.
+    __slots__ = ("_monitor", "entered", "label", "name", "since")
+
+    def __init__(self, monitor: HangMonitor, name: str, label: str) -> None:
+        self._monitor, self.name, self.label = monitor, name, label
+        self.since, self.entered = 0.0, 0
+
+    def __enter__(self) -> None:
+        self._monitor.enter(self, skippable=False)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._monitor.leave(self, error)
 
 
 class HangMonitor:
@@ -116,8 +139,8 @@ class HangMonitor:
         self._process = Identity.current()
         # One table for all threads: which thread enters an outermost phase does not matter, only how often the rank did.
         self._counts: dict[str, int] = {}
-        self._main = PhaseStack(threading.get_ident(), since=time.monotonic())
-        self._background: dict[int, PhaseStack] = {}
+        self._main = PhaseStack[Phase](threading.get_ident(), since=time.monotonic())
+        self._background: dict[int, PhaseStack[Phase]] = {}
         self._watchdog = Watchdog(rank, self._main, lambda: self._describe(self._main, 0), self._speak_last, timeout_s)
         self._failure: PhaseFailure | None = None
         self._published: Publication | None = None  # of the failure
@@ -217,7 +240,7 @@ class HangMonitor:
             if stack is not self._main and not stack.phases:
                 del self._background[stack.thread]
 
-    def _stack(self) -> PhaseStack:
+    def _stack(self) -> PhaseStack[Phase]:
         thread = threading.get_ident()
         if thread == self._main.thread:
             return self._main
@@ -225,7 +248,7 @@ class HangMonitor:
 
     # --- errors ---
 
-    def _is_published(self, error: BaseException, phase: Phase, stack: PhaseStack) -> bool:
+    def _is_published(self, error: BaseException, phase: Phase, stack: PhaseStack[Phase]) -> bool:
         """Check whether a phase inside ``phase`` has published ``error``; if so, make it the current failure again."""
         publication = vars(error).get(PUBLICATION)
         if not isinstance(publication, Publication) or not _is_inside(publication, phase, stack):
@@ -235,12 +258,12 @@ class HangMonitor:
             self._publish()
         return True
 
-    def _drop_handled_failure(self, phase: Phase, stack: PhaseStack) -> None:
+    def _drop_handled_failure(self, phase: Phase, stack: PhaseStack[Phase]) -> None:
         """Withdraw a failure published inside ``phase``: the phase completes without an error, so it was handled."""
         if self._published is not None and _is_inside(self._published, phase, stack):
             self._published = self._failure = None
 
-    def _failed(self, phase: Phase, stack: PhaseStack, error: BaseException) -> None:
+    def _failed(self, phase: Phase, stack: PhaseStack[Phase], error: BaseException) -> None:
         """Publish ``error``, which leaves ``phase``; replace a communication error by one that names the culprit."""
         if self._heartbeat is None or os.getpid() != self._process.pid:  # a forked child has no heartbeat thread
             return
@@ -328,7 +351,7 @@ class HangMonitor:
             self._explaining = False
 
     def _diagnose(
-        self, stack: PhaseStack, peers: Mapping[int, PeerStatus | None] | None, suspects: Sequence[int]
+        self, stack: PhaseStack[Phase], peers: Mapping[int, PeerStatus | None] | None, suspects: Sequence[int]
     ) -> Diagnosis:
         blamed = tuple(suspects)
         if self._heartbeat is None:
@@ -379,7 +402,7 @@ class HangMonitor:
     def _record(self, heartbeat: int) -> RankRecord:
         return self._describe(self._main, heartbeat)
 
-    def _describe(self, stack: PhaseStack, heartbeat: int, waiting: bool | None = None) -> RankRecord:
+    def _describe(self, stack: PhaseStack[Phase], heartbeat: int, waiting: bool | None = None) -> RankRecord:
         # A copy: the main thread may enter or leave a phase while the heartbeat's thread is here.
         phases = list(stack.phases)
         opened = [other.phases[0].name for other in (self._main, *list(self._background.values())) if other.phases]
@@ -425,7 +448,7 @@ class HangMonitor:
         self.close()
 
 
-def _is_inside(publication: Publication, phase: Phase, stack: PhaseStack) -> bool:
+def _is_inside(publication: Publication, phase: Phase, stack: PhaseStack[Phase]) -> bool:
     """Check whether the thread of ``stack`` published it after it had entered ``phase``."""
     return publication.stack is stack and phase.entered <= publication.generation
 

@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as NotYet  # not the built-in before
 from typing import TYPE_CHECKING, TypeVar
 
 from megascend.diagnostics.diagnosis import SILENT_S, PeerStatus, RankRecord
+from weightwire import liveness
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -25,57 +26,35 @@ POLL_S = 0.25
 """Seconds between two polls of the peers while a caller waits for a diagnosis."""
 
 
-class Observer:
-    """Tracker of the last progress of each peer's heartbeat, by this process's clock.
-
-    Times are those of ``time.monotonic()``, passed in by the caller.
-    """
+class Observer(liveness.HeartbeatObserver[RankRecord]):
+    """Last heartbeats of the ranks, and their statuses as of the last poll."""
 
     def __init__(self) -> None:
-        self._records: dict[int, tuple[RankRecord, float]] = {}  # last record and the time since which it is unchanged
-        self._advanced: dict[int, float] = {}  # time of the last new heartbeat
-        self._polled = self._clock = -1e9
+        super().__init__()
+        self._clock = float("-inf")
 
-    def update(self, records: Mapping[int, RankRecord | None], now: float, clock: float, timeout_s: float) -> None:
-        """Store the peers' records as of ``now`` (``clock``: the same moment in ``time.time()``).
-
-        Args:
-            timeout_s: longest expected time between two polls. After a longer gap this process may have been stopped, and
-                the peers with it, so silence is counted from now on only.
-        """
-        resumed = now - self._polled > timeout_s
-        for rank, record in records.items():
-            if record is None:
-                continue
-            last = self._records.get(rank)
-            # Compared for equality only, so the peers' clocks do not matter.
-            advanced = last is not None and last[0].heartbeat != record.heartbeat
-            if advanced:
-                self._advanced[rank] = now
-            if last is None or advanced or resumed:
-                self._records[rank] = record, now
-        self._polled, self._clock = now, clock
+    def poll(self, records: Mapping[int, RankRecord | None], now: float, clock: float, timeout_s: float) -> None:
+        """Update the records as of ``now``, which is ``clock`` in ``time.time()``."""
+        self.update(records, now, timeout_s)
+        self._clock = clock
 
     def statuses(self, peers: Iterable[int]) -> dict[int, PeerStatus | None]:
         """Return the statuses of ``peers`` as of the last poll."""
-        statuses: dict[int, PeerStatus | None] = {}
-        for rank in peers:
-            if rank in self._records:
-                record, since = self._records[rank]
-                state = record.process.state() if record.process is not None else None
-                statuses[rank] = PeerStatus(record, self._polled - since, max(0.0, self._clock - record.clock), state)
-            else:
-                statuses[rank] = None
+        statuses: dict[int, PeerStatus | None] = dict.fromkeys(peers)
+        for rank in statuses.keys() & self.records.keys():
+            record = self.records[rank]
+            state = record.process.state() if record.process is not None else None
+            statuses[rank] = PeerStatus(record, self.silent_s(rank), max(0.0, self._clock - record.clock), state)
         return statuses
 
     def undecided(self, since: float) -> bool:
         """Check whether to poll on: some peer sent no heartbeat after ``since``, but is not silent long enough to be gone."""
         return any(
-            self._advanced.get(rank, -1e9) <= since
-            and self._polled - time < SILENT_S
+            not self.has_advanced(rank, since)
+            and self.silent_s(rank) < SILENT_S
             and record.failure is None
             and not record.ended
-            for rank, (record, time) in self._records.items()
+            for rank, record in self.records.items()
         )
 
 
@@ -207,18 +186,14 @@ class HeartbeatThread:
     def _poll(self) -> None:
         records = self._read(self._peers)
         self._polled = time.monotonic()
-        self._observer.update(records, self._polled, time.time(), timeout_s=3 * self.poll_s + SILENT_S)
+        self._observer.poll(records, self._polled, time.time(), timeout_s=3 * self.poll_s + SILENT_S)
 
     def _read(self, peers: Sequence[int]) -> dict[int, RankRecord | None]:
-        keys = {peer: _key(peer) for peer in peers}
         with self.io:
-            # multi_get blocks on a missing key, so ranks that have not published yet are left out.
-            if not self._store.check(list(keys.values())):
-                keys = {peer: key for peer, key in keys.items() if self._store.check([key])}
-            values = self._store.multi_get(list(keys.values())) if keys else []
-        records: dict[int, RankRecord | None] = dict.fromkeys(peers)
-        records.update((peer, RankRecord.decode(value)) for peer, value in zip(keys, values, strict=True))
-        return records
+            values = liveness.read_records(self._store, [_key(peer) for peer in peers])
+        return {
+            peer: None if value is None else RankRecord.decode(value) for peer, value in zip(peers, values, strict=True)
+        }
 
     def _observe(self) -> dict[int, PeerStatus | None]:
         start = time.monotonic()

@@ -1,21 +1,29 @@
-"""Watchdog of a stuck rank: log past the deadline, and end the process if another rank is gone or has failed."""
+"""Watchdog of a stuck rank: log past the deadline, and end the process if another rank is gone or has failed.
+
+It sees a thread as a stack of phases, and the line of Python where it is.
+"""
 
 from __future__ import annotations
 
+import linecache
 import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from megascend.diagnostics.diagnosis import LOST, Diagnosis, RankRecord, diagnose, phase_text
-from megascend.diagnostics.phase_stack import PhaseStack
 from megascend.errors import PeerLostError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from megascend.diagnostics.heartbeat import HeartbeatThread
+
+P = TypeVar("P")
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +31,44 @@ EXIT_PEER_LOST = 76
 """Exit code of a rank that was stuck in a phase because another rank is gone or has failed."""
 GRACE_S = 3.0
 """Seconds beyond its timeout that a phase may take before the watchdog logs: Gloo's own errors come first."""
+
+
+@dataclass
+class PhaseStack(Generic[P]):
+    """The phases that one thread is in.
+
+    Attributes:
+        thread: identifier of the thread.
+        phases: the phases entered and not left, the outermost first.
+        generation: counter of entries and exits; it changes whenever the thread makes progress.
+        since: time of the last entry or exit (``time.monotonic``).
+        last: label of the phase that was left last.
+    """
+
+    thread: int
+    phases: list[P] = field(default_factory=list)
+    generation: int = 0
+    since: float = 0.0
+    last: str = "start-up"
+
+    def line(self) -> tuple[str, bool]:
+        """Return the thread's innermost Python frame and whether it waits for other ranks there."""
+        # The only way to another thread's frames. They may be stale by the time they are read, which is fine for a message.
+        frame = sys._current_frames().get(self.thread)
+        if frame is None:
+            return "", False
+        code = frame.f_code
+        text = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
+        outer: FrameType | None = frame
+        # torch.distributed wraps a collective in a few frames (logging, timing); deeper callers are not the wait itself.
+        for _ in range(6):
+            if outer is None:
+                break
+            if "/torch/distributed/" in outer.f_code.co_filename:
+                return text, True
+            outer = outer.f_back
+        # Megatron itself waits on the handles of asynchronous collectives, outside torch.distributed's files.
+        return text, ".wait(" in linecache.getline(code.co_filename, frame.f_lineno)
 
 
 class Watchdog:
@@ -41,7 +87,7 @@ class Watchdog:
     def __init__(
         self,
         rank: int,
-        stack: PhaseStack,
+        stack: PhaseStack[Any],
         record: Callable[[], RankRecord],
         on_fatal: Callable[[BaseException], None],
         timeout_s: float,

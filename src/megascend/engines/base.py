@@ -31,7 +31,7 @@ from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.adapter_io import SavedAdapter
 from megascend.selfcheck.verdict import Verdict
-from megascend.topology.weight_routes import Receivers
+from megascend.topology.topology import Receivers
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

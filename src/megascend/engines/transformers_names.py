@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from megascend.checkpoint.hf_slices import HfSlice
 from megascend.errors import CheckpointError
-from megascend.huggingface.exported import LAYER, abbreviated
+from megascend.huggingface.exported import abbreviated
 from megascend.huggingface.files import TensorHeader
+from weightwire.manifest import LAYER
 
 _NUMBERS = 2**32
 """An element is parameter number * _NUMBERS + row number."""

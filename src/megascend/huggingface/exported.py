@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascend.huggingface.files import DERIVED, TensorHeader
+from weightwire.manifest import in_prediction_head
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 HALVES = re.compile(r"^(?P<mlp>.*\.)(?P<half>gate|up)_proj\.weight$")
 ONE_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight$")
 OUTPUT = "lm_head.weight"
@@ -21,20 +21,11 @@ def derived_tensors(names: Iterable[str]) -> list[str]:
 
 
 def prediction_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the tensors of heads for multi-token prediction.
-
-    They are named ``mtp.*`` or, in DeepSeek-V3 and GLM-4.5, like the ``num_nextn_predict_layers`` layers after the last.
-    """
+    """Return the tensors of heads for multi-token prediction (:func:`weightwire.manifest.in_prediction_head`)."""
     text = config.get("text_config", config)
     layers = text.get("num_hidden_layers") or 0
     heads = range(layers, layers + (text.get("num_nextn_predict_layers") or 0))
-
-    def is_head(name: str) -> bool:
-        layer = LAYER.search(name)
-        # The added dot also finds a name that begins with "mtp.".
-        return (layer is not None and int(layer[1]) in heads) or ".mtp." in f".{name}"
-
-    return [name for name in names if is_head(name) and not name.endswith(DERIVED)]
+    return [name for name in names if in_prediction_head(name, heads) and not name.endswith(DERIVED)]
 
 
 @dataclass(frozen=True)

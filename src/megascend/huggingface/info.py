@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import scalar_head as scalar_heads
-from megascend.huggingface.exported import LAYER, OUTPUT, derived_tensors, prediction_tensors
+from megascend.huggingface.exported import OUTPUT, derived_tensors, prediction_tensors
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
 from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, proven, text_config
 from megascend.models.base import LinearAttention
+from weightwire.manifest import LAYER
 
 if TYPE_CHECKING:
     from megascend.config import Mtp

@@ -1,14 +1,16 @@
-"""Digests of files, also while they are being written."""
+"""Digests of values and of files, also while they are being written."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import io
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -38,6 +40,11 @@ def digest(file: Path, new: Callable[[], Hash]) -> str:
         while block := stream.read(2**22):
             state.update(block)
     return state.hexdigest()
+
+
+def cache_key(value: Any) -> str:
+    """Return the 32 hexadecimal digits under which a result is cached that ``value``, of JSON, decides."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _sync_file_range() -> Callable[..., int] | None:

@@ -12,9 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megascend.io.atomic import honour_umask, put_in_place
 from megascend.io.paths import followed, make_directory, remove
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 TIMEOUT_S = 600.0
 """Seconds that :func:`cached` and :func:`locked` wait for another process."""
@@ -112,17 +116,31 @@ def locked(path: Path, timeout_s: float = TIMEOUT_S) -> Iterator[None]:
     Raises:
         TimeoutError: another one has held it for ``timeout_s``.
     """
-    from filelock import FileLock, Timeout
-
     key = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     locks = Path(tempfile.gettempdir()) / f"megascend-locks-{os.getuid()}"  # not beside `path`: lock files remain
     locks.mkdir(exist_ok=True)
-    lock = FileLock(locks / f"{key}.lock", timeout=timeout_s)
     try:
-        lock.acquire()
-    except Timeout as error:
+        lock = hold(locks / f"{key}.lock", timeout_s)
+    except TimeoutError as error:
         raise TimeoutError(f"another process has been making {path} for {timeout_s:.0f} s") from error
     try:
         yield
     finally:
         lock.release()
+
+
+def hold(path: Path, timeout_s: float = 0.0) -> BaseFileLock:
+    """Lock the file ``path`` until the lock is released or this process ends, however it ends; return the lock.
+
+    Raises:
+        TimeoutError: another process has held it for ``timeout_s``.
+    """
+    from filelock import FileLock, Timeout
+
+    # Not bound to a thread: a server may be closed by another thread than the one that started it.
+    lock = FileLock(path, timeout=timeout_s, mode=0o600, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise TimeoutError(f"{path} is locked by another process") from error
+    return lock

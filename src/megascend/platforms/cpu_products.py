@@ -7,7 +7,6 @@ distinguishes such a machine, so products are tried in a child process, once for
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import platform
@@ -20,6 +19,7 @@ from pathlib import Path
 from megascend.distributed.launch import child_environment
 from megascend.errors import PlatformError
 from megascend.io import paths, shared
+from megascend.io.hashing import cache_key
 
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX = "AVX512_CORE_FP16"
@@ -119,4 +119,4 @@ def _trial(environment: MutableMapping[str, str]) -> str:
 def _key(cpuinfo: Path) -> str:
     # What the result depends on; several hosts may share the folder of the cache.
     decisive = [sorted(_flags(cpuinfo)), platform.release(), platform.node(), metadata.version("torch"), TRIAL]
-    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+    return cache_key(decisive)

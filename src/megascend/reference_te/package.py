@@ -91,44 +91,27 @@ def _absent(module: str) -> Callable[[str], NoReturn]:
 
 def _contents() -> dict[str, dict[str, Any]]:
     """Return the contents of each module, parents before children."""
-    from megascend.reference_te import attention, base, fp8, linear, norms, optimizers, rope
+    from megascend.reference_te import attention, base, fp8, optimizers, rope
 
     quantized = names.classes(names.QUANTIZED, names.FP8)
-    unsupported_layers = names.classes(names.LAYERS)
+    quantized_functions = names.functions(names.QUANTIZED_FUNCTIONS, names.FP8)
+    layers, unsupported_layers = _layers(), names.classes(names.LAYERS)
+    layers["LayerNormMLP"] = unsupported_layers["LayerNormMLP"]
     overlap = names.functions(("initialize_ub", "destroy_ub"), names.OVERLAP)
     overlap |= names.classes(("UserBufferQuantizationMode",), names.OVERLAP)
-    layers = {
-        "Linear": linear.Linear,
-        "LayerNormLinear": linear.LayerNormLinear,
-        "LayerNormMLP": unsupported_layers["LayerNormMLP"],
-        "GroupedLinear": linear.GroupedLinear,
-        "RMSNorm": norms.RMSNorm,
-        "LayerNorm": norms.LayerNorm,
-        "Fp8Padding": fp8.Fp8Padding,
-        "Fp8Unpadding": fp8.Fp8Unpadding,
-    }
     recompute = {
         "CudaRNGStatesTracker": CudaRNGStatesTracker,
         "checkpoint": unavailable("te_checkpoint", names.FP8),
     }
-    recipe_classes = {recipe.__name__: recipe for recipe in fp8.CLASSES}
-    switches = {
-        "fp8_autocast": fp8.fp8_autocast,
-        "autocast": fp8.autocast,
-        "fp8_model_init": fp8.fp8_model_init,
-        "quantized_model_init": fp8.quantized_model_init,
-        **dict.fromkeys(
-            ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available"),
-            fp8.is_available,
-        ),
-    }
+    recipes = {recipe.__name__: recipe for recipe in fp8.CLASSES}
+    switches = _quantization_switches()
     recipe_functions = names.functions(names.RECIPE_FUNCTIONS, names.FP8)
     quantization = {
         "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
         **switches,
         **recipe_functions,
         **names.classes(names.RECIPE_STATES, names.FP8),
-        **{name: recipe for name, recipe in recipe_classes.items() if name not in ("MMParams", "QParams")},
+        **{name: recipe for name, recipe in recipes.items() if name not in ("MMParams", "QParams")},
         **dict.fromkeys(
             ("check_fp8_support", "check_mxfp8_support", "check_fp8_block_scaling_support", "check_nvfp4_support"),
             fp8.check_support,
@@ -137,7 +120,7 @@ def _contents() -> dict[str, dict[str, Any]]:
     return {
         ROOT: {"__version__": VERSION},
         f"{ROOT}.common": {},
-        f"{ROOT}.common.recipe": recipe_classes,
+        f"{ROOT}.common.recipe": recipes,
         f"{ROOT}.pytorch": {
             **layers,
             **unsupported_layers,
@@ -147,7 +130,7 @@ def _contents() -> dict[str, dict[str, Any]]:
             "get_default_recipe": recipe_functions["get_default_recipe"],
             "is_bf16_available": fp8.is_bf16_available,
             **quantized,
-            **names.functions(names.QUANTIZED_FUNCTIONS, names.FP8),
+            **quantized_functions,
             **overlap,
             **names.functions(names.PERMUTATION, "moe_permute_fusion"),
             **names.functions(names.CUDA_FUNCTIONS),
@@ -179,7 +162,7 @@ def _contents() -> dict[str, dict[str, Any]]:
             **names.functions(names.ROUTING, names.ROUTER),
             **names.classes(names.ROUTING_CLASSES, names.ROUTER),
         },
-        f"{ROOT}.pytorch.tensor": {**quantized, **names.functions(names.QUANTIZED_FUNCTIONS, names.FP8)},
+        f"{ROOT}.pytorch.tensor": {**quantized, **quantized_functions},
         f"{ROOT}.pytorch.optimizers": {
             "FusedAdam": optimizers.FusedAdam,
             "FusedSGD": optimizers.FusedSGD,
@@ -189,6 +172,26 @@ def _contents() -> dict[str, dict[str, Any]]:
             **names.classes(("MultiTensorApply",)),
             **names.functions(names.MULTI_TENSOR),
         },
+    }
+
+
+def _layers() -> dict[str, Any]:
+    """Return the layers that the reference implements, except for attention."""
+    from megascend.reference_te import fp8, linear, norms
+
+    layers = (linear.Linear, linear.LayerNormLinear, linear.GroupedLinear, norms.RMSNorm, norms.LayerNorm)
+    return {layer.__name__: layer for layer in (*layers, fp8.Fp8Padding, fp8.Fp8Unpadding)}
+
+
+def _quantization_switches() -> dict[str, Any]:
+    """Return the functions that switch quantization on, and those that report whether it is available."""
+    from megascend.reference_te import fp8
+
+    contexts = (fp8.fp8_autocast, fp8.autocast, fp8.fp8_model_init, fp8.quantized_model_init)
+    kinds = ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4")
+    return {
+        **{context.__name__: context for context in contexts},
+        **{f"is_{kind}_available": fp8.is_available for kind in kinds},
     }
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from megascend.errors import ConfigError, DataError
 
-Estimator = Literal["grpo", "rloo", "centered"]
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation, as verl and TRL do for GRPO."""
 MIN_RANGE = 1e-9

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megascend.errors import DataError
-from weightwire.engine import RoutedExperts
+from weightwire.engine import RoutedExperts, response_fields
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,5 @@ class Group:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Group:
         """Rebuild a group from :meth:`to_json`."""
-
-        def response(fields: dict[str, Any]) -> Response:
-            experts = fields.get("routed_experts")
-            lists = {
-                "tokens": tuple(fields["tokens"]),
-                "logprobs": tuple(fields["logprobs"]),
-                "routed_experts": None if experts is None else RoutedExperts.from_json(experts),
-            }
-            return Response(**{**fields, **lists})
-
-        responses = tuple(map(response, values["responses"]))
+        responses = tuple(Response(**response_fields(fields)) for fields in values["responses"])
         return cls(values["number"], tuple(values["prompt_tokens"]), responses)

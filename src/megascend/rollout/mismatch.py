@@ -23,15 +23,14 @@ class Mismatch:
         tokens: their number.
         sum_abs: sum of ``|d|``.
         max_abs: the largest ``|d|``; 0 without tokens.
-        sum_k1: sum of ``-d``; its mean estimates KL(engine || trainer) without bias, with high variance.
-        sum_k3: sum of ``exp(d) - 1 - d``: the same without bias, never negative (Schulman 2020, "Approximating KL divergence").
+        sum_k3: sum of ``exp(d) - 1 - d``; its mean estimates KL(engine || trainer) without bias and is never negative (Schulman
+            2020, "Approximating KL divergence").
         truncated: tokens whose ``exp(d)`` is above the cap.
     """
 
     tokens: int = 0
     sum_abs: float = 0.0
     max_abs: float = 0.0
-    sum_k1: float = 0.0
     sum_k3: float = 0.0
     truncated: int = 0
 
@@ -40,7 +39,6 @@ class Mismatch:
             self.tokens + other.tokens,
             self.sum_abs + other.sum_abs,
             max(self.max_abs, other.max_abs),
-            self.sum_k1 + other.sum_k1,
             self.sum_k3 + other.sum_k3,
             self.truncated + other.truncated,
         )
@@ -49,11 +47,6 @@ class Mismatch:
     def mean_abs(self) -> float:
         """Mean of ``|d|``; NaN without tokens, like the other means."""
         return self._mean(self.sum_abs)
-
-    @property
-    def kl_k1(self) -> float:
-        """KL(engine || trainer) in nats a token, by the plain estimator."""
-        return self._mean(self.sum_k1)
 
     @property
     def kl_k3(self) -> float:
@@ -89,7 +82,6 @@ def measure(engine: Tensor, trainer: Tensor, cap: float = math.inf) -> Mismatch:
         tokens=len(difference),
         sum_abs=float(difference.abs().sum()),
         max_abs=float(difference.abs().max()),
-        sum_k1=float(-difference.sum()),
         sum_k3=float(k3.sum()),
         truncated=int((difference.exp() > cap).sum()),
     )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.distributed.objects import broadcast_object, from_rank_0
 from megascend.errors import MegascendError, PlatformError, SelfCheckError
 from megascend.io import paths, shared
+from megascend.io.hashing import cache_key
 from megascend.models import registered
 from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.process import Trial, TrialResult, Worker, cache_folder, versions
@@ -250,7 +251,7 @@ def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> 
     }
     if (architecture := registered(part.config.get("model_type"))) is not None:
         content["architecture"] = architecture.code_digest()
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_key(content)
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any
 from megascend.distributed.launch import plain_environment
 from megascend.errors import PlatformError
 from megascend.io import paths
+from megascend.io.hashing import cache_key
 from megascend.models import registered
 from megascend.models.registry import to_reference
 from megascend.platforms import cpu_products
@@ -234,8 +234,7 @@ def mark_checked(model_dir: Path, max_length: int | None) -> None:
 
 def _marker(model_dir: Path, max_length: int | None) -> Path:
     content = [(model_dir / "config.json").read_text(encoding="utf-8"), max_length, versions()]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder() / f"{digest}.asked"
+    return cache_folder() / f"{cache_key(content)}.asked"
 
 
 PACKAGES = ("torch", "transformers", "megatron-core", "mcore-bridge")

@@ -172,9 +172,7 @@ def http_server(
         memory: returns the device's name and memory, for the status page.
         vllm: builds the vLLM sampling that replaces the ranks', given the function to report outcomes to.
     """
-    import uvicorn
-
-    from megascend.rollout.connections import bounded, reporting
+    from megascend.rollout.connections import BoundedServer
     from megascend.serve.api.application import make_application
     from megascend.serve.service import Service
 
@@ -188,18 +186,16 @@ def http_server(
     if vllm is not None:
         service.vllm = vllm(service.finish)
         service.figures.registry.register(service.vllm.pool)
-    application = reporting(make_application(service, api_keys.Keys(keys)))
+    application = make_application(service, api_keys.Keys(keys))
     tls = settings.tls_certificate is not None
-    # Our own socket: uvicorn calls sys.exit() if the port is taken.
     listening = _listen(settings)
     # Forwarded headers count only from the proxies that are configured: clients could choose the address in the audit log.
-    config = uvicorn.Config(
-        application, http=bounded(_max_connections()), ws="none", log_level="error", lifespan="on", server_header=False,
-        access_log=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,
+    server = BoundedServer(
+        application, _max_connections(), log_level="error", lifespan="on",
+        timeout_keep_alive=75, timeout_graceful_shutdown=5, h11_max_incomplete_event_size=65536,
         proxy_headers=bool(settings.proxies), forwarded_allow_ips=settings.proxies,
         ssl_certfile=settings.tls_certificate, ssl_keyfile=settings.tls_key,
     )  # fmt: skip
-    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="http", daemon=True)
     thread.start()
     while not server.started:  # uvicorn has no event to wait for
@@ -238,18 +234,13 @@ def _max_connections() -> int:
 
 
 def _listen(settings: ServeConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # IPPROTO_TCP and not 0: asyncio disables Nagle's algorithm only then, and without that every answer takes 40 ms longer.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    from megascend.rollout.connections import listen
+
     try:
-        listening.bind((settings.host, settings.port))
+        return listen(settings.host, settings.port)
     except OSError as error:
-        listening.close()
         advice = "; choose another --port (0: any free one)" if error.errno in (errno.EADDRINUSE, errno.EACCES) else ""
         raise ConfigError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}{advice}") from None
-    listening.listen(2048)
-    return listening
 
 
 def check_address(settings: ServeConfig) -> None:

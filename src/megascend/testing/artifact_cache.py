@@ -22,6 +22,7 @@ from typing import Any
 
 from megascend.errors import DistributedTestError
 from megascend.io import paths, shared
+from megascend.io.hashing import cache_key
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 LIMIT_BYTES = 256 * 2**20
@@ -91,7 +92,7 @@ def copy_or_make(
 def key(made_from: Mapping[str, Any], program: Path) -> str:
     """Return a digest of everything that decides an entry's content."""
     parts = {"from": made_from, "program": hashlib.sha256(program.read_bytes()).hexdigest(), "on": _environment()}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_key(parts)
 
 
 def digest(path: Path) -> str:

@@ -5,16 +5,17 @@ Megatron-Core lays the ranks out twice (``parallel_state.initialize_model_parall
 - the **attention grid** (everything except experts): tensor, context, data, pipeline; tensor varies fastest;
 - the **expert grid**: expert tensor, expert, expert data, pipeline; expert tensor varies fastest.
 
-Both cover the same ranks and agree on the pipeline axis. What Megatron-Core requires of a layout (``parallel_state``,
-``ModelParallelConfig``, ``TransformerConfig``, ``Attention`` and ``MoELayer`` of megatron-core 0.15.3 and 0.16.1; where the two
-differ, the stricter one) is checked here, and messages name the setting to change. Nothing here imports torch.
+Both cover the same ranks and agree on the pipeline axis; the routes of exported weights (:func:`route`) follow from them. What
+Megatron-Core requires of a layout (``parallel_state``, ``ModelParallelConfig``, ``TransformerConfig``, ``Attention`` and
+``MoELayer`` of megatron-core 0.15.3 and 0.16.1; where the two differ, the stricter one) is checked here, and messages name the
+setting to change. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from megascend.config import ContextAlgorithm, Parallel
 from megascend.errors import ProcessGroupError, TopologyError
@@ -24,15 +25,8 @@ from megascend.huggingface.info import ModelShape
 ATTENTION_AXES = ("tensor", "context", "data", "pipeline")
 EXPERT_AXES = ("expert_tensor", "expert", "expert_data", "pipeline")
 
-__all__ = [
-    "ATTENTION_AXES",
-    "EXPERT_AXES",
-    "Coordinates",
-    "Topology",
-    "check_sequence_length",
-    "length_multiple",
-    "plan",
-]
+Receivers = Literal["all", "main"] | Collection[int]
+"""Ranks that receive exported weights: all, the main rank (0), or those listed."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,8 @@ class Topology:
         """Round up the vocabulary size so that every tensor rank has the same multiple of ``divisor`` rows."""
         if self.vocab_size is None:
             raise TopologyError("padded_vocab needs the model: plan(parallel, world_size, model)")
-        return _round_up(self.vocab_size, divisor * self.tensor)
+        multiple = divisor * self.tensor
+        return -(-self.vocab_size // multiple) * multiple
 
     def describe(self) -> str:
         """Describe the layout in a few lines for a log."""
@@ -177,36 +172,6 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
         vocab_size=model.vocab_size if model else None,
         notes=tuple(notes),
     )
-
-
-def length_multiple(topology: Topology) -> int:
-    """Return the multiple, in tokens, to which sequence lengths are padded.
-
-    Context parallelism gives every rank two chunks of equal length, one from each end, to balance causal attention:
-    2 x CP. Sequence parallelism divides a context rank's tokens over the tensor ranks: x TP.
-    """
-    chunks = 2 * topology.context if topology.context > 1 else 1
-    return chunks * (topology.tensor if topology.sequence_parallel else 1)
-
-
-def check_sequence_length(length: int, topology: Topology) -> None:
-    """Refuse a padded sequence length (tokens) that the ranks cannot divide."""
-    multiple = length_multiple(topology)
-    if length < 1 or length % multiple:
-        parts = []
-        if topology.context > 1:
-            parts.append(f"2 x parallel.context={topology.context}")
-        if topology.sequence_parallel:
-            parts.append(f"parallel.tensor={topology.tensor} with sequence parallelism")
-        reason = f" ({' times '.join(parts)})" if parts else ""
-        raise TopologyError(
-            f"sequence length {length} is not a positive multiple of {multiple}{reason}; "
-            f"pad to {_round_up(max(length, 1), multiple)}"
-        )
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return math.ceil(value / multiple) * multiple
 
 
 def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
@@ -356,3 +321,76 @@ def rank_lists(topology: Topology, names: Iterable[str] = tuple(GROUP_AXES)) -> 
             if len(ranks) > 1:
                 names_by_ranks.setdefault(tuple(ranks), name)
     return names_by_ranks
+
+
+# --- routes of weights ---
+#
+# A parameter is on one pipeline stage (an expert's: on one expert rank of one stage), split over the tensor parallel ranks
+# there. Its shards are sent to the receiver's stage, each over its own pipeline group, and only assembled there.
+
+
+@dataclass(frozen=True)
+class Route:
+    """Communication of one rank when a parameter is sent to its receivers; global ranks, ascending.
+
+    Attributes:
+        across: ranks with this rank's shard of some layer (or expert): one of them has it, others may need it.
+        need_shard: ranks of ``across`` that need a shard of a split parameter: receivers, and ranks that assemble for one.
+        need_whole: ranks of ``across`` that need an unsplit parameter: receivers.
+        parts: this rank's tensor parallel group, in the order of the shards.
+        receivers: ranks of ``parts`` that receive.
+    """
+
+    across: tuple[int, ...]
+    need_shard: tuple[int, ...]
+    need_whole: tuple[int, ...]
+    parts: tuple[int, ...]
+    receivers: tuple[int, ...]
+
+
+def ranks_of(receivers: Receivers, topology: Topology) -> frozenset[int]:
+    """Resolve ``receivers`` to global ranks: all, the main rank (0), or those listed."""
+    if receivers == "all":
+        return frozenset(range(topology.world_size))
+    if receivers == "main":
+        return frozenset([0])
+    ranks = frozenset(receivers) if not isinstance(receivers, str) else frozenset()
+    if not ranks or not all(isinstance(rank, int) and 0 <= rank < topology.world_size for rank in ranks):
+        raise TopologyError(
+            f'receivers must be "all", "main" or ranks of the world of {topology.world_size}, got {receivers!r}'
+        )
+    return ranks
+
+
+def route(topology: Topology, rank: int, receivers: Collection[int], *, expert: bool) -> Route:
+    """Build the route of ``rank``, for parameters of experts or for all others."""
+    across_axes = ("expert", "pipeline") if expert else ("pipeline",)
+    part_axis = "expert_tensor" if expert else "tensor"
+    across = topology.group_of(rank, *across_axes)
+    parts = topology.group_of(rank, part_axis)
+    receiving = set(receivers)
+    return Route(
+        tuple(across),
+        # A peer needs the shard if anybody in its tensor parallel group receives: the whole group assembles for that rank.
+        tuple(peer for peer in across if receiving.intersection(topology.group_of(peer, part_axis))),
+        tuple(peer for peer in across if peer in receiving),
+        tuple(parts),
+        tuple(peer for peer in parts if peer in receiving),
+    )
+
+
+def participants(topology: Topology, receivers: Collection[int]) -> frozenset[int]:
+    """Return the ranks that must take part for ``receivers`` to get every parameter; replicas need not.
+
+    A rank joins all collectives of its pipeline (and experts') groups or none, so all ranks that share a group are included.
+    """
+    grids: list[tuple[str, ...]] = [("tensor", "pipeline")]
+    if topology.is_moe:
+        grids.append(("expert_tensor", "expert", "pipeline"))
+    groups = [frozenset(ranks) for axes in grids for ranks in topology.groups(*axes)]
+    members = frozenset(receivers)
+    while True:  # groups of the two grids overlap, so a group may pull in another
+        extended = members.union(*(group for group in groups if group & members))
+        if extended == members:
+            return members
+        members = extended

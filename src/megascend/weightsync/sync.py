@@ -159,7 +159,10 @@ class WeightSync:
                 source = self._describe(adapter, alone)
             try:
                 with _timed(seconds, "begin"):
-                    self._on_rank_0(lambda: self._begin(update, version, source), "whether the engines receive")
+                    self._on_rank_0(
+                        lambda: self._sending.begin(update, self.engines, version, source.specs, source.adapter),
+                        "whether the engines receive",
+                    )
                 with _timed(seconds, "transfer"):
                     raise_on_all_ranks(self._transfer(update, source), self._groups, "how the transfer went")
                 with _timed(seconds, "verify"):
@@ -244,9 +247,6 @@ class WeightSync:
         if self._delivery is None:
             raise WeightSyncError("push: this WeightSync is closed")
         return self._delivery
-
-    def _begin(self, update: Update, version: int, source: Source) -> None:
-        self._sending.begin(update, self.engines, version, source.specs, source.adapter)
 
     def _on_rank_0(self, function: Callable[[], None], description: str) -> None:
         """Call ``function`` on rank 0; raise its errors on all ranks."""

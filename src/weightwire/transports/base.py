@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
@@ -19,6 +19,7 @@ from weightwire.errors import DeadlineError, TransportError
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
     from weightwire.group import Group
     from weightwire.manifest import Manifest
@@ -184,6 +185,41 @@ def wait_until(condition: Callable[[], bool], group: Group, timeout_s: float, fa
         if waited > timeout_s:
             raise DeadlineError(f"{failure} within {timeout_s:g} s")
         time.sleep(min(max(FIRST_PAUSE_S, waited * SHARE), MAX_PAUSE_S))
+
+
+def wait_for_keys(keys: Sequence[str], store: Store, group: Group, timeout_s: float, failure: str) -> None:
+    """Wait until all keys exist in a store, as :func:`wait_until`; TransportError if the store does not answer."""
+    try:
+        # Polled: the store's own wait could not be ended by the loss of a member.
+        wait_until(lambda: store.check(list(keys)), group, timeout_s, failure)
+    except RuntimeError as error:
+        if isinstance(error, TransportError):
+            raise
+        raise TransportError(f"the store does not answer: {first_line(error)}") from error
+
+
+class DeferredWork:
+    """A transfer that happens when it is waited for.
+
+    Args:
+        transfer: makes the transfer, within the seconds that it receives.
+        label: label of the bucket, for messages.
+    """
+
+    def __init__(self, transfer: Callable[[float], None], label: str) -> None:
+        self._transfer, self._label, self._completed = transfer, label, False
+
+    def wait(self, timeout_s: float) -> None:
+        """See :class:`Work`."""
+        if self._completed:
+            return
+        try:
+            self._transfer(timeout_s)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, TransportError):
+                raise
+            raise TransportError(f"{self._label}: {type(error).__name__}: {error}") from error
+        self._completed = True
 
 
 class DeviceWork:

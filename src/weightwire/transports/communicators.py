@@ -17,7 +17,7 @@ import torch
 from torch.distributed import BroadcastOptions
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import DeviceWork, Setup, first_line, wait_until
+from weightwire.transports.base import DeviceWork, Setup, first_line, wait_for_keys
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Communicators:
         # The number of broadcasts is a part of the state: a member that missed one would receive everything shifted.
         store.set(keys[group.rank], "none" if cached is None else cached.state)
         failure = f"{self._name}: not all members have reported their communicators"
-        wait_until(lambda: store.check(keys), group, setup.timeout_s, failure)
+        wait_for_keys(keys, store, group, setup.timeout_s, failure)
         states = {store.get(key).decode() for key in keys}
         return cached is not None and states == {cached.state}
 

@@ -20,7 +20,7 @@ import torch
 
 from weightwire.errors import TransportError
 from weightwire.group import Group
-from weightwire.transports.base import Setup, first_line, wait_until
+from weightwire.transports.base import Setup, first_line, wait_for_keys, wait_until
 
 HANDLE_FIELDS = ("memory", "size", "offset", "counter", "counter_offset", "event", "wait_for_event")
 """Fields of PyTorch's handle of a shared allocation, after the device, in its order."""
@@ -42,7 +42,8 @@ class CudaIpcTransport:
             # By UUID: CUDA_VISIBLE_DEVICES numbers the same device differently in each process.
             self._store.set("device", _uuid(setup.device))
         else:
-            _await(["device"], self._store, self._group, setup.timeout_s, "cuda_ipc: the sender has named no device")
+            failure = "cuda_ipc: the sender has named no device"
+            wait_for_keys(["device"], self._store, self._group, setup.timeout_s, failure)
             self._source = _device_of(self._store.get("device").decode())
 
     def send(self, buffer: torch.Tensor) -> OfferedBucket:
@@ -148,7 +149,7 @@ class OfferedBucket:
     def wait(self, timeout_s: float) -> None:
         """See :class:`weightwire.transports.base.Work`."""
         activity = f"cuda_ipc: not all receivers have copied bucket {self._number}"
-        _await(self._keys, self._store, self._group, timeout_s, activity)
+        wait_for_keys(self._keys, self._store, self._group, timeout_s, activity)
 
 
 class Received:
@@ -172,16 +173,6 @@ class Received:
             if isinstance(error, TransportError):
                 raise
             raise TransportError(f"cuda_ipc: {first_line(error)}") from error
-
-
-def _await(keys: list[str], store: Any, group: Group, timeout_s: float, activity: str) -> None:
-    """Wait until all keys exist."""
-    try:
-        wait_until(lambda: store.check(keys), group, timeout_s, activity)
-    except RuntimeError as error:
-        if isinstance(error, TransportError):
-            raise
-        raise TransportError(f"cuda_ipc: the store does not answer: {first_line(error)}") from error
 
 
 def _uuid(device: torch.device) -> str:

@@ -7,7 +7,6 @@ import os
 import re
 import struct
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import BinaryIO
@@ -16,7 +15,7 @@ import torch
 
 from weightwire.errors import DeadlineError, TransportError
 from weightwire.manifest import Manifest
-from weightwire.transports.base import POLL_S, Setup
+from weightwire.transports.base import POLL_S, DeferredWork, Setup
 
 DTYPES = {
     "float64": "F64",
@@ -84,13 +83,13 @@ class FilesTransport:
             except OSError as error:
                 raise TransportError(f"files: {self._writing} cannot be written: {error}") from error
 
-    def send(self, buffer: torch.Tensor) -> FilesWork:
+    def send(self, buffer: torch.Tensor) -> DeferredWork:
         """See :class:`weightwire.transports.base.Transport`."""
-        return FilesWork(self._write, buffer)
+        return DeferredWork(lambda timeout_s: self._write(buffer), "files")
 
-    def receive(self, buffer: torch.Tensor) -> FilesWork:
+    def receive(self, buffer: torch.Tensor) -> DeferredWork:
         """See :class:`weightwire.transports.base.Transport`."""
-        return FilesWork(self._read, buffer)
+        return DeferredWork(lambda timeout_s: self._read(buffer, timeout_s), "files")
 
     def abort(self) -> None:
         """Remove an incomplete file."""
@@ -104,7 +103,7 @@ class FilesTransport:
             self._file.close()
             self._file = None
 
-    def _write(self, buffer: torch.Tensor, _: float) -> None:
+    def _write(self, buffer: torch.Tensor) -> None:
         if self._file is None:
             raise TransportError("files: closed")
         self._file.write(buffer.cpu().numpy().data)
@@ -166,22 +165,3 @@ class FilesTransport:
             self._file = None
             if self._setup.group.rank == 0:
                 self._writing.unlink(missing_ok=True)
-
-
-class FilesWork:
-    """A bucket that is written or read when it is waited for."""
-
-    def __init__(self, transfer: Callable[[torch.Tensor, float], None], buffer: torch.Tensor) -> None:
-        self._transfer, self._buffer, self._completed = transfer, buffer, False
-
-    def wait(self, timeout_s: float) -> None:
-        """See :class:`weightwire.transports.base.Work`."""
-        if self._completed:
-            return
-        try:
-            self._transfer(self._buffer, timeout_s)
-        except (OSError, RuntimeError) as error:
-            if isinstance(error, TransportError):
-                raise
-            raise TransportError(f"files: {type(error).__name__}: {error}") from error
-        self._completed = True

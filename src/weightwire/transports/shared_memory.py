@@ -5,43 +5,74 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import time
 import uuid
-from datetime import timedelta
 
 import torch
 
-from weightwire.errors import DeadlineError, TransportError
+from weightwire.errors import TransportError
 from weightwire.liveness import Identity
-from weightwire.transports.base import Setup
-from weightwire.transports.slots import SLOTS, SlotTransport
+from weightwire.transports.base import DeferredWork, Setup, wait_for_keys
 
+SLOTS = 2
 MARK_BYTES = 64
 
 
-class SharedMemoryTransport(SlotTransport):
+class SharedMemoryTransport:
     """Transport through two buckets of the sender's memory, mapped by receivers of the same user on the same machine.
 
-    Requires Linux and one pid namespace for all members. It has no options.
+    The sender fills the slots in turn, and every receiver reads them; the store synchronises access to them. Requires Linux and
+    one pid namespace for all members. It has no options.
     """
 
     def __init__(self, setup: Setup) -> None:
-        store = setup.group.store("transport", setup.timeout_s)
+        self._group, self._started = setup.group, 0
+        self._store = setup.group.store("transport", setup.timeout_s)
         slot_bytes = max(1, min(setup.manifest.bucket_bytes, setup.manifest.nbytes))
         if setup.group.rank == 0:
-            medium = SharedSlots.create(slot_bytes)
-            store.set("memory", json.dumps(medium.address()))
+            self._slots = SharedSlots.create(slot_bytes)
+            self._store.set("memory", json.dumps(self._slots.address()))
         else:
-            deadline = time.monotonic() + setup.timeout_s
-            # Polled in place of a blocking get, so that the loss of a member ends the wait at once.
-            while not store.check(["memory"]):
-                setup.group.check()
-                if time.monotonic() > deadline:
-                    raise DeadlineError(f"the sender has not created shared memory within {setup.timeout_s:g} s")
-                time.sleep(0.002)
-            store.set_timeout(timedelta(seconds=setup.timeout_s))
-            medium = SharedSlots.open(json.loads(store.get("memory")), slot_bytes, setup.group.member(0))
-        super().__init__(setup.group, store, medium)
+            failure = "the sender has not created shared memory"
+            wait_for_keys(["memory"], self._store, setup.group, setup.timeout_s, failure)
+            address = json.loads(self._store.get("memory"))
+            self._slots = SharedSlots.open(address, slot_bytes, setup.group.member(0))
+
+    def send(self, buffer: torch.Tensor) -> DeferredWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        bucket, self._started = self._started, self._started + 1
+        work = DeferredWork(lambda timeout_s: self._send(bucket, buffer, timeout_s), f"bucket {bucket + 1}")
+        if bucket < SLOTS:
+            work.wait(0.0)  # the slot is free: receivers can start before the sender waits
+        return work
+
+    def receive(self, buffer: torch.Tensor) -> DeferredWork:
+        """See :class:`weightwire.transports.base.Transport`."""
+        bucket, self._started = self._started, self._started + 1
+        return DeferredWork(lambda timeout_s: self._receive(bucket, buffer, timeout_s), f"bucket {bucket + 1}")
+
+    def abort(self) -> None:
+        """Do nothing: transfers happen only within ``wait``."""
+
+    def close(self) -> None:
+        """See :class:`weightwire.transports.base.Transport`."""
+        self._slots.close()
+
+    def _send(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
+        if bucket >= SLOTS:
+            # The slot's previous bucket must have been read by every receiver before it is overwritten.
+            readers = [f"read/{bucket - SLOTS}/{rank}" for rank in range(1, self._group.size)]
+            failure = f"bucket {bucket - SLOTS + 1} has not been read"
+            wait_for_keys(readers, self._store, self._group, timeout_s, failure)
+        self._slots.write(bucket, buffer)
+        # After the bytes: a receiver that sees the key reads the slot at once.
+        self._store.set(f"written/{bucket}", "1")
+
+    def _receive(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
+        failure = f"bucket {bucket + 1} has not been written"
+        wait_for_keys([f"written/{bucket}"], self._store, self._group, timeout_s, failure)
+        self._slots.read(bucket, buffer)
+        # After the copy: the sender that sees the key overwrites the slot.
+        self._store.set(f"read/{bucket}/{self._group.rank}", "1")
 
 
 class SharedSlots:
@@ -96,11 +127,11 @@ class SharedSlots:
         return [Identity.current().space, os.getpid(), self._descriptor, self._mark]
 
     def write(self, bucket: int, content: torch.Tensor) -> None:
-        """See :class:`weightwire.transports.slots.Medium`."""
+        """Write a bucket into its slot, ``bucket % SLOTS``, which is free."""
         self._slot(bucket)[: content.numel()].copy_(content)
 
     def read(self, bucket: int, content: torch.Tensor) -> None:
-        """See :class:`weightwire.transports.slots.Medium`."""
+        """Copy a written bucket into ``content``."""
         content.copy_(self._slot(bucket)[: content.numel()])
 
     def _slot(self, bucket: int) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 import torch
 
 from weightwire.errors import ManifestError
-from weightwire.manifest import Manifest, TensorSpec
+from weightwire.manifest import Manifest, TensorSpec, in_prediction_head
 
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 2**28
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 HEAD = "lm_head.weight"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """Suffixes of an embedding's name."""
@@ -40,19 +38,11 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def prediction_tensors(names: Iterable[str], config: Any) -> set[str]:
-    """Return the tensors of heads for multi-token prediction, which vLLM loads into a draft model only.
-
-    They are named ``mtp.*``, or like the ``num_nextn_predict_layers`` layers after the last.
-    """
+    """Return the tensors of heads for multi-token prediction, which vLLM loads into a draft model only."""
     text = getattr(config, "text_config", config)
     layers = getattr(text, "num_hidden_layers", None) or 0
     heads = range(layers, layers + (getattr(text, "num_nextn_predict_layers", None) or 0))
-
-    def is_head(name: str) -> bool:
-        layer = LAYER.search(name)
-        return (layer is not None and int(layer[1]) in heads) or ".mtp." in f".{name}"
-
-    return {name for name in names if is_head(name)}
+    return {name for name in names if in_prediction_head(name, heads)}
 
 
 class Expected:

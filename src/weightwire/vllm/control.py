@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import Completion, InferenceEngine, Lease, Sampling
 from weightwire.errors import (
     CommitError,
     DeadlineError,
@@ -23,7 +23,6 @@ from weightwire.errors import (
     WireError,
     from_json,
 )
-from weightwire.lease import Lease
 from weightwire.offer import Offer, Seal
 from weightwire.transports.choice import Location
 from weightwire.vllm import contract, generation

@@ -6,16 +6,18 @@ layer as tensors arrive. If it is interrupted, layers are left without memory, s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from weightwire.errors import ManifestError
+from weightwire.errors import ManifestError, UpdateError
 from weightwire.vllm.checkpoint import tied_head_checked
-from weightwire.vllm.experts import kernels_built_again
 
 KV_CACHE = "kv_cache"
+PREPARED_APART = ("MOONEP",)
+"""Backends on accelerators whose experts keep the second step's result outside the layer's parameters."""
 
 
 class Structure:
@@ -137,3 +139,68 @@ def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """View a storage as a flat tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+
+
+# --- experts ---
+#
+# vLLM 0.32 loads an expert layer in two steps: weights are converted to a kernel's format, and the kernel prepares them further
+# (``FusedMoEExperts.process_weights_after_loading``), which on the CPU packs and pads them. If the layer already has a kernel, a
+# reload omits the second step. The kernel then reads plain weights as packed ones: log-probabilities are off by 4, without an
+# error. A layer without a kernel is loaded as for the first time.
+
+
+def check_reloadable(model: torch.nn.Module) -> None:
+    """Raise UpdateError for a model with expert layers that vLLM would reload wrongly without an error."""
+    for name, layer in _expert_layers(model):
+        method = layer.quant_method
+        on_cpu = any(parameter.device.type == "cpu" for parameter in layer.parameters())
+        if (on_cpu and not _rebuildable(method)) or _expert_backend(method) in PREPARED_APART:
+            raise UpdateError(
+                f"{name} is an expert layer whose weights vLLM may reload wrongly ({type(method).__name__}, backend "
+                f"{_expert_backend(method)}), so this engine takes no updates of its model; on the CPU unquantized experts of "
+                "vLLM 0.32 can be updated"
+            )
+
+
+@contextlib.contextmanager
+def kernels_built_again(model: torch.nn.Module) -> Iterator[None]:
+    """Make a reload within the context load experts on the CPU as for the first time, with new kernels.
+
+    The old kernels are restored afterwards: they read the model's memory, while the reload's kernels refer to biases in temporary
+    tensors. No graph has captured addresses of either, since there are no graphs on the CPU.
+    """
+    before = [(layer.quant_method, vars(layer.quant_method).copy()) for _, layer in _expert_layers(model)]
+    before = [(method, attributes) for method, attributes in before if _rebuildable(method)]
+    for method, _ in before:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, attributes in before:
+            vars(method).clear()
+            vars(method).update(attributes)
+
+
+def _expert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the modules that own experts' weights, without their routers."""
+    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "quant_method", None), FusedMoEMethodBase) and module._parameters:
+            yield name, module
+
+
+def _expert_backend(method: Any) -> str | None:
+    return getattr(getattr(method, "unquantized_backend", None), "name", None)
+
+
+def _rebuildable(method: Any) -> bool:
+    """Check for unquantized experts on the CPU as implemented in vLLM 0.32."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return False
+    kernel = getattr(method, "moe_kernel", None)
+    return _expert_backend(method) == "CPU" and isinstance(
+        getattr(kernel, "fused_experts", None), CPUUnquantizedExperts
+    )

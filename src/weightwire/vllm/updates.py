@@ -22,8 +22,7 @@ from weightwire.offer import Offer, Seal
 from weightwire.receiver import COMMITTED, RECEIVING, Receiver
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
-from weightwire.vllm.experts import check_reloadable
-from weightwire.vllm.model import Snapshot, Structure, load
+from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
 
 log = logging.getLogger(__name__)
 

@@ -271,7 +271,7 @@ def test_sizes_are_bounded() -> None:
             b"Content-Length: 0", b"Transfer-Encoding: chunked"
         )
         parts = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-        assert status(chunked + parts) == (413, "a body of more than 2000 bytes")
+        assert status(chunked + parts) == (413, "the body has more than 2000 bytes")
         with served.connect() as half:  # holds room for 1800 bytes
             half.sendall(served.head("/v1/status", 1800, signed(b"y" * 1800)))
             until(lambda: served.server._buffered == 1800)

@@ -40,8 +40,7 @@ from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.factors import merged
 from megascend.lora.target_modules import TargetModule
 from megascend.selfcheck import in_process
-from megascend.topology.topology import Topology
-from megascend.topology.weight_routes import Receivers
+from megascend.topology.topology import Receivers, Topology
 
 
 class FsdpEngine(TransformersEngine):

@@ -19,7 +19,7 @@ from megascend.engines.weight_stream import ExportBarrier, stream_weights
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
 from megascend.kernels.reductions import to_dtype
-from megascend.topology.weight_routes import Receivers, ranks_of
+from megascend.topology.topology import Receivers, ranks_of
 
 
 def named_weights(

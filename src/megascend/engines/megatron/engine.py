@@ -55,8 +55,7 @@ from megascend.lora.target_modules import matches
 from megascend.platforms.base import Platform
 from megascend.selfcheck.check import log_warnings, require_agreement
 from megascend.selfcheck.verdict import Verdict
-from megascend.topology.topology import Topology
-from megascend.topology.weight_routes import Receivers
+from megascend.topology.topology import Receivers, Topology
 
 if TYPE_CHECKING:
     from megascend.bootstrap import Runtime

@@ -46,7 +46,7 @@ from megascend.kernels.reductions import out_of_range
 from megascend.lora.factors import merged
 from megascend.lora.registry import check_limits
 from megascend.selfcheck import in_process
-from megascend.topology.weight_routes import Receivers
+from megascend.topology.topology import Receivers
 
 
 class SingleEngine(TransformersEngine):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megascend.errors import ControllerError, ControllerLostError
 from megascend.io.atomic import replacing
+from megascend.io.shared import hold
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,9 @@ class PublishedAddress:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._descriptor: int | None = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            # A lock instead of a pid file: the system releases it however the process ends.
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._descriptor)
+            self._lock = hold(Path(f"{path}.lock"))
+        except TimeoutError:
             holder = ""
             with contextlib.suppress(ControllerError):
                 holder = f", at {read_address(path)}"
@@ -56,11 +52,10 @@ class PublishedAddress:
 
     def withdraw(self) -> None:
         """Remove the file and release the lock. May be called twice."""
-        if self._descriptor is not None:
+        if self._lock.is_locked:
             # Under the lock: the next controller's file must not be removed.
             self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = None
+            self._lock.release()
 
 
 def read_address(source: str | Path) -> Address:

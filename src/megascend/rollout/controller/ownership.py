@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megascend.errors import ControllerError, EngineOwnedError, LeaseLapsedError
-from weightwire.lease import Lease
+from weightwire.engine import Lease
 
 REMEMBERED = 256
 """Number of ended claims for which :meth:`Ownership.get` can report the reason."""

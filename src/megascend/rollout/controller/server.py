@@ -7,14 +7,12 @@ import contextlib
 import json
 import logging
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +26,7 @@ from megascend.errors import (
     MegascendError,
     MessageError,
 )
-from megascend.rollout.connections import OWNER, bounded, reporting
+from megascend.rollout.connections import OWNER, BoundedServer, listen
 from megascend.rollout.controller.address import Address, PublishedAddress
 from megascend.rollout.controller.areal import CALLBACKS, ArealCallbacks, bearer_of
 from megascend.rollout.controller.controller import Controller
@@ -121,7 +119,7 @@ class ControllerServer:
         self._replies = Replies(keep_s=keep_s, max_replies=max_replies)
         self._limits = limits or HttpLimits()
         self._requests = self._buffered = 0
-        self._server: _Server | None = None
+        self._server: BoundedServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._stopping: str | None = None
         self._closed: asyncio.Future[None] | None = None
@@ -142,7 +140,7 @@ class ControllerServer:
         if self._publish is not None:
             self._published = PublishedAddress(self._publish)
         try:
-            listening = _listen(self._host, self._port)
+            listening = listen(self._host, self._port)
         except OSError as error:
             self._withdraw()
             raise ConfigError(
@@ -150,21 +148,17 @@ class ControllerServer:
                 "is free"
             ) from error
         host, port = listening.getsockname()[:2]
-        config = uvicorn.Config(
-            reporting(self.application),
-            http=bounded(self._limits.max_connections),
-            ws="none",
+        self._server = BoundedServer(
+            self.application,
+            self._limits.max_connections,
             lifespan="off",
             log_config=None,
             log_level="critical",
-            access_log=False,
             proxy_headers=False,
-            server_header=False,
             date_header=False,
             timeout_graceful_shutdown=CLOSE_S,
             h11_max_incomplete_event_size=self._limits.max_head_bytes,
         )
-        self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         # uvicorn has no event for it.
         while not self._server.started:
@@ -364,29 +358,6 @@ def _status_of(error: WireError) -> int:
 async def _discard(receive: Receive) -> None:
     while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
         pass
-
-
-class _Server(uvicorn.Server):
-    """uvicorn server that leaves signals to :meth:`ControllerServer.until_signal`."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket; raise OSError if the port is taken, or the host is not an address of this machine."""
-    addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = addresses[0]
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(1024)
-    except OSError:
-        listening.close()
-        raise
-    return listening
 
 
 @contextmanager

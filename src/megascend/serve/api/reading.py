@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from megascend.serve.errors import RequestRefusedError
+from weightwire import asgi
+from weightwire.errors import WireError
 
 MAX_WINDOW = 8 * 2**20
 """Largest zstd window accepted: the limit that encoders keep by default (RFC 8878)."""
@@ -113,11 +115,9 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     charge, largest = request.state.charge, int(request.state.max_body_bytes)
     bound = largest if limit is None else min(limit, largest)
     try:
-        body = await asyncio.wait_for(_read(request, charge, bound), TIMEOUT_S)
-    except ClientDisconnect:
-        raise RequestRefusedError("the client disconnected before the end of its body") from None
-    except (TimeoutError, asyncio.TimeoutError):
-        raise RequestRefusedError(f"the body was not complete after {TIMEOUT_S:g} s", 408) from None
+        body = await asgi.read_body(request.receive, bound, TIMEOUT_S, charge)
+    except WireError as error:
+        raise RequestRefusedError(str(error), 413 if isinstance(error, asgi.LargeBodyError) else 408) from None
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return body
@@ -125,17 +125,6 @@ async def read_body(request: Request, limit: int | None = None) -> bytes:
     opened = await asyncio.to_thread(decompress, body, encoding, bound)
     charge(len(opened))
     return opened
-
-
-async def _read(request: Request, charge: Callable[[int], None], limit: int) -> bytes:
-    body = bytearray()  # not a list of chunks: a client may send single bytes, whose objects take 34 times as much
-    async for part in request.stream():
-        # Counted as it arrives: a chunked body has no content-length.
-        if len(body) + len(part) > limit:
-            raise RequestRefusedError(f"the body has more than {limit} bytes", 413)
-        charge(len(part))
-        body += part
-    return bytes(body)
 
 
 async def read_json(request: Request, limit: int = SMALL) -> dict[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from megascend.config import Adam
 from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.io.paths import make_directory
+from megascend.io.shared import hold
 from megascend.serve.api.bodies import LoraSettings, WithMetadata
 from megascend.serve.api.wire import train_request_of_json, train_request_of_protobuf
 from megascend.serve.operations import BY_PATH, train
@@ -50,7 +49,10 @@ def keep_state(service: Service) -> None:
     folder.chmod(0o700)  # the database has the tenants' training data
     start = time.monotonic()
     resources = ExitStack()
-    resources.callback(os.close, _lock(folder))
+    try:
+        resources.callback(hold(folder / "lock", LOCK_S).release)
+    except TimeoutError:
+        raise ConfigError(f"another server uses {folder}; give each its own storage") from None
     try:
         database = StateDatabase(folder / "state.sqlite")
         resources.callback(database.close)
@@ -72,24 +74,6 @@ def keep_state(service: Service) -> None:
     if sessions:
         log.warning("state: %d sessions, %d models, %d requests to repeat", len(sessions), len(models), count)
         state.when_recovered = lambda: log.warning("state: recovered in %.1f s", time.monotonic() - start)
-
-
-def _lock(folder: Path) -> int:
-    """Lock the directory; return the descriptor that holds the lock until it is closed or the process ends."""
-    # O_CLOEXEC: a child process that inherited the descriptor would hold the lock beyond the server's end.
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    end = time.monotonic() + LOCK_S
-    while True:
-        try:
-            # flock, which the kernel releases however the process ends
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > end:
-                os.close(descriptor)
-                raise ConfigError(f"another server uses {folder}; give each its own storage") from None
-            time.sleep(0.1)
-        else:
-            return descriptor
 
 
 def _check_saves(saves: Path, database: StateDatabase) -> None:
