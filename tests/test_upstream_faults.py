@@ -559,3 +559,21 @@ def test_loss_of_a_prediction_head(
     assert trained_loss == pytest.approx(expected, abs=1e-5)
     assert (abs(upstream - expected) > 1e-4) == own_divisors
     assert (abs(by_targets - expected) > 1e-3) == angles
+
+
+@pytest.mark.parametrize("arch", ["glm4", pytest.param("ernie4_5", marks=pytest.mark.nightly)])
+def test_packed_samples_with_interleaved_rotary_embeddings_are_not_rotated_by_the_fused_kernel(
+    parity_folder, monkeypatch, arch
+):
+    """Show that Megatron-Core's fused rotary embedding of packed samples ignores ``rotary_interleaved``."""
+    from megascend.engines.megatron import build as module
+
+    case = Case("packed", arch=arch)
+    assert_equal(compare(case, parity_folder, steps=1), case)
+    interleaved, settings = {"rotary_interleaved": True}, module.precision_arguments
+    assert module.fuses_rotary({})
+    assert not module.fuses_rotary(interleaved)
+    monkeypatch.setattr(module, "precision_arguments", lambda p: settings(p) | {"apply_rope_fusion": True})
+    padded = Case("padded", arch=arch, packing=False, micro_batch_tokens=200)
+    assert_equal(compare(padded, parity_folder, steps=1), padded)
+    assert compare(case, parity_folder, steps=1).logits > 1.0

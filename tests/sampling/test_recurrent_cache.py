@@ -60,12 +60,12 @@ ENGINES: dict[str, tuple[str, int, str, bool]] = {
 
 def requests() -> list[SampleRequest]:
     """Return greedy requests, and one whose responses share a prompt and end after different numbers of tokens."""
-    several = SampleRequest(
+    group = SampleRequest(
         prompts()[0],
         SamplingParams(12, temperature=1.3, seed=11, stop=((7,), *((n,) for n in range(40, 90)))),
         num_samples=3,
     )
-    return [*(SampleRequest(prompt, GREEDY) for prompt in prompts()), several]
+    return [*(SampleRequest(prompt, GREEDY) for prompt in prompts()), group]
 
 
 def assert_same(results: list[SampleResult], recomputed: list[SampleResult]) -> None:

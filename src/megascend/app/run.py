@@ -269,8 +269,8 @@ def train_steps(
     """Train up to the last step, or to a signal; return the checkpoints' policy, the rows of the log, and the last step.
 
     Args:
-        kernel_compilation: closed after the first step, which has compiled what it needed; a compiler beside it would only take the
-            processor.
+        kernel_compilation: closed after the first step, which has compiled what it needed; a compiler beside it would only take
+            the processor.
     """
     config, backend = run.config, run.backend
     number = steps_done = backend.step_count

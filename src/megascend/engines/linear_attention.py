@@ -41,7 +41,7 @@ BORDERS_KEYWORD = "cu_seq_lens_q"
 """Keyword of a module's forward pass that becomes the delta rule's ``cu_seqlens``; ``seq_idx`` keeps its name."""
 KERNEL_PACKAGES = ("fla", "causal_conv1d")
 """Packages whose functions run on accelerators only."""
-WHY = "sampling: states of linear attention are kept"
+STATES_ARE_KEPT = "sampling: states of linear attention are kept"
 
 
 def forward_code(module: nn.Module) -> CodeType | None:
@@ -283,7 +283,7 @@ def cached_delta_rules(model: nn.Module, cached: Callable[[], Filling | Growing 
         # Functions of the process: other models' layers find no current layer.
         for owner in dict.fromkeys(map(forward_owner, modules)):
             for function, wrap in ((CONVOLUTION, _convolution), (DELTA_RULE, delta_rule)):
-                stack.enter_context(patched(owner, function, wrap(current, getattr(owner, function)), WHY))
+                stack.enter_context(patched(owner, function, wrap(current, getattr(owner, function)), STATES_ARE_KEPT))
         yield
 
 

@@ -99,9 +99,9 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor)
     result = x * weight[:, -1].to(wide)
     for distance in range(1, min(taps, x.shape[1])):
         shifted = torch.nn.functional.pad(x[:, :-distance], (0, 0, distance, 0))
-        within = (positions >= distance).unsqueeze(-1)
+        in_sequence = (positions >= distance).unsqueeze(-1)
         # where() rather than a product: an infinite value of another sequence must not become NaN here.
-        result = result + torch.where(within, shifted, 0) * weight[:, taps - 1 - distance].to(wide)
+        result = result + torch.where(in_sequence, shifted, 0) * weight[:, taps - 1 - distance].to(wide)
     if bias is not None:
         result = result + bias.to(wide)
     return result.to(dtype)

@@ -173,13 +173,13 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     solved = torch.linalg.solve_triangular(
         system, torch.cat([v * beta.unsqueeze(-1), seen_state], dim=-1), upper=False, unitriangular=True
     )
-    written, forgotten = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    writes, erasures = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     scores = (q @ k.transpose(-1, -2)) * between
     from_state = q * decay.exp().unsqueeze(-1)
     to_end = (decay[..., -1:] - decay).exp().unsqueeze(-1) * k
     outputs = []
     for chunk in range(q.shape[2]):
-        values = written[:, :, chunk] - forgotten[:, :, chunk] @ state
+        values = writes[:, :, chunk] - erasures[:, :, chunk] @ state
         outputs.append(from_state[:, :, chunk] @ state + scores[:, :, chunk] @ values)
         chunk_decay = decay[:, :, chunk, -1, None, None].exp()
         state = chunk_decay * state + to_end[:, :, chunk].transpose(-1, -2) @ values

@@ -86,7 +86,7 @@ def test_samples_of_a_micro_batch_do_not_see_each_other(arch: str, parity_folder
     checkpoint = str(checkpoint_of(arch, parity_folder))
     layouts = {"packed": ("fsdp", True), "padded": ("fsdp", False), "single": ("single", False)}
     jobs = [("isolated", (engine, checkpoint), {"packing": packing}) for engine, packing in layouts.values()]
-    *results, without = run_jobs(
+    *results, merged_samples = run_jobs(
         RUNS, tmp_path, *jobs, ("isolated", ("fsdp", checkpoint), {"packing": True, "borders": False})
     )
     for layout, changes in zip(layouts, results, strict=True):
@@ -96,7 +96,7 @@ def test_samples_of_a_micro_batch_do_not_see_each_other(arch: str, parity_folder
             experts = [name for name in distances if layout == "single" and ".experts." in name]
             assert distances.keys() == set(experts), (layout, change, distances)
             assert all(distances[name] < 1e-6 for name in experts), (layout, change, distances)
-    assert "log-probabilities 2" in without["0: other tokens"]  # the comparison shows it where it happens
+    assert "log-probabilities 2" in merged_samples["0: other tokens"]  # the comparison shows it where it happens
 
 
 def test_self_check_runs_on_the_cpu_beside_kernels_of_other_devices(parity_folder: Path, tmp_path: Path) -> None:

@@ -128,9 +128,8 @@ def build_config(
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
     arguments["mtp_num_layers"] = 1 if prediction_head else None
-    if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
-        # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only.
-        arguments["apply_rope_fusion"] = True
+    if platform.has_transformer_engine_kernels:
+        arguments["apply_rope_fusion"] = fuses_rotary(arguments)
     # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
     # freed memory later (seen with PP2 x VPP2: one run in twenty had other losses).
     arguments["deallocate_pipeline_outputs"] = platform.backend != "gloo"
@@ -145,6 +144,13 @@ def build_config(
     check_output_layer(config)
     check_dropout(config)
     return config
+
+
+def fuses_rotary(arguments: Mapping[str, Any]) -> bool:
+    """Check whether Transformer Engine's fused rotary embedding, which mcore-bridge leaves off, computes the model's."""
+    # Latent attention supports it with YaRN only. Where neighbouring features are pairs (GLM-4, ERNIE 4.5), Megatron-Core tells
+    # the kernel so for plain batches, and not for packed ones, which would be rotated as halves.
+    return not arguments.get("multi_latent_attention") and not arguments.get("rotary_interleaved")
 
 
 def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:

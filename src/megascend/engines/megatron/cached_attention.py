@@ -163,7 +163,9 @@ class CachedAttention:
                 (CONVOLUTION, convolution),
                 (DELTA_RULE, partial(linear_attention.delta_rule, current)),
             ):
-                stack.enter_context(patched(owner, function, wrap(getattr(owner, function)), linear_attention.WHY))
+                stack.enter_context(
+                    patched(owner, function, wrap(getattr(owner, function)), linear_attention.STATES_ARE_KEPT)
+                )
 
     def _watch(self, up: Any, stack: contextlib.ExitStack, reason: str) -> None:
         """Take the latents that ``up`` multiplies in each call, normalised, of all tokens, until ``stack`` is closed."""
