@@ -430,7 +430,8 @@ def bounds(case: Case, folder: Path, checkpoint: Path, tokens: list[list[int]], 
     )
     rounding = differences(rounded, exact)
     if case.precision == "bf16":
-        return max(0.02, 4 * rounding.loss), max(0.1, 4 * rounding.grad_norm)
+        loss, norm = (0.05, 0.5) if expert_count(architecture_in(checkpoint).tiny) else (0.02, 0.1)
+        return max(loss, 4 * rounding.loss), max(norm, 4 * rounding.grad_norm)
     return max(case.loss_bound, 2 * rounding.loss), max(case.norm_bound, 2 * rounding.grad_norm)
 
 

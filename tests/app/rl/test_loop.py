@@ -184,11 +184,11 @@ def test_sigterm_while_waiting_saves_and_resumes(
     monkeypatch.setattr("megascend.app.rl.rollouts.SLICE_S", 0.2)
 
     class Interrupting(RecordedEngine):
-        answer_list = 0
+        answer_count = 0
 
         async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
-            self.answered += 1
-            if self.answered > answers:  # never answers again
+            self.answer_count += 1
+            if self.answer_count > answers:  # never answers again
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(DEADLINE_S)
             return await super().generate(*arguments, **options)
