@@ -118,8 +118,7 @@ class Routing:
 
     Attributes:
         experts: int [tokens, layers with experts, k].
-        margins: float [tokens, layers with experts], distance between the scores of the last chosen and the first other expert,
-            or group of experts where that is smaller.
+        margins: float [tokens, layers with experts], distance between the scores of the last chosen and the first other expert.
     """
 
     experts: torch.Tensor
@@ -132,20 +131,12 @@ def routing(model: Any, tokens: Sequence[int]) -> Routing:
 
     def record(gate: Any, _: Any, output: Any) -> None:
         logits, _, indices = output
-        scores = logits.softmax(-1)
-        margin = torch.full((len(scores),), torch.inf)
-        if hasattr(gate, "e_score_correction_bias"):
-            scores = logits.sigmoid() + gate.e_score_correction_bias
-            groups = scores.view(len(scores), gate.num_group, -1)
-            totals = groups.topk(2).values.sum(-1).sort(-1, descending=True)
-            if gate.topk_group < gate.num_group:
-                margin = totals.values[:, gate.topk_group - 1] - totals.values[:, gate.topk_group]
-            allowed = torch.zeros_like(totals.values).scatter(1, totals.indices[:, : gate.topk_group], 1.0).bool()
-            scores = groups.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+        biased = hasattr(gate, "e_score_correction_bias")
+        scores = logits.sigmoid() + gate.e_score_correction_bias if biased else logits.softmax(-1)
         ordered = scores.sort(-1, descending=True).values
         k = indices.shape[1]
         experts.append(indices.clone())
-        margins.append(torch.minimum(margin, ordered[:, k - 1] - ordered[:, k]))
+        margins.append(ordered[:, k - 1] - ordered[:, k])
 
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
@@ -206,7 +197,7 @@ def test_returned_experts_are_those_of_transformers(server: Server, checkpoint: 
         results.append(await engine.generate(PROMPTS[1], stop, GROUP))
         await engine.close()
         prompts = [*PROMPTS, *PROMPTS, PROMPTS[1], PROMPTS[1]]
-        return [(prompt, one) for prompt, group in zip(prompts, results, strict=True) for one in group]
+        return [(prompt, completion) for prompt, group in zip(prompts, results, strict=True) for completion in group]
 
     answers = asyncio.run(asyncio.wait_for(ask(), 300))
     assert {completion.finish_reason for _, completion in answers} == {"length", "stop"}
@@ -284,7 +275,7 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
                 stale,
                 again.result.metrics["router_replay_changed"],
             ),
-            "mismatch": [learned.mismatch.max_abs for learned in (fresh, again)],
+            "mismatch": [learned.mismatch.max_abs for learned in (fresh, again) if learned.mismatch],
             "grad_norm": norm,
             "forced": logprobs[0],
             "plain": logprobs[1],
@@ -306,20 +297,21 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
     assert fresh < 0.01
     assert again < 0.01
     assert stale > 0.05
+    assert len(result["mismatch"]) == 2
     assert max(result["mismatch"]) < BOUND
     assert result["grad_norm"] > 0
 
     model, responses = reference.load(after), [(group, response) for group in first for response in group.responses]
-    apart, errors = 0.0, []
+    difference, errors = 0.0, []
     for (group, response), forced, plain in zip(responses, result["forced"], result["plain"], strict=True):
         tokens = [*group.prompt_tokens, *response.tokens]
         assert response.routed_experts is not None
         errors.append(far(forced, forced_logprobs(model, tokens, response.routed_experts.numbers())))
         errors.append(far(plain, reference.logprobs(after, tokens)))
-        apart = max(apart, far(forced, plain))
-    print(f"log-probabilities: {max(errors):.1e} from transformers', with and without replay {apart:.2f} apart")
+        difference = max(difference, far(forced, plain))
+    print(f"log-probabilities: {max(errors):.1e} from transformers', with and without replay {difference:.2f} apart")
     assert max(errors) < BOUND
-    assert apart > 1e-2
+    assert difference > 1e-2
 
 
 @pytest.mark.usefixtures("megatron_imported")
@@ -372,7 +364,7 @@ def test_version_that_cannot_return_experts_refuses_the_option(
     checkpoint: Path, installed: Any, tmp_path: Path
 ) -> None:
     version, device = installed
-    if device != "cpu" or version < (0, 28) or version == (0, 30):
+    if device != "cpu" or version < (0, 27) or version == (0, 30):
         pytest.skip(f"vLLM {version[0]}.{version[1]} accepts {FLAG} on {device}")
     # From 0.31 on the first error is of the engine's configuration, before it of the kernel's.
     reason = "requires Model Runner V2" if version >= (0, 31) else "not supported with monolithic MoE kernel"

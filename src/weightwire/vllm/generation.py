@@ -115,7 +115,7 @@ def _routed_experts(output: Any, prompt_length: int) -> RoutedExperts:
     if not indices.any():
         raise UnsupportedCallError(
             "generate: vLLM returned 0 for all routed experts: the kernel of its experts routes tokens without reporting it; use "
-            "another --moe-backend, or vLLM 0.28 or later, which refuses such a kernel at its start"
+            "another --moe-backend, or vLLM 0.27 or later, which refuses such a kernel at its start"
         )
     return RoutedExperts.of(indices)
 
