@@ -368,7 +368,7 @@ def test_version_that_cannot_return_experts_refuses_the_option(
         pytest.skip(f"vLLM {version[0]}.{version[1]} accepts {FLAG} on {device}")
     # From 0.31 on the first error is of the engine's configuration, before it of the kernel's.
     reason = "requires Model Runner V2" if version >= (0, 31) else "not supported with monolithic MoE kernel"
-    with pytest.raises(EngineError, match=f"vLLM has ended with code 1.*{reason}"):
+    with pytest.raises(EngineError, match=f"(?s)vLLM has ended with code 1.*{reason}"):
         Server(checkpoint, tmp_path, FLAG)
 
 
