@@ -132,7 +132,7 @@ async def push(
 
 
 class Reference:
-    """transformers' log-probabilities for any weights of a checkpoint's architecture, in float32."""
+    """transformers' model of a checkpoint's architecture for any weights, in float32."""
 
     def __init__(self, checkpoint: Path) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -140,11 +140,16 @@ class Reference:
         config = AutoConfig.from_pretrained(checkpoint)
         self._model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
 
-    def logprobs(self, weights: Weights, tokens: Sequence[int], begin: int = 1) -> list[float]:
-        """Compute log p(token | preceding tokens) of the tokens from ``begin`` on."""
+    def load(self, weights: Weights) -> Any:
+        """Load weights with the names of a checkpoint, and return the model."""
         missing, extra = self._model.load_state_dict(_experts_stacked(weights), strict=False)
         assert not extra
         assert not [name for name in missing if name != "lm_head.weight"]
+        return self._model
+
+    def logprobs(self, weights: Weights, tokens: Sequence[int], begin: int = 1) -> list[float]:
+        """Compute log p(token | preceding tokens) of the tokens from ``begin`` on."""
+        self.load(weights)
         with torch.no_grad():
             logs = self._model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
         return [logs[index - 1, tokens[index]].item() for index in range(begin, len(tokens))]

@@ -166,5 +166,5 @@ def test_unsupported_experts_on_the_cpu_raise_update_error() -> None:
     lines = completed.stdout.strip().splitlines()[-2:]
     assert lines[0] == "meta taken", completed.stderr
     assert lines[1].startswith(
-        "cpu 0 is a layer of experts whose weights vLLM's reload may get wrong (Quantized, backend None)"
+        "cpu 0 is an expert layer whose weights vLLM may reload wrongly (Quantized, backend None)"
     )

@@ -34,7 +34,7 @@ class Block(nn.Module):
         states = hidden.reshape(-1, hidden.shape[-1])
         logits = states.float() @ self.block.gate.weight.float().T
         k = self.config.num_experts_per_tok
-        if self.kind == "deepseek_v3":
+        if self.kind in ("deepseek_v3", "glm4_moe"):
             scores = logits.sigmoid()
             biased = scores + self.block.gate.e_score_correction_bias
             groups = biased.view(len(biased), self.config.n_group, -1).topk(2).values.sum(-1)

@@ -116,6 +116,9 @@ class Step:
                 return batches, engine.run(batches, loss_fn, forward_only=False)
 
             try:
+                if engine.router_replay is not None:
+                    # Those of forward passes without gradients, and of a pass that failed.
+                    engine.router_replay.take_counts()
                 with ExitStack() as contexts:
                     batches, batch_metrics = self._run_or_raise_oom(run_batches, contexts, call)
                     metrics, values = self._reduce_metrics(batch_metrics, normalizer)

@@ -114,7 +114,13 @@ def first_and_last_version(output: Any, before: int, after: int) -> tuple[int, i
 
 
 def returns_routed_experts(vllm_config: Any) -> bool:
-    """Check whether the engine was started with ``--enable-return-routed-experts``."""
+    """Check whether the engine was started with ``--enable-return-routed-experts``.
+
+    An engine that accepts the option may still return nothing but zeros: up to 0.26, where a kernel routes tokens itself, as all
+    do on CPUs, and FlashInfer's TRT-LLM kernels. From 0.27 on the option is refused with a kernel that does not report its
+    choices: on CPUs up to 0.29. There 0.30 returns the experts; later versions need Model Runner V2, hence Triton, which vLLM for
+    CPUs is installed without.
+    """
     # Part of the model's configuration in 0.24, of one of its own in 0.32.
     sections = (getattr(vllm_config, name, None) for name in ("model_config", "aux_output_config"))
     return any(getattr(section, "enable_return_routed_experts", False) for section in sections)
@@ -124,8 +130,8 @@ def routed_experts(output: Any) -> Any:
     """Return the experts of a finished response and its prompt, [tokens - 1, layers, k] of uint8 or uint16, or None.
 
     The prompt's rows are read when its last token has been computed, and each later step adds a row for the token that it has
-    computed: the last sampled token has none. Indices are those of the checkpoint's experts. ``num_hidden_layers`` rows; those of
-    layers without experts stay 0.
+    computed: the last sampled token has none, whether it has stopped the response or not. Indices are those of the checkpoint's
+    experts, in no particular order. ``layers`` is ``num_hidden_layers``; those without experts hold 0.
     """
     return output.routed_experts
 

@@ -99,6 +99,11 @@ class StagedWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  #
         self._update = None
         self.updates.close()
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Refuse: abstract in vLLM 0.26 and 0.27, which build no engine without it."""
+        raise UpdateError("trainer_send_weights: weights are sent by weightwire.sender.Sender")
+
     def _drop(self) -> None:
         if self._update is not None:
             update, self._update = self._update, None

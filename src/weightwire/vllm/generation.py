@@ -43,7 +43,7 @@ async def generate(
         version: returns the active version of the model.
 
     Raises:
-        UnsupportedCallError: routed experts are requested, and vLLM does not return them.
+        UnsupportedCallError: routed experts are requested, and vLLM does not return or does not record them.
         WireError: vLLM refuses the request.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -110,6 +110,12 @@ def _routed_experts(output: Any, prompt_length: int) -> RoutedExperts:
         raise WireError(
             f"generate: vLLM returned routed experts of {rows} tokens; a prompt of {prompt_length} and a response of "
             f"{len(output.token_ids)} tokens have {expected}"
+        )
+    # A model has more than one layer and expert: only where nothing was recorded is everything 0.
+    if not indices.any():
+        raise UnsupportedCallError(
+            "generate: vLLM returned 0 for all routed experts: the kernel of its experts routes tokens without reporting it; use "
+            "another --moe-backend, or vLLM 0.27 or later, which refuses such a kernel at its start"
         )
     return RoutedExperts.of(indices)
 

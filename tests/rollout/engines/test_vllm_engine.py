@@ -250,6 +250,9 @@ def test_an_engine_without_routed_experts_refuses_to_replay(address: str, double
         EngineError, match="routed experts of 7 tokens; a prompt of 3 and a response of 4 tokens have 6"
     ):
         asyncio.run(ask())
+    double.experts = np.zeros((6, 5, 2), np.uint8)
+    with pytest.raises(UnsupportedCallError, match="returned 0 for all routed experts"):
+        asyncio.run(ask())
 
 
 @pytest.mark.parametrize(

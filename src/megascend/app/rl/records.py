@@ -41,6 +41,12 @@ class RlRecord(MetricsRecord):
         float | None, Metric("nats", "KL(engine || trainer) per token, by the k3 estimator, which is never negative")
     ]
     truncated: Annotated[float | None, Metric("fraction", "tokens whose importance weight was cut to objective.cap")]
+    router_replay_changed: Annotated[
+        float | None,
+        Metric(
+            "fraction", "replayed choices of experts that the trainer's routers make differently; null without replay"
+        ),
+    ]
     response_tokens: Annotated[float, Metric("tokens", "mean length of the responses that the step learned from")]
     cut_off: Annotated[float, Metric("fraction", "responses of the step that reached rollout.max_tokens")]
     tokens: Annotated[int, Metric("tokens", "tokens of the step that carry loss, over all ranks")]

@@ -240,6 +240,7 @@ class ReinforcementLearning(Training[RlConfig]):
             grad_norm=step.grad_norm,
             lr=step.lr,
             version=self._version,
+            router_replay_changed=learned.result.metrics.get("router_replay_changed"),
             tokens=learned.result.tokens,
             tokens_per_s=learned.result.tokens / seconds,
             wait_s=waited,
