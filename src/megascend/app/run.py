@@ -371,6 +371,7 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
             "moe",
             "mtp",
             "mtp_loss_weight",
+            "vision_tower",
             "batching",
             "platform",
             "seed",

@@ -41,6 +41,7 @@ from megascend.config.training import (
     Recompute,
     RecomputeModule,
     Schedule,
+    VisionTower,
 )
 
 __all__ = [
@@ -80,6 +81,7 @@ __all__ = [
     "Size",
     "TrainerConfig",
     "Validation",
+    "VisionTower",
     "load_config",
     "parsed",
     "read_settings",

@@ -28,6 +28,7 @@ from megascend.config.training import (
     ProviderOptions,
     Recompute,
     Schedule,
+    VisionTower,
 )
 from megascend.errors import ConfigError
 
@@ -149,6 +150,11 @@ class TrainerConfig(Section):
     )
     mtp_loss_weight: float = Field(
         0.1, gt=0, description="weight of the loss of a head for multi-token prediction, with mtp: train"
+    )
+    vision_tower: VisionTower = Field(
+        "frozen",
+        description="the vision tower of a model that takes pictures, with the layers that turn its features into those of the "
+        "language model: keep its weights, or train them with the model",
     )
     batching: Batching = Batching()
     checkpoint: Checkpoint = Checkpoint()

@@ -16,7 +16,7 @@ from megascend.huggingface.exported import LAYER, OUTPUT, derived_tensors, predi
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
 from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
-from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, text_config
+from megascend.models import Architecture, ImageLayout, architecture_named, architecture_of, expert_layers, text_config
 
 if TYPE_CHECKING:
     from megascend.config import Mtp
@@ -141,6 +141,7 @@ class ModelInfo:
         copies: weights of the trained head that repeat one of :attr:`tensors`: its name by theirs. The model has one of the two,
             and an export writes it under both names.
         architecture: the declaration of its family.
+        image_layout: sizes of its pictures; None for a model of text.
     """
 
     shape: ModelShape
@@ -153,6 +154,7 @@ class ModelInfo:
     mtp: Mtp = "keep"
     copies: Mapping[str, str] = field(default_factory=dict)
     architecture: Architecture = field(default_factory=lambda: architecture_named(""))
+    image_layout: ImageLayout | None = None
 
     @property
     def quantised(self) -> str | None:
@@ -227,6 +229,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         topk = optional_size(text, "num_experts_per_tok") or 0
         for name in ("head_dim", "num_nextn_predict_layers"):
             optional_size(text, name)
+        image_layout = architecture.image_layout(config)
     except ConfigError as error:
         raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
     tensors = dequantised_headers(tensor_headers(model_dir), config, Path(model_dir))
@@ -253,6 +256,8 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         # A tied embedding counts, since it is also the output projection.
         if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
             continue
+        if architecture.inputs is not None and name.startswith(architecture.inputs.tower):
+            continue  # multiplies patches, not tokens
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
     if mtp == "train":  # the output layer projects the head's hidden states, too
         active += shape.vocab_size * shape.hidden_size
@@ -267,6 +272,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         mtp=mtp,
         copies=copies,
         architecture=architecture,
+        image_layout=image_layout,
     )
 
 

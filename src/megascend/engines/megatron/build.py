@@ -112,20 +112,22 @@ def build_config(
     arguments = hf_to_mcore_config(hf_config)
     if not arguments.get("hf_model_type"):
         raise CheckpointError(f"{model_dir}/config.json names no model_type")
-    arguments.update(activation_arguments(getattr(hf_config, "hidden_act", None), arguments))
+    arguments.update(activation_arguments(getattr(hf_config.get_text_config(), "hidden_act", None), arguments))
     arguments.update(parallel_arguments(topology))
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
-    full = text_config(hf_config.to_dict())
-    arguments.update(architecture_of(full).megatron_settings(full))
+    architecture = architecture_of(hf_config.to_dict())
+    arguments.update(architecture.megatron_settings(text_config(hf_config.to_dict())))
     # After the checkpoint's own settings, which these override.
     arguments.update(ROUTING)
     if tied is not None:
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
     arguments["mtp_num_layers"] = 1 if prediction_head else None
-    if platform.has_transformer_engine_kernels and not arguments.get("multi_latent_attention"):
-        # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only.
+    plain_angles = not arguments.get("multi_latent_attention") and arguments.get("position_embedding_type") != "mrope"
+    if platform.has_transformer_engine_kernels and plain_angles:
+        # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only, and angles by time, height
+        # and width differ between the samples of a batch.
         arguments["apply_rope_fusion"] = True
     # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
     # freed memory later (seen with PP2 x VPP2: one run in twenty had other losses).
@@ -225,9 +227,14 @@ def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
 
 def check_output_layer(config: ModelConfig) -> None:
     """Raise ConfigError, on every rank, for models whose logits are more than a product with the output weight."""
-    if config.is_multimodal:
-        raise ConfigError(f"{config.hf_model_type} is a multimodal model; megascend trains text models only")
     kind: Any = config.model_meta.loader(config).model_cls  # type: ignore[reportOptionalCall]
+    if config.is_multimodal:
+        if architecture_named(str(config.hf_model_type)).inputs is None:
+            raise ConfigError(
+                f"{config.hf_model_type} is a multimodal model that megascend does not declare; it trains text models, and those "
+                "with pictures that docs/images.md lists"
+            )
+        kind = kind.language_model_cls
     for name in ("_forward_output_layer", "_postprocess"):
         if getattr(kind, name, None) is not getattr(GPTModel, name, None):
             raise ConfigError(
@@ -243,7 +250,7 @@ def check_window(config: ModelConfig, longest: int) -> None:
         longest: tokens of the longest sample allowed.
     """
     # mcore-bridge drops sliding_window for most architectures; the model would silently attend to all tokens.
-    hf: Any = config.hf_config
+    hf: Any = config.hf_config.get_text_config()  # type: ignore[reportOptionalMemberAccess]
     window = getattr(hf, "sliding_window", None)
     sliding = getattr(hf, "use_sliding_window", True) and "sliding_attention" in (
         getattr(hf, "layer_types", None) or ["sliding_attention"]
