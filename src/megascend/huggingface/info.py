@@ -142,6 +142,7 @@ class ModelInfo:
             and an export writes it under both names.
         architecture: the declaration of its family.
         image_layout: sizes of its pictures; None for a model of text.
+        transposed_experts: fused experts in the checkpoint are [experts, in, out].
     """
 
     shape: ModelShape
@@ -155,6 +156,7 @@ class ModelInfo:
     copies: Mapping[str, str] = field(default_factory=dict)
     architecture: Architecture = field(default_factory=lambda: architecture_named(""))
     image_layout: ImageLayout | None = None
+    transposed_experts: bool = False
 
     @property
     def quantised(self) -> str | None:
@@ -273,6 +275,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         copies=copies,
         architecture=architecture,
         image_layout=image_layout,
+        transposed_experts=architecture.transposes_experts(shapes, text),
     )
 
 

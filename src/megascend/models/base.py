@@ -177,6 +177,15 @@ class Architecture:
         )
         return [reason for reason in checks if reason is not None]
 
+    def transposes_experts(self, shapes: Mapping[str, tuple[int, ...]], config: Config) -> bool:
+        """Check whether fused experts of a checkpoint are [experts, in, out].
+
+        Args:
+            shapes: of the checkpoint's tensors, by name.
+            config: normalised.
+        """
+        return self.interleaved_experts
+
     def image_layout(self, config: Config) -> ImageLayout | None:
         """Return the sizes of the pictures of a complete ``config.json``; None for a model of text."""
         if self.inputs is None:

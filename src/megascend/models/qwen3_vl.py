@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +60,27 @@ class Qwen3VL(Architecture):
         return outer | tokens | {"text_config": text | {"model_type": self.text_type}, "vision_config": tower}
 
 
+@dataclass(frozen=True)
+class Qwen3VLMoe(Qwen3VL):
+    """Qwen3-VL with experts, which its authors store as [experts, in, out] and transformers 5 as [experts, out, in]."""
+
+    def transposes_experts(self, shapes: Mapping[str, tuple[int, ...]], config: Config) -> bool:
+        hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+        plain = {".experts.gate_up_proj": (2 * width, hidden), ".experts.down_proj": (hidden, width)}
+        for name, shape in shapes.items():
+            expected = next((dims for end, dims in plain.items() if name.endswith(end)), None)
+            if expected is not None and expected[0] != expected[1]:
+                return tuple(shape[1:]) != expected
+        return False
+
+
 FAMILIES = (
     Qwen3VL(
         ("qwen3_vl",),
         model_class="Qwen3VLForConditionalGeneration",
         tiny={"attention_bias": False},
     ),
-    Qwen3VL(
+    Qwen3VLMoe(
         ("qwen3_vl_moe",),
         model_class="Qwen3VLMoeForConditionalGeneration",
         text_type="qwen3_vl_moe_text",

@@ -117,7 +117,8 @@ class MegatronEngine(Engine):
         self.runtime.configure_model(self.config, spec.provider_options)
         self.bare_chunks = self._build_chunks(spec)
         # Modules are patched before DDP wraps them and takes their parameters.
-        vision.install(self.bare_chunks, info.architecture.inputs, spec.vision_tower)
+        token = None if info.image_layout is None else info.image_layout.token
+        vision.install(self.bare_chunks, info.architecture.inputs, token, spec.vision_tower)
         self.decoders = [vision.language_model(chunk) for chunk in self.bare_chunks]
         self.routers = routers.Routers(self.decoders, self.config, spec.moe, self.groups)
         self._replay: MegatronRouterReplay | None = None
@@ -187,6 +188,9 @@ class MegatronEngine(Engine):
             attention_dropout.use_own_stream(chunks, self.config)
         if platform.implicit_causal_masks:
             attention_mask.install(chunks, self.config)
+        if self.config.bridge._get_need_transpose() != info.transposed_experts:
+            why = "experts are stored as the checkpoint's headers have them"
+            patch(self.config.bridge, "_get_need_transpose", lambda: info.transposed_experts, why)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
         weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh)
         if self.groups.rank == 0:
@@ -465,7 +469,7 @@ class MegatronEngine(Engine):
             ]
             merge = merged(
                 self.adapters.factors(adapter, everywhere=receivers != "main"),
-                transposed=fused if architecture.interleaved_experts else (),
+                transposed=fused if self.info.transposed_experts else (),
                 model_name=architecture.model_name,
             )
         yield from named_weights(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
+import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
@@ -50,41 +51,90 @@ def tower(chunk: Any, images: Images | None) -> nn.Module | None:
     return getattr(chunk.visual, images.tower.rstrip(".").rpartition(".")[2])
 
 
-def install(chunks: Sequence[Any], images: Images | None, trained: VisionTower) -> None:
-    """Prepare the vision tower of a rank's chunks: freeze it if it is not trained, and mend its gradients."""
+def install(chunks: Sequence[Any], images: Images | None, token: int | None, trained: VisionTower) -> None:
+    """Prepare the vision tower of a rank's chunks: freeze it if it is not trained, and put its features into the sequence.
+
+    Args:
+        token: id of the token that stands for a feature.
+    """
     for chunk in chunks:
         module = tower(chunk, images)
         if module is None:
             continue
-        config: Any = chunk.config
         if trained == "frozen":
             module.requires_grad_(False)
-            inputs = partial(_without_pictures, chunk.visual.get_inputs_embeds)
-            patch(chunk.visual, "get_inputs_embeds", inputs, "a frozen tower does not run for text")
-        elif config.sequence_parallel and config.tensor_model_parallel_size > 1:
-            module.register_forward_hook(_sum_gradients_of_inner_features)
+        assert token is not None
+        features = Features(module, token, chunk.config)
+        why = "features of a batch's pictures in the order of its tokens, and their complete gradient under sequence parallelism"
+        patch(chunk.visual, "get_inputs_embeds", features.insert, why)
 
 
-def _without_pictures(original: Any, embeddings: Tensor, **inputs: Any) -> Any:
-    """Return the embeddings of a micro batch without pictures unchanged, else ``original``'s result.
+class Features:
+    """Features of a micro batch's pictures, in place of mcore-bridge's own insertion of them.
 
-    mcore-bridge runs the tower on a black picture, so that data parallel ranks reduce the same gradients.
+    mcore-bridge 1.6.5 adds the features of inner layers (DeepStack) to the tokens of a padded batch in another order than theirs,
+    and under sequence parallelism leaves each rank with the gradients of its own tokens' features.
+
+    Args:
+        tower: transformers' module; its output has ``pooler_output`` and, with DeepStack, ``deepstack_features``.
+        token: id of the token that stands for a feature.
+        config: mcore-bridge's ModelConfig.
     """
-    if inputs.get("pixel_values") is None:
-        return {"inputs_embeds": embeddings}
-    return original(embeddings, **inputs)
 
+    def __init__(self, tower: nn.Module, token: int, config: Any) -> None:
+        self._tower, self._token = tower, token
+        self._divides_sequence = config.sequence_parallel and config.tensor_model_parallel_size > 1
 
-def _sum_gradients_of_inner_features(module: nn.Module, arguments: Any, output: Any) -> Any:
-    """Sum over tensor parallel ranks the gradients of features that each adds to its own tokens only.
+    def insert(
+        self,
+        embeddings: Tensor,
+        *,
+        input_ids: Tensor,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        **unused: Any,
+    ) -> dict[str, Any]:
+        """Return mcore-bridge's inputs of the decoder: embeddings, and the features that its first layers add.
 
-    Under sequence parallelism mcore-bridge cuts the features of inner layers (DeepStack) to a rank's tokens, and gathers those of
-    the last layer: the former's gradients would be a part of what they are, the latter's all of it.
-    """
-    inner = getattr(output, "deepstack_features", None)
-    if inner:
-        output.deepstack_features = [copy_to_tensor_model_parallel_region(features) for features in inner]
-    return output
+        Args:
+            embeddings: [batch, sequence, h].
+            input_ids: [batch, sequence].
+        """
+        if pixel_values is None:
+            if not any(parameter.requires_grad for parameter in self._tower.parameters()):
+                return {"inputs_embeds": embeddings}
+            # Every rank and micro batch gives the tower a gradient, which data parallel ranks reduce together: here one of zeros.
+            final, inner = self._features(*self._black_picture(embeddings))
+            nothing = sum((features.float().mean() * 0.0 for features in (final, *inner)), embeddings.new_zeros(()))
+            return {"inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+        assert image_grid_thw is not None
+        final, inner = self._features(pixel_values, image_grid_thw)
+        mask = input_ids == self._token
+        inputs: dict[str, Any] = {
+            "inputs_embeds": embeddings.masked_scatter(mask[..., None].expand_as(embeddings), final.to(embeddings.dtype))
+        }
+        if inner:
+            numbers = torch.full_like(input_ids, -1)
+            numbers[mask] = torch.arange(len(final), device=mask.device)
+            numbers = numbers.mT  # hidden states are [sequence, batch, h]
+            if self._divides_sequence:
+                inner = [copy_to_tensor_model_parallel_region(features) for features in inner]
+                size = parallel_state.get_tensor_model_parallel_world_size()
+                numbers = numbers.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+            inputs["visual_pos_masks"] = numbers >= 0
+            order = numbers[numbers >= 0]
+            inputs["deepstack_visual_embeds"] = torch.stack([features[order] for features in inner])
+        return inputs
+
+    def _features(self, pixel_values: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        output = self._tower(pixel_values.to(next(self._tower.parameters()).dtype), grid_thw=grids)
+        return output.pooler_output, list(getattr(output, "deepstack_features", None) or [])
+
+    def _black_picture(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        config: Any = self._tower.config
+        side = config.spatial_merge_size
+        width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        return like.new_zeros(side * side, width), torch.tensor([[1, side, side]], device=like.device)
 
 
 @contextlib.contextmanager
