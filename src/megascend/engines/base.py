@@ -358,7 +358,9 @@ def check_head(spec: EngineSpec, info: ModelInfo) -> None:
     if spec.vision_tower == "train" and spec.adapters is not None:
         raise ConfigError("vision_tower: train with adapters, under which the model is frozen; set frozen")
     if info.image_layout is not None and info.scalar_head is not None:
-        raise ConfigError(f"head: a scalar head on {info.architecture.model_type}, which takes pictures, is not supported")
+        raise ConfigError(
+            f"head: a scalar head on {info.architecture.model_type}, which takes pictures, is not supported"
+        )
     if info.scalar_head is not None and spec.adapters is not None:
         raise ConfigError(
             "adapters: LoRA on a model with a scalar head is not supported: peft trains the head beside the adapter "

@@ -9,6 +9,7 @@ from typing import Any
 from megascend.models.base import Architecture, Config, Images
 from megascend.models.decoders import EXPERTS
 
+PICTURES = Images()
 TINY_TOWER = {
     "depth": 3,
     "hidden_size": 32,
@@ -35,7 +36,7 @@ TINY_TOKENS = {
 class Qwen3VL(Architecture):
     """Qwen3-VL. Its text model is Qwen3's, with rotary angles by time, height and width (interleaved MRoPE)."""
 
-    inputs: Images | None = Images()
+    inputs: Images | None = PICTURES
     text_type: str = "qwen3_vl_text"
 
     def full_config(self, text: Config) -> dict[str, Any]:

@@ -7,9 +7,9 @@ the losses and gradient norms of every step and the first logits of every sample
 before clipping, and with ``weights`` the trained weights, both by the names of a checkpoint. All of it is computed in ``dtype``,
 default ``float32``; in ``bfloat16`` the model and its gradients of a sample, with weights, gradients' sums and AdamW in fp32.
 Samples may have pictures: ``pixel_values`` and ``grids``, where their ``token_ids`` have the token ``image_token``; parameters
-whose names begin with one of ``frozen`` are not trained. Policy and preference losses are written out here from their papers. With ``aux_loss`` a router loss is added: of ``aux_formula``
-``megatron`` it is written out by its definition (Fedus et al. 2021, eq. 4, divided by k as Megatron-Core does), of
-``transformers`` it is that package's own function.
+whose names begin with one of ``frozen`` are not trained. Policy and preference losses are written out here from their papers.
+With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its definition (Fedus et al. 2021,
+eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
 """
 
 from __future__ import annotations

@@ -111,7 +111,9 @@ class Features:
         final, inner = self._features(pixel_values, image_grid_thw)
         mask = input_ids == self._token
         inputs: dict[str, Any] = {
-            "inputs_embeds": embeddings.masked_scatter(mask[..., None].expand_as(embeddings), final.to(embeddings.dtype))
+            "inputs_embeds": embeddings.masked_scatter(
+                mask[..., None].expand_as(embeddings), final.to(embeddings.dtype)
+            )
         }
         if inner:
             numbers = torch.full_like(input_ids, -1)
@@ -153,4 +155,3 @@ def arguments(batch: MicroBatch, chunk: Any, images: Images | None) -> dict[str,
     if batch.images is None or tower(chunk, images) is None:
         return {}
     return {"pixel_values": batch.images.pixel_values, "image_grid_thw": batch.images.grids}
-

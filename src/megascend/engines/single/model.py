@@ -192,7 +192,7 @@ def router_loss(model: Any, output: Any, batch: MicroBatch) -> Tensor:
         output: the base model's output, with ``router_logits``.
     """
     function = getattr(sys.modules[type(model).__module__], ROUTER_LOSS)
-    config, logits = model.config, output.router_logits
+    config, logits = model.config.get_text_config(), output.router_logits
     mask = (~batch.padding).view(batch.input_ids.shape).long()
     return function(logits, logits[0].shape[-1], config.num_experts_per_tok, mask)
 

@@ -1,0 +1,299 @@
+"""Qwen3-VL with pictures, on every engine and in every layout, against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megascend.batch.images import SampleImages
+from megascend.batch.sample import Sample
+from megascend.config import Parallel, Recompute
+from megascend.distributed.launch import plain_environment
+from megascend.errors import ConfigError, DataError, DistributedTestError
+from megascend.testing import run_distributed
+from megascend.testing.parity import (
+    Case,
+    Trajectory,
+    case_backend,
+    case_checkpoint,
+    differences,
+    hf_reference,
+    token_lists,
+    train_case,
+)
+from support.covering import FIRST_STACK, first_stack_only
+from support.pictures import (
+    TOKEN,
+    TOWER,
+    picture_reference,
+    picture_samples,
+    picture_tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+PROGRAM = Path(__file__).with_name("picture_steps.py")
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+LAYOUTS = (
+    Case("single"),
+    Case("padded", packing=False, micro_batch_tokens=200),
+    Case("full recompute", recompute=Recompute(granularity="full")),
+    Case("saved and loaded", resumes=True),
+    Case("TP2", 2, Parallel(tensor=2)),
+    Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+    Case("TP2 + SP, padded", 2, Parallel(tensor=2, sequence=True), packing=False, micro_batch_tokens=200),
+    Case("PP2", 2, Parallel(pipeline=2)),
+    Case("DP2", 2),
+    Case("TP2 x PP2 + SP", 4, Parallel(tensor=2, pipeline=2, sequence=True)),
+)
+WITH_EXPERTS = (
+    Case("EP2", 2, Parallel(expert=2)),
+    Case("TP2 x EP2 + SP", 2, Parallel(tensor=2, expert=2, expert_tensor=1)),
+)
+IN_CI = (
+    ("qwen3_vl", "single", "train"),
+    ("qwen3_vl", "padded", "train"),
+    ("qwen3_vl", "TP2 + SP", "train"),
+    ("qwen3_vl", "PP2", "frozen"),
+    ("qwen3_vl", "DP2", "train"),
+    ("qwen3_vl_moe", "EP2", "train"),
+)
+"""Both ways in which the tower is used, and each way in which a layout divides the model; the others are nightly."""
+MATRIX = [
+    pytest.param(
+        dataclasses.replace(case, arch=arch),
+        tower,
+        id=f"{arch}: {case.name}, {tower}",
+        marks=[] if (arch, case.name, tower) in IN_CI and FIRST_STACK else pytest.mark.nightly,
+    )
+    for arch in ("qwen3_vl", "qwen3_vl_moe")
+    for case in (*LAYOUTS, *(WITH_EXPERTS if arch == "qwen3_vl_moe" else ()))
+    for tower in ("frozen", "train")
+]
+
+
+def assert_equals(trajectory: Trajectory, reference: Trajectory, *, frozen: bool) -> None:
+    """Compare losses, norms, logits and trained weights with the reference's."""
+    difference = differences(trajectory, reference)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    if difference.logits is not None:
+        assert difference.logits <= 2e-5, difference
+    assert reference.weights.keys() == trajectory.weights.keys()
+    distances = {
+        name: float((trajectory.weights[name] - tensor).abs().mean()) for name, tensor in reference.weights.items()
+    }
+    # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
+    assert max(distances.values()) < 2e-5, max(distances, key=lambda name: distances[name])
+    if frozen:
+        assert {name: distance for name, distance in distances.items() if name.startswith(TOWER) and distance} == {}
+
+
+@pytest.mark.parametrize(("case", "tower"), MATRIX)
+def test_training_with_pictures_equals_transformers(case: Case, tower: str, parity_folder: Path) -> None:
+    checkpoint, frozen = case_checkpoint(parity_folder, case.arch), tower == "frozen"
+    reference = picture_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
+    trained = train_case(case, checkpoint, picture_tokens(), STEPS, True, picture_samples(), vision_tower=tower)
+    assert_equals(trained, reference, frozen=frozen)
+
+
+@pytest.mark.parametrize(
+    ("engine", "arch", "tower", "processes"),
+    [
+        pytest.param(engine, arch, tower, processes, marks=[] if (arch, tower) in few else pytest.mark.nightly)
+        for engine, processes, few in (
+            ("single", 1, [("qwen3_vl", "train")]),
+            ("fsdp", 1, [("qwen3_vl", "frozen")]),
+            ("fsdp", 2, [("qwen3_vl_moe", "train")]),
+        )
+        for arch in ("qwen3_vl", "qwen3_vl_moe")
+        for tower in ("frozen", "train")
+    ],
+)
+def test_engines_of_transformers_train_with_pictures(
+    engine: str, arch: str, tower: str, processes: int, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint, frozen = case_checkpoint(parity_folder, arch), tower == "frozen"
+    run_program(processes, engine, checkpoint, STEPS, tower, tmp_path / "result.pt")
+    result = torch.load(tmp_path / "result.pt")
+    reference = picture_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
+    assert_equals(Trajectory(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=frozen)
+    for logprobs, logits, tokens in zip(result["logprobs"], reference.logits, picture_tokens(), strict=False):
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        assert float((logprobs - expected).abs().max()) <= 2e-5
+
+
+def run_program(processes: int, *arguments: Any) -> None:
+    """Run ``picture_steps.py`` on a number of ranks."""
+    command = [sys.executable, *map(str, (PROGRAM, *arguments))]
+    if processes > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = plain_environment() | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+
+
+@first_stack_only
+def test_text_alone_trains_as_transformers(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+    reference = hf_reference(
+        parity_folder, checkpoint, token_lists(), STEPS, weights=True, image_token=TOKEN, frozen=[TOWER]
+    )
+    assert_equals(train_case(Case("single"), checkpoint, token_lists(), STEPS, True), reference, frozen=True)
+
+
+@first_stack_only
+def test_rank_without_pictures_changes_no_number(parity_folder: Path) -> None:
+    """Give one data parallel rank all pictures, and the other one text."""
+    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), picture_samples()
+    reference = picture_reference(parity_folder, checkpoint, frozen=False, steps=STEPS)
+
+    def on_rank() -> tuple[list[float], list[float]]:
+        losses, norms = [], []
+        with case_backend(Case("DP2", 2), checkpoint, vision_tower="train") as backend:
+            is_second = os.environ["RANK"] == "1"
+            share = [sample for sample in samples if (sample.images is None) == is_second]
+            for _ in range(STEPS):
+                losses.append(backend.forward_backward(share).loss)
+                norms.append(backend.optimizer_step().grad_norm)
+        return losses, norms
+
+    for losses, norms in run_distributed(on_rank, 2, init=False, timeout_s=120):
+        assert max(abs(a - b) for a, b in zip(losses, reference.losses, strict=True)) <= 1e-5
+        assert max(abs(a - b) for a, b in zip(norms, reference.grad_norms, strict=True)) <= 1e-4
+
+
+@first_stack_only
+@pytest.mark.parametrize("packing", [True, False])
+def test_picture_of_another_sample_changes_no_logprob(packing: bool, parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+    samples = picture_samples()
+    first = samples[0].images
+    assert first is not None
+    other = dataclasses.replace(samples[0], images=SampleImages(first.pixel_values * -3.0 + 1.0, first.grids))
+
+    def on_rank() -> list[list[torch.Tensor]]:
+        case = Case("single", packing=packing, micro_batch_tokens=512)  # all samples in one micro batch
+        with case_backend(case, checkpoint) as backend:
+            return [backend.forward(batch).logprobs for batch in (samples, [other, *samples[1:]])]
+
+    before, after = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
+    assert not torch.equal(before[0], after[0])
+    assert [index for index in range(1, len(samples)) if not torch.equal(before[index], after[index])] == []
+
+
+@first_stack_only
+@pytest.mark.parametrize("arch", ["qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.nightly)])
+def test_export_loads_in_transformers(arch: str, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint, samples = case_checkpoint(parity_folder, arch), picture_samples()
+
+    def on_rank() -> list[torch.Tensor]:
+        with case_backend(Case("single"), checkpoint, vision_tower="train") as backend:
+            backend.export_hf(tmp_path / "before")
+            backend.forward_backward(samples)
+            backend.optimizer_step()
+            backend.export_hf(tmp_path / "after")
+            logits = backend.forward(samples, logits=True).logits
+            assert logits is not None
+            return logits
+
+    logits = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
+    source, before = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "before"))
+    assert before.keys() == source.keys()
+    assert [name for name, tensor in source.items() if not torch.equal(before[name], tensor)] == []
+    reference = picture_reference(parity_folder, tmp_path / "after", frozen=True, steps=0)
+    assert max(float((a - b).abs().max()) for a, b in zip(logits, reference.logits, strict=True)) <= 2e-5
+
+
+@first_stack_only
+def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+    samples = picture_samples()
+    images, tokens = samples[0].images, picture_tokens()[0]
+    assert images is not None
+    text = Sample.causal(token_lists()[0])
+    short = Sample.causal([token for number, token in enumerate(tokens) if number != 3], images=images)
+    cases = {
+        "sample 1 has 5 tokens that stand for a picture (id 314), and its 1 pictures need 6 (6)": [text, short],
+        "sample 0 has 6 tokens that stand for a picture (id 314) and no images: set images": [Sample.causal(tokens)],
+        "sample 0 has patches of 48 numbers, and the model's have 96: use the image processor of this checkpoint": [
+            Sample.causal(tokens, images=SampleImages(images.pixel_values[:, :48], images.grids))
+        ],
+        "sample 0 has a picture of 3 x 8 patches, which 2 x 2 do not divide": [
+            Sample.causal(tokens, images=SampleImages(images.pixel_values, torch.tensor([[1, 3, 8]])))
+        ],
+    }
+
+    def on_rank() -> dict[str, str]:
+        problems = {}
+        with case_backend(Case("single"), checkpoint) as backend:
+            for expected, batch in cases.items():
+                with pytest.raises(DataError) as raised:
+                    backend.forward_backward(batch)
+                problems[expected] = str(raised.value)
+        return problems
+
+    for expected, problem in run_distributed(on_rank, 1, init=False, timeout_s=120)[0].items():
+        assert expected in problem
+
+
+@first_stack_only
+@pytest.mark.parametrize(
+    ("case", "settings", "message"),
+    [
+        (Case("CP2", 2, Parallel(context=2)), {}, "whose pictures are not divided over context parallel ranks: set 1"),
+        (
+            Case("PP4", 4, Parallel(pipeline=4)),
+            {},
+            "the first of 4 pipeline stages has 1: set parallel.pipeline or parallel.virtual_pipeline lower",
+        ),
+        (Case("tower"), {"vision_tower": "yes"}, "vision_tower must be frozen or train, got 'yes'"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else None,
+)
+def test_layouts_that_are_not_supported_are_refused(
+    case: Case, settings: dict[str, Any], message: str, parity_folder: Path
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+
+    def on_rank() -> str:
+        with pytest.raises(ConfigError) as raised:
+            case_backend(case, checkpoint, **settings)
+        return str(raised.value)
+
+    for problem in run_distributed(on_rank, case.world_size, init=False, timeout_s=120):
+        assert message in problem
+
+
+@first_stack_only
+def test_tower_of_a_text_model_is_refused(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with pytest.raises(DistributedTestError, match="vision_tower: train, but qwen3 has no vision tower"):
+        run_distributed(
+            lambda: case_backend(Case("single"), checkpoint, vision_tower="train"), 1, init=False, timeout_s=60
+        )
+
+
+@first_stack_only
+def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
+    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), picture_samples()
+
+    def on_rank() -> tuple[list[str], float]:
+        with case_backend(Case("bf16", precision="bf16"), checkpoint) as backend:
+            visual = backend.engine.bare_chunks[0].visual  # type: ignore[attr-defined]
+            wrong = [name for name, buffer in visual.named_buffers() if buffer.dtype != torch.float32]
+            return wrong, backend.forward_backward(samples).loss
+
+    wrong, loss = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
+    assert wrong == []
+    reference = picture_reference(parity_folder, checkpoint, frozen=True, steps=STEPS)
+    assert abs(loss - reference.losses[0]) < 0.05
