@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,35 @@ from torch import Tensor
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
 from megascend.models import ImageLayout
+
+
+@dataclass(frozen=True)
+class PictureSource:
+    """A picture that is not decoded yet: its file's path, or its bytes.
+
+    Attributes:
+        path: absolute, or relative to the file that names it.
+    """
+
+    path: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Return what to call it in a message."""
+        return repr(self.path) if self.path is not None else f"of {len(self.data or b'')} bytes"
+
+
+@dataclass(frozen=True)
+class PictureSources:
+    """Pictures of a sample that the data reader turns into :class:`SampleImages` when the sample is used.
+
+    Attributes:
+        folder: that their paths are relative to.
+    """
+
+    sources: tuple[PictureSource, ...]
+    folder: Path
 
 
 @dataclass(eq=False)
@@ -63,7 +93,7 @@ class ImageBatch:
     grids: Tensor
 
 
-def problem(input_ids: Tensor, images: SampleImages | None, layout: ImageLayout | None) -> str | None:
+def problem(input_ids: Tensor, images: SampleImages | PictureSources | None, layout: ImageLayout | None) -> str | None:
     """Return why a sample's pictures do not fit its tokens or the model, or None.
 
     Args:
@@ -72,6 +102,8 @@ def problem(input_ids: Tensor, images: SampleImages | None, layout: ImageLayout 
     if layout is None:
         return None if images is None else "has images, which this model does not take: leave them out"
     tokens = int((input_ids == layout.token).sum())
+    if isinstance(images, PictureSources):
+        return "has pictures that are not decoded: take samples from the data reader, or pass megascend.SampleImages"
     if images is None:
         if not tokens:
             return None
@@ -122,9 +154,9 @@ def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> T
     return rows
 
 
-def joined(images: Sequence[SampleImages | None], device: torch.device) -> ImageBatch | None:
+def joined(images: Sequence[SampleImages | PictureSources | None], device: torch.device) -> ImageBatch | None:
     """Return the pictures of samples on a device; None if no sample has any."""
-    present = [item for item in images if item is not None]
+    present = [item for item in images if isinstance(item, SampleImages)]
     if not present:
         return None
     return ImageBatch(

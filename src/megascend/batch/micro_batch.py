@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.batch import images as pictures
-from megascend.batch.images import ImageBatch
+from megascend.batch.images import ImageBatch, SampleImages
 from megascend.batch.losses import Loss
 from megascend.batch.packing import round_up
 from megascend.batch.sample import Sample
@@ -211,7 +211,8 @@ def build(
             routed_parts.append(torch.cat([padded_choices[chunk] for chunk in chunks]))
         if image_layout is not None:
             ids = F.pad(sample.input_ids, (0, total - len(sample)))
-            rows = pictures.positions(ids, None if sample.images is None else sample.images.grids, image_layout)
+            grids = sample.images.grids if isinstance(sample.images, SampleImages) else None
+            rows = pictures.positions(ids, grids, image_layout)
             spatial.append(torch.cat([rows[:, chunk] for chunk in chunks], dim=1))
         sample_of.append(torch.full_like(local, number))
         token_index.append(local + offset)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.batch.images import SampleImages
+from megascend.batch.images import PictureSources, SampleImages
 from megascend.errors import DataError
 
 TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
@@ -53,7 +53,7 @@ class Sample:
     returns: Any = None
     old_values: Any = None
     routed_experts: Any = None
-    images: SampleImages | None = None
+    images: SampleImages | PictureSources | None = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -71,7 +71,7 @@ class Sample:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
             raise DataError("a sample must hold at least one token")
-        if self.images is not None and not isinstance(self.images, SampleImages):
+        if self.images is not None and not isinstance(self.images, SampleImages | PictureSources):
             raise DataError(f"images must be a megascend.SampleImages, got {type(self.images).__name__}")
 
     def _field(self, values: Any, name: str) -> Tensor:
@@ -88,6 +88,12 @@ class Sample:
         }
         return tensors | self.extra
 
+    def image_fields(self) -> dict[str, Tensor]:
+        """Return the tensors of decoded pictures by name; empty without pictures."""
+        if not isinstance(self.images, SampleImages):
+            return {}
+        return {"images.pixel_values": self.images.pixel_values, "images.grids": self.images.grids}
+
     @classmethod
     def causal(
         cls,
@@ -99,7 +105,7 @@ class Sample:
         chosen: bool | None = None,
         adapter: str | None = None,
         routed_experts: Any = None,
-        images: SampleImages | None = None,
+        images: SampleImages | PictureSources | None = None,
     ) -> Sample:
         """Build a sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).
 

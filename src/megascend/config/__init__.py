@@ -7,7 +7,7 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 
 from __future__ import annotations
 
-from megascend.config.data import DATA_COLUMNS, Data, Dpo, Validation
+from megascend.config.data import DATA_COLUMNS, Data, Dpo, Pictures, Validation
 from megascend.config.run import (
     Checkpoint,
     Generation,
@@ -65,6 +65,7 @@ __all__ = [
     "Mtp",
     "Parallel",
     "Parsed",
+    "Pictures",
     "PlatformName",
     "Precision",
     "Profile",
