@@ -89,10 +89,7 @@ class SampleStore(Sequence[Sample]):
             source = PictureSource(path=stored.decode()) if kind == PATH else PictureSource(data=stored)
             content = encoded(source, self._processor.limits)
             if _digest(content) != expected:
-                raise DataError(
-                    f"picture {source.name} is not the one that its sample was made with: it was changed meanwhile; start the run "
-                    "again"
-                )
+                raise DataError(f"picture {source.name} has changed since its sample was made; start the run again")
             contents.append(content)
             names.append(source.name)
         return self._processor.images(contents, names)

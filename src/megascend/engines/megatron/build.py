@@ -126,8 +126,8 @@ def build_config(
     arguments["mtp_num_layers"] = 1 if prediction_head else None
     plain_angles = not arguments.get("multi_latent_attention") and arguments.get("position_embedding_type") != "mrope"
     if platform.has_transformer_engine_kernels and plain_angles:
-        # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only, and angles by time, height
-        # and width differ between the samples of a batch.
+        # mcore-bridge leaves the fused rotary embedding off. Latent attention supports it with YaRN only, and angles by time,
+        # height and width differ between the samples of a batch.
         arguments["apply_rope_fusion"] = True
     # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
     # freed memory later (seen with PP2 x VPP2: one run in twenty had other losses).

@@ -143,7 +143,7 @@ class Features:
 def frequencies_in_fp32(chunk: Any, images: Images | None) -> Iterator[None]:
     """Keep the rotary frequencies of the tower as they are while the model is cast to 16 bits, as transformers does."""
     module = tower(chunk, images)
-    buffers = {} if module is None else {name: buffer for name, buffer in module.named_buffers()}
+    buffers = {} if module is None else dict(module.named_buffers())
     yield
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
