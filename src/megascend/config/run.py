@@ -37,7 +37,7 @@ class PromptMessage(TypedDict):
     """Message of a conversation that the model continues with its turn."""
 
     role: str
-    content: str
+    content: str | list[dict[str, Any]]
 
 
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[tuple[PromptMessage, ...], Field(min_length=1)]
@@ -48,7 +48,8 @@ class Generation(Section):
 
     prompts: tuple[Prompt, ...] = Field(
         min_length=1,
-        description="list of prompts: texts, or conversations such as [{role: system, content: ...}, {role: user, ...}]",
+        description="list of prompts: texts, or conversations such as [{role: system, content: ...}, {role: user, ...}], whose "
+        "content may be a list with pictures: [{type: image, image: cat.png}, {type: text, text: ...}]",
     )
     every: Size = Field(100, description="interval in steps; also after the last step")
     max_tokens: Size = Field(64, description="longest answer in tokens")
