@@ -317,6 +317,18 @@ def test_changed_picture_makes_new_samples(folder: Path, model: Path) -> None:
     assert samples_of(path, model).fingerprint == after.fingerprint
 
 
+def test_equal_data_in_another_folder_have_their_own_pictures(
+    folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    save(other / PATH, 9)
+    for place in (folder, other):
+        monkeypatch.chdir(place)
+        assert_same_images(samples_of(Path("data.jsonl"), model)[0].images, expected_images(model, place / PATH))
+
+
 def test_copied_pictures_do_not_depend_on_their_files(folder: Path, model: Path) -> None:
     content = (folder / PATH).read_bytes()
     path = write(folder / "data.jsonl", record_forms(content)["data URL"])

@@ -179,5 +179,5 @@ def _title(prompt: Prompt) -> str:
 def _words(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
-    words = [part.get("text") or f"[{str(part.get('image') or part.get('path') or 'picture'):.80}]" for part in content]
+    words = [part.get("text") or f"[{part.get('image') or part.get('path') or 'picture'!s:.80}]" for part in content]
     return " ".join(map(str, words))

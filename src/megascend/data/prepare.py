@@ -79,7 +79,9 @@ def prepare_samples(
     content, files, code = content_of(path, files_read, setting), tokenizer_of(model), versions()
     day = template_date.isoformat() if writes_date(tokenizer) else ""
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
-    everything = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code]
+    # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
+    place = None if pictures is None else str(path.resolve())
+    everything = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code, place]
     key = digest_of(everything)
     sources = {
         "data": digest_of(content[1]),
@@ -112,6 +114,7 @@ def prepare_samples(
     try:
         # One process of the machine tokenises; the others wait at the lock and then map the same files.
         store = SampleStore(cached(path_of_samples, make, PATIENCE_S), pictures)
+        # The data are the same, and pictures that they name are not.
         if (files_now := store.changed_files()) is not None:
             path_of_samples = path_of_samples.with_name(digest_of([key, files_now]))
             store = SampleStore(cached(path_of_samples, make, PATIENCE_S), pictures)
