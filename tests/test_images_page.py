@@ -102,7 +102,7 @@ def test_killed_run_resumes_with_the_same_bits(printed: dict[str, str], folder: 
 @first_stack_only
 def test_commands_of_the_page_work_with_few_steps(tmp_path: Path) -> None:
     for name, text in files_of_the_page().items():
-        (tmp_path / name).write_text(text.replace("\nsteps: 120\n", "\nsteps: 3\n"), encoding="utf-8")
+        (tmp_path / name).write_text(text.replace("\nsteps: 120\n", "\nsteps: 12\n"), encoding="utf-8")
     outputs = {command: run(command, tmp_path) for command in commands()}
-    assert "answers after step 3:" in outputs["megascend train pictures.yaml"]
+    assert "answers after step 12:" in outputs["megascend train pictures.yaml"]
     assert outputs["python answer.py"].strip()

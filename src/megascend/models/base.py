@@ -106,6 +106,7 @@ class Architecture:
         text_type: ``model_type`` of ``text_config``, of a family whose ``config.json`` has one.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
+        proven_with_pictures: tests compare training with pictures in the layouts that take them (docs/images.md).
     """
 
     model_types: tuple[str, ...]
@@ -124,6 +125,7 @@ class Architecture:
     text_type: str | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
+    proven_with_pictures: bool = False
 
     @property
     def model_type(self) -> str:

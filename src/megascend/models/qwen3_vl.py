@@ -78,11 +78,13 @@ class Qwen3VLMoe(Qwen3VL):
 FAMILIES = (
     Qwen3VL(
         ("qwen3_vl",),
+        proven_with_pictures=True,
         model_class="Qwen3VLForConditionalGeneration",
         tiny={"attention_bias": False},
     ),
     Qwen3VLMoe(
         ("qwen3_vl_moe",),
+        proven_with_pictures=True,
         model_class="Qwen3VLMoeForConditionalGeneration",
         text_type="qwen3_vl_moe_text",
         tiny={"attention_bias": False} | EXPERTS,
