@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from safetensors.torch import load_file
 
 from megascend.batch.images import SampleImages
 from megascend.batch.sample import Sample
-from megascend.config import Parallel, Recompute
+from megascend.config import Adapters, Parallel, Recompute
 from megascend.distributed.launch import plain_environment
 from megascend.errors import ConfigError, DataError, DistributedTestError
+from megascend.lora import peft_format
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -30,9 +32,17 @@ from megascend.testing.parity import (
     train_case,
 )
 from support.covering import FIRST_STACK, first_stack_only
+from support.lora_parity import (
+    PeftTrajectory,
+    adapter_differences,
+    case_adapter,
+    peft_reference,
+    train_adapter,
+)
 from support.pictures import (
     TOKEN,
     TOWER,
+    picture_fields,
     picture_reference,
     picture_samples,
     picture_tokens,
@@ -123,8 +133,8 @@ def test_engines_of_transformers_train_with_pictures(
     engine: str, arch: str, tower: str, processes: int, parity_folder: Path, tmp_path: Path
 ) -> None:
     checkpoint, frozen = case_checkpoint(parity_folder, arch), tower == "frozen"
-    run_program(processes, engine, checkpoint, STEPS, tower, tmp_path / "result.pt")
-    result = torch.load(tmp_path / "result.pt")
+    job = {"engine": engine, "checkpoint": checkpoint, "steps": STEPS, "tower": tower}
+    result = run_program(processes, tmp_path, **job)
     reference = picture_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
     assert_equals(Trajectory(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=frozen)
     for logprobs, logits, tokens in zip(result["logprobs"], reference.logits, picture_tokens(), strict=False):
@@ -132,14 +142,100 @@ def test_engines_of_transformers_train_with_pictures(
         assert float((logprobs - expected).abs().max()) <= 2e-5
 
 
-def run_program(processes: int, *arguments: Any) -> None:
-    """Run ``picture_steps.py`` on a number of ranks."""
-    command = [sys.executable, *map(str, (PROGRAM, *arguments))]
+def run_program(processes: int, folder: Path, **job: Any) -> dict[str, Any]:
+    """Run ``picture_steps.py`` on a number of ranks, and return its result."""
+    job = {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}
+    result = folder / "result.pt"
+    command = [sys.executable, str(PROGRAM), json.dumps(job | {"result": str(result)})]
     if processes > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = plain_environment() | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert completed.returncode == 0, completed.stderr[-4000:]
+    return torch.load(result)
+
+
+@first_stack_only
+@pytest.mark.parametrize("tower", ["train", pytest.param("frozen", marks=pytest.mark.nightly)])
+def test_checkpoints_continue_on_other_engines(tower: str, parity_folder: Path, tmp_path: Path) -> None:
+    """Train a step on engine single, one on Megatron and one on fsdp, each from the checkpoint of the one before."""
+    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), picture_samples()
+    reference = picture_reference(parity_folder, checkpoint, frozen=tower == "frozen", steps=STEPS, weights=True)
+    job = {"checkpoint": checkpoint, "steps": 1, "tower": tower}
+    first = run_program(1, tmp_path, **job, engine="single", save=tmp_path / "first")
+
+    def on_rank() -> tuple[float, float]:
+        with case_backend(Case("PP2", 2, Parallel(pipeline=2)), checkpoint, vision_tower=tower) as backend:
+            backend.load(tmp_path / "first")
+            loss, norm = backend.forward_backward(samples).loss, backend.optimizer_step().grad_norm
+            backend.save(tmp_path / "second", wait=True)
+        return loss, norm
+
+    loss, norm = run_distributed(on_rank, 2, init=False, timeout_s=120)[0]
+    third = run_program(1, tmp_path, **job, engine="fsdp", load=tmp_path / "second")
+    losses, norms = [*first["losses"], loss, *third["losses"]], [*first["grad_norms"], norm, *third["grad_norms"]]
+    assert_equals(Trajectory(losses, norms, [], third["weights"]), reference, frozen=tower == "frozen")
+
+
+@first_stack_only
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("single", arch="qwen3_vl"),
+        pytest.param(
+            Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True), arch="qwen3_vl"), marks=pytest.mark.nightly
+        ),
+        pytest.param(Case("PP2", 2, Parallel(pipeline=2), arch="qwen3_vl"), marks=pytest.mark.nightly),
+        pytest.param(
+            Case("recompute", recompute=Recompute(granularity="full"), arch="qwen3_vl"), marks=pytest.mark.nightly
+        ),
+        pytest.param(Case("EP2", 2, Parallel(expert=2), arch="qwen3_vl_moe"), marks=pytest.mark.nightly),
+    ],
+    ids=lambda case: f"{case.arch}: {case.name}",
+)
+def test_adapter_with_pictures_equals_peft(case: Case, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, case.arch)
+    adapter = case_adapter(checkpoint, Case("single", arch=case.arch))
+    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", STEPS, picture_samples())
+    assert_adapter_equals_peft(run, parity_folder, checkpoint, adapter)
+
+
+@pytest.mark.parametrize("engine", ["single", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_engines_of_transformers_train_an_adapter_with_pictures(
+    engine: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+    adapter = case_adapter(checkpoint, Case("single", arch="qwen3_vl"))
+    job = {"engine": engine, "checkpoint": checkpoint, "steps": STEPS, "tower": "frozen", "adapter": adapter}
+    result = run_program(1, tmp_path, **job)
+    factors = peft_format.read(tmp_path / "result.pt.adapter")[1]
+    run = PeftTrajectory(result["losses"], result["grad_norms"], [], factors)
+    assert_adapter_equals_peft(run, parity_folder, checkpoint, adapter)
+
+
+def assert_adapter_equals_peft(run: PeftTrajectory, folder: Path, checkpoint: Path, adapter: Path) -> None:
+    """Compare a trained adapter with peft's; adapters of all linear layers are of the language model only."""
+    fields = [{**extra, "image_token": TOKEN} for extra in picture_fields()]
+    reference = peft_reference(folder, checkpoint, adapter, picture_tokens(), STEPS, fields=fields)
+    assert run.factors.keys() == reference.factors.keys()
+    assert {name.partition(".layers.")[0] for name in run.factors} == {"model.language_model"}
+    difference = adapter_differences(run, reference)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    assert difference.factors <= 5e-3, difference
+
+
+@first_stack_only
+def test_adapter_of_the_embedding_is_refused(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+
+    def on_rank() -> str:
+        with pytest.raises(ConfigError) as raised:
+            case_backend(Case("single"), checkpoint, adapters=Adapters(targets=("q_proj", "embed_tokens")))
+        return str(raised.value)
+
+    [problem] = run_distributed(on_rank, 1, init=False, timeout_s=60)
+    assert "adapters.targets names embed_tokens of qwen3_vl" in problem
 
 
 @first_stack_only

@@ -59,18 +59,23 @@ def picture_samples(seed: int = 0) -> list[Sample]:
     ]
 
 
-def picture_reference(folder: Path, checkpoint: Path, *, frozen: bool, steps: int, **options: Any) -> Any:
-    """Return the trajectory of transformers' model on the same samples."""
+def picture_fields() -> list[dict[str, Any]]:
+    """Return what the references get of each sample beside its tokens."""
     fields: list[dict[str, Any]] = []
     for tokens, grids, patches in zip(picture_tokens(), GRIDS, pixels(), strict=True):
         images = {} if patches is None else {"pixel_values": patches.tolist(), "grids": [list(grid) for grid in grids]}
         fields.append({"weights": weights_of(tokens), **images})
+    return fields
+
+
+def picture_reference(folder: Path, checkpoint: Path, *, frozen: bool, steps: int, **options: Any) -> Any:
+    """Return the trajectory of transformers' model on the same samples."""
     return hf_reference(
         folder,
         checkpoint,
         picture_tokens(),
         steps,
-        fields=fields,
+        fields=picture_fields(),
         image_token=TOKEN,
         frozen=[TOWER] if frozen else [],
         **options,

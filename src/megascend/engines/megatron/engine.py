@@ -540,7 +540,7 @@ def configure(
             )
         )
     if info.image_layout is not None:
-        vision.check(config, topology, trains_head=spec.mtp == "train")
+        vision.check(config, topology, spec.adapters, trains_head=spec.mtp == "train")
     check_window(config, longest_sample(spec, info))
     return config, grouped
 

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
-from megascend.config import VisionTower
+from megascend.config import Adapters, VisionTower
 from megascend.errors import ConfigError
+from megascend.lora.target_modules import EMBEDDING, matches
 from megascend.models import Images
 from megascend.topology.topology import Topology
 
 
-def check(config: Any, topology: Topology, *, trains_head: bool) -> None:
+def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_head: bool) -> None:
     """Raise ConfigError for layouts and settings in which models with a vision tower are not proven."""
     if topology.context > 1:
         raise ConfigError(
@@ -28,6 +29,11 @@ def check(config: Any, topology: Topology, *, trains_head: bool) -> None:
         )
     if trains_head:
         raise ConfigError(f"mtp: train with {config.hf_model_type}: set keep")
+    if adapters is not None and matches(EMBEDDING, adapters.targets):
+        raise ConfigError(
+            f"adapters.targets names {EMBEDDING} of {config.hf_model_type}, whose embeddings engine megatron replaces by "
+            "features of pictures before adapters see them: leave it out, or use engine fsdp or single"
+        )
     deepest = len(getattr(config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
     first = config.num_layers // (topology.pipeline * topology.virtual_pipeline)
     if deepest > first:
