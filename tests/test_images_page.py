@@ -94,9 +94,11 @@ def test_killed_run_resumes_with_the_same_bits(printed: dict[str, str], folder: 
     thread.join(DEADLINE_S)
     assert ended[0].returncode != 0
     run("megascend train pictures.yaml --set output=runs/killed --resume auto", folder)
-    whole, resumed = (load_file(folder / "runs" / name / "hf" / "model.safetensors") for name in ("pictures", "killed"))
-    assert whole.keys() == resumed.keys()
-    assert [name for name, tensor in whole.items() if not torch.equal(tensor, resumed[name])] == []
+    uninterrupted, resumed = (
+        load_file(folder / "runs" / name / "hf" / "model.safetensors") for name in ("pictures", "killed")
+    )
+    assert uninterrupted.keys() == resumed.keys()
+    assert [name for name, tensor in uninterrupted.items() if not torch.equal(tensor, resumed[name])] == []
 
 
 @first_stack_only

@@ -80,8 +80,8 @@ def expected_images(model: Path, *files: Path) -> SampleImages:
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(model)
-    made = processor(images=[Image.open(file).convert("RGB") for file in files], return_tensors="pt")
-    return SampleImages(made["pixel_values"], made["image_grid_thw"])
+    outputs = processor(images=[Image.open(file).convert("RGB") for file in files], return_tensors="pt")
+    return SampleImages(outputs["pixel_values"], outputs["image_grid_thw"])
 
 
 def assert_same_images(images: Any, expected: SampleImages) -> None:
@@ -162,7 +162,9 @@ def test_several_pictures_and_none_in_one_file(folder: Path, model: Path) -> Non
     for stored, built in zip(store, in_memory, strict=True):
         assert torch.equal(stored.input_ids, built.input_ids)
         assert torch.equal(stored.weights, built.weights)
-    assert_same_images(store[0].images, in_memory[0].images)
+    expected = in_memory[0].images
+    assert isinstance(expected, SampleImages)
+    assert_same_images(store[0].images, expected)
 
 
 def test_tokens_of_pictures_carry_no_loss_with_the_prompt_learned(folder: Path, model: Path) -> None:
@@ -324,9 +326,9 @@ def test_equal_data_in_another_folder_have_their_own_pictures(
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     save(other / PATH, 9)
-    for place in (folder, other):
-        monkeypatch.chdir(place)
-        assert_same_images(samples_of(Path("data.jsonl"), model)[0].images, expected_images(model, place / PATH))
+    for directory in (folder, other):
+        monkeypatch.chdir(directory)
+        assert_same_images(samples_of(Path("data.jsonl"), model)[0].images, expected_images(model, directory / PATH))
 
 
 def test_copied_pictures_do_not_depend_on_their_files(folder: Path, model: Path) -> None:

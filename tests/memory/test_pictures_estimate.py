@@ -20,7 +20,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("models") / "qwen3_vl", "qwen3_vl")
 
 
-def of_stages(checkpoint: Path, **parallel: Any) -> list[Any]:
+def stage_parameters(checkpoint: Path, **parallel: Any) -> list[Any]:
     info = inspect_checkpoint(checkpoint)
     size = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
     topology = plan(Parallel(**parallel), size, info.shape)
@@ -32,12 +32,12 @@ def test_tower_is_whole_on_the_first_stage(checkpoint: Path) -> None:
     tower = elements({name: header for name, header in info.tensors.items() if name.startswith("model.visual.")})
     everything = elements(info.tensors)
     assert tower > 0
-    [single] = of_stages(checkpoint)
+    [single] = stage_parameters(checkpoint)
     assert (single.tower, single.total) == (tower, everything)
-    first, last = of_stages(checkpoint, pipeline=2)
+    first, last = stage_parameters(checkpoint, pipeline=2)
     assert (first.tower, last.tower) == (tower, 0)
     assert first.total + last.total == everything
-    [divided] = of_stages(checkpoint, tensor=2)
+    [divided] = stage_parameters(checkpoint, tensor=2)
     assert divided.tower == tower
     assert divided.dense < single.dense
 
@@ -47,7 +47,7 @@ def test_frozen_tower_has_no_gradients_and_moments(engine: str, checkpoint: Path
     from megascend.memory.estimate import Workload, estimate
 
     info = inspect_checkpoint(checkpoint)
-    [single] = of_stages(checkpoint)
+    [single] = stage_parameters(checkpoint)
     figures: dict[str, Any] = {}
     for tower in ("frozen", "train"):
         config = RunConfig(

@@ -274,7 +274,7 @@ def test_picture_of_another_sample_changes_no_logprob(packing: bool, parity_fold
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
     samples = picture_samples()
     first = samples[0].images
-    assert first is not None
+    assert isinstance(first, SampleImages)
     other = dataclasses.replace(samples[0], images=SampleImages(first.pixel_values * -3.0 + 1.0, first.grids))
 
     def on_rank() -> list[list[torch.Tensor]]:
@@ -315,7 +315,7 @@ def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -
     checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
     samples = picture_samples()
     images, tokens = samples[0].images, picture_tokens()[0]
-    assert images is not None
+    assert isinstance(images, SampleImages)
     text = Sample.causal(token_lists()[0])
     short = Sample.causal([token for number, token in enumerate(tokens) if number != 3], images=images)
     cases = {

@@ -23,8 +23,8 @@ def with_pictures(tokens: list[int], grids: list[tuple[int, int, int]]) -> list[
     """Return tokens with those of pictures after the second, fifth and eighth."""
     tokens = list(tokens)
     for number, (frames, height, width) in reversed(list(enumerate(grids))):
-        place = 2 + 3 * number
-        tokens[place:place] = [START, *[TOKEN] * (frames * height * width // MERGE**2), END]
+        position = 2 + 3 * number
+        tokens[position:position] = [START, *[TOKEN] * (frames * height * width // MERGE**2), END]
     return tokens
 
 

@@ -138,19 +138,19 @@ def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> T
     length = len(input_ids)
     rows = torch.empty(3, length, dtype=torch.int64)
     starts = (input_ids == layout.token).nonzero().flatten().tolist()
-    done, position, taken = 0, 0, 0
+    begin, position, used = 0, 0, 0
     for frames, height, width in [] if grids is None else grids.tolist():
         height, width = height // layout.merge, width // layout.merge
-        start = starts[taken]
-        text = start - done
-        rows[:, done:start] = torch.arange(position, position + text)
+        start = starts[used]
+        text = start - begin
+        rows[:, begin:start] = torch.arange(position, position + text)
         position += text
-        done = start + frames * height * width
+        begin = start + frames * height * width
         grid = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
-        rows[:, start:done] = torch.stack(grid).flatten(1) + position
+        rows[:, start:begin] = torch.stack(grid).flatten(1) + position
         position += max(height, width)
-        taken += frames * height * width
-    rows[:, done:] = torch.arange(position, position + length - done)
+        used += frames * height * width
+    rows[:, begin:] = torch.arange(position, position + length - begin)
     return rows
 
 

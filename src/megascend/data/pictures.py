@@ -260,8 +260,8 @@ class PictureProcessor:
     def images(self, contents: Sequence[bytes], names: Sequence[str]) -> SampleImages:
         """Return the patches of a sample's pictures, from their files."""
         images = [decode(content, name, self.limits) for content, name in zip(contents, names, strict=True)]
-        made = self._processor(images=images, return_tensors="pt")
-        return SampleImages(made["pixel_values"], made["image_grid_thw"])
+        outputs = self._processor(images=images, return_tensors="pt")
+        return SampleImages(outputs["pixel_values"], outputs["image_grid_thw"])
 
     def load(self, sources: PictureSources) -> SampleImages:
         """Return the patches of a sample's pictures, from where they are."""
@@ -306,17 +306,17 @@ class EncodedPictures:
         Args:
             token: id of the token that stands for a feature; the chat template writes one for each picture.
         """
-        written = ids.count(token)
-        if written != len(self.tokens):
+        count = ids.count(token)
+        if count != len(self.tokens):
             raise DataError(
-                f"the chat template writes {written} tokens of pictures (id {token}) for {len(self.tokens)} pictures; use a "
+                f"the chat template writes {count} tokens of pictures (id {token}) for {len(self.tokens)} pictures; use a "
                 "template that writes each one's (data.chat_template), and no such token in texts"
             )
-        counts = iter(self.tokens)
+        features = iter(self.tokens)
         all_ids: list[int] = []
         all_weights: list[float] = []
         for number, weight in zip(ids, weights, strict=True):
-            count = next(counts) if number == token else 1
-            all_ids += [number] * count
-            all_weights += [0.0 if number == token else weight] * count
+            copies = next(features) if number == token else 1
+            all_ids += [number] * copies
+            all_weights += [0.0 if number == token else weight] * copies
         return all_ids, all_weights

@@ -80,8 +80,8 @@ def prepare_samples(
     day = template_date.isoformat() if writes_date(tokenizer) else ""
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
     # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
-    place = None if pictures is None else str(path.resolve())
-    everything = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code, place]
+    location = None if pictures is None else str(path.resolve())
+    everything = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code, location]
     key = digest_of(everything)
     sources = {
         "data": digest_of(content[1]),

@@ -178,16 +178,18 @@ class Encoder:
         spans: list[WeightedSpan] = []
         conversation = self._template.rendering(messages, tools, options)
         if not learn_all or loss_weights is not None:
-            of_messages = list(loss_weights or [1.0] * len(messages))
+            message_weights = list(loss_weights or [1.0] * len(messages))
             if not learn_all:
-                of_messages[: document.prompt_messages] = [0.0] * document.prompt_messages
+                message_weights[: document.prompt_messages] = [0.0] * document.prompt_messages
             separate = (
-                len({of_messages[index] for index, message in enumerate(messages) if message["role"] == "assistant"})
+                len(
+                    {message_weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}
+                )
                 > 1
             )
             turns = self._template.assistant_spans(conversation, tools, options, separate=separate)
-            spans = [(start, end, of_messages[index]) for index, pieces in turns for start, end in pieces]
-            counted = [(index, pieces) for index, pieces in turns if of_messages[index]]
+            spans = [(start, end, message_weights[index]) for index, pieces in turns for start, end in pieces]
+            counted = [(index, pieces) for index, pieces in turns if message_weights[index]]
             self._template.check_endings(conversation.text, counted, document.source, self._findings)
         self._template.check_written(conversation, tools, options, document.source, self._findings)
         # Without special tokens: the chat template has written them.

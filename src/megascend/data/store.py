@@ -96,14 +96,14 @@ class SampleStore(Sequence[Sample]):
 
     def changed_files(self) -> list[list[Any]] | None:
         """Return path, size and time of change of every picture that is a file, if one of them is not as it was; else None."""
-        found, changed = [], False
+        files, changed = [], False
         for kind, start, length, _, size, modified in self._picture_index.tolist():
             if kind == PATH:
                 path = self._pictures[start : start + length].tobytes().decode()
                 now = _stat(Path(path))
                 changed |= now != [size, modified]
-                found.append([path, *now])
-        return found if changed else None
+                files.append([path, *now])
+        return files if changed else None
 
     @property
     def lengths(self) -> np.ndarray:

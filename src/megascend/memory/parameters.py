@@ -72,10 +72,10 @@ def stages(
     Args:
         images: of a model that takes pictures.
     """
-    of_tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
-    rest = {name: header for name, header in headers.items() if name not in of_tower}
+    tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
+    rest = {name: header for name, header in headers.items() if name not in tower}
     parameters = [_stage(rest, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)]
-    return [replace(parameters[0], tower=elements(of_tower)), *parameters[1:]]
+    return [replace(parameters[0], tower=elements(tower)), *parameters[1:]]
 
 
 def layers_of_stage(stage: int, layers: int, topology: Topology) -> tuple[int, ...]:

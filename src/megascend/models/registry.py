@@ -18,7 +18,7 @@ BUILT_IN = {
     for architecture in module.FAMILIES
     for model_type in architecture.model_types
 }
-_OF_TEXT = {architecture.text_type: architecture for architecture in BUILT_IN.values() if architecture.text_type}
+_BY_TEXT_TYPE = {architecture.text_type: architecture for architecture in BUILT_IN.values() if architecture.text_type}
 _from_outside: dict[str, Architecture] = {}
 
 
@@ -62,16 +62,16 @@ def registered(model_type: str | None) -> Architecture | None:
 def architecture_of(config: Config) -> Architecture:
     """Return the declaration of a configuration's ``model_type``; of an unknown one, a plain decoder's."""
     outer = str(config.get("model_type") or "")
-    return _known(outer) or architecture_named(str(text_config(config).get("model_type") or outer))
+    return _declared(outer) or architecture_named(str(text_config(config).get("model_type") or outer))
 
 
 def architecture_named(model_type: str) -> Architecture:
     """Return the declaration of a ``model_type``, or of a ``text_config``'s; of an unknown one, a plain decoder's."""
-    return _known(model_type) or _plain(model_type)
+    return _declared(model_type) or _plain(model_type)
 
 
-def _known(model_type: str) -> Architecture | None:
-    return _from_outside.get(model_type) or BUILT_IN.get(model_type) or _OF_TEXT.get(model_type)
+def _declared(model_type: str) -> Architecture | None:
+    return _from_outside.get(model_type) or BUILT_IN.get(model_type) or _BY_TEXT_TYPE.get(model_type)
 
 
 @cache

@@ -111,7 +111,7 @@ class Features:
                 return {"inputs_embeds": embeddings}
             # Every rank and micro batch gives the tower a gradient, which data parallel ranks reduce together: here one of zeros.
             final, inner = self._features(*self._black_picture(embeddings))
-            nothing = sum((features.float().mean() * 0.0 for features in (final, *inner)), embeddings.new_zeros(()))
+            nothing = torch.stack([features.float().mean() * 0.0 for features in (final, *inner)]).sum()
             return {"inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
         assert image_grid_thw is not None
         final, inner = self._features(pixel_values, image_grid_thw)
