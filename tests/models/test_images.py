@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megascend.batch.images import SampleImages
 from megascend.batch.sample import Sample
@@ -308,6 +309,50 @@ def test_export_loads_in_transformers(arch: str, parity_folder: Path, tmp_path: 
     assert [name for name, tensor in source.items() if not torch.equal(before[name], tensor)] == []
     reference = picture_reference(parity_folder, tmp_path / "after", frozen=True, steps=0)
     assert max(float((a - b).abs().max()) for a, b in zip(logits, reference.logits, strict=True)) <= 2e-5
+
+
+@first_stack_only
+@pytest.mark.nightly
+def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, tmp_path: Path) -> None:
+    """Train from experts stored as [experts, in, out] and as transformers 5 saves them: the same numbers, each its own form."""
+    plain = case_checkpoint(parity_folder, "qwen3_vl_moe", moe_intermediate_size=48)
+    transposed = tmp_path / "transposed"
+    shutil.copytree(plain, transposed)
+    tensors = load_file(plain / "model.safetensors")
+    fused = [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
+    tensors |= {name: tensors[name].mT.contiguous() for name in fused}
+    save_file(tensors, transposed / "model.safetensors", metadata={"format": "pt"})
+    samples = picture_samples()
+
+    def on_rank() -> list[tuple[float, float]]:
+        figures = []
+        for checkpoint in (plain, transposed):
+            with case_backend(Case("EP2", 2, Parallel(expert=2)), checkpoint, vision_tower="train") as backend:
+                share = backend.shard(samples)
+                backend.export_hf(tmp_path / f"{checkpoint.name}-before")
+                figures.append((backend.forward_backward(share).loss, backend.optimizer_step().grad_norm))
+                backend.export_hf(tmp_path / f"{checkpoint.name}-after")
+        return figures
+
+    figures = run_distributed(on_rank, 2, init=False, timeout_s=120)[0]
+    assert figures[0] == figures[1]
+    reference = picture_reference(parity_folder, transposed, frozen=False, steps=1, weights=True)
+    assert abs(figures[1][0] - reference.losses[0]) <= 1e-5
+    assert abs(figures[1][1] - reference.grad_norms[0]) <= 1e-4
+    exports = {
+        (folder, when): load_file(tmp_path / f"{folder}-{when}" / "model.safetensors")
+        for folder in (plain.name, transposed.name)
+        for when in ("before", "after")
+    }
+    assert [name for name in tensors if not torch.equal(exports["transposed", "before"][name], tensors[name])] == []
+    for name, tensor in exports[plain.name, "after"].items():
+        other = exports["transposed", "after"][name]
+        assert torch.equal(other, tensor.mT if name in fused else tensor)
+    job = {"engine": "single", "checkpoint": transposed, "steps": 1, "tower": "train"}
+    weights = run_program(1, tmp_path, **job)["weights"]
+    for name, tensor in exports["transposed", "after"].items():
+        assert weights[name].shape == tensor.shape
+        assert float((weights[name] - tensor).abs().mean()) < 2e-5
 
 
 @first_stack_only
