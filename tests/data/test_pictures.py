@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megascend.batch.images import SampleImages
+from megascend.batch.images import SampleImages, decode_together
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import Data, Pictures
 from megascend.data.files import read_documents
@@ -312,7 +312,7 @@ def test_changed_picture_makes_new_samples(folder: Path, model: Path) -> None:
     before = samples_of(path, model)
     save(folder / PATH, 5, (64, 64))
     with pytest.raises(DataError, match="has changed since its sample was made"):
-        before[0]
+        before[0].image_fields()
     after = samples_of(path, model)
     assert_same_images(after[0].images, expected_images(model, folder / PATH))
     assert after.fingerprint != before.fingerprint
@@ -341,6 +341,32 @@ def test_copied_pictures_do_not_depend_on_their_files(folder: Path, model: Path)
     assert fingerprint_of(in_memory) != fingerprint_of(
         [type(in_memory[0])(in_memory[0].input_ids, in_memory[0].target_ids, in_memory[0].weights)]
     )
+
+
+def test_pictures_are_decoded_when_they_are_used(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"messages": conversation({"type": "image", "image": PATH})}
+    store = samples_of(write(folder / "data.jsonl", record, record, record), model)
+    decoded: list[str] = []
+    original = PictureProcessor.images
+
+    def images(processor: PictureProcessor, contents: Any, names: Any) -> SampleImages:
+        decoded.extend(names)
+        return original(processor, contents, names)
+
+    monkeypatch.setattr(PictureProcessor, "images", images)
+    samples = store[:3]
+    assert decoded == []
+    decode_together([samples[0].images, samples[2].images, None])
+    assert len(decoded) == 2
+    expected = expected_images(model, folder / PATH)
+    for sample in samples:
+        assert_same_images(sample.images, expected)
+    assert len(decoded) == 3
+    os.remove(folder / PATH)
+    sample = store[0]
+    decode_together([sample.images, store[1].images])  # another rank must not wait for this one's error
+    with pytest.raises(DataError, match="is no file"):
+        sample.image_fields()
 
 
 def test_cut_conversation_keeps_its_picture_or_is_left_out(folder: Path, model: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from torch import Tensor
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
 from megascend.models import ImageLayout
+
+DECODING_THREADS = 8
+"""Threads on which a rank decodes the pictures of a step."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,36 @@ class SampleImages:
             )
         if not bool(pixels.isfinite().all()):
             raise DataError("images: pixel_values must be finite")
+
+
+class DeferredImages(SampleImages):
+    """Pictures that are decoded when they are first used, on the ranks that use them."""
+
+    def __init__(self, load: Callable[[], SampleImages]) -> None:
+        self._load = load
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("pixel_values", "grids"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        images = self._load()
+        self.pixel_values, self.grids = images.pixel_values, images.grids
+        return getattr(self, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def decode_together(images: Sequence[SampleImages | PictureSources | None]) -> None:
+    """Decode the deferred pictures of samples on several threads. One that fails raises its error where it is used."""
+    deferred = [item for item in images if isinstance(item, DeferredImages)]
+
+    def decode(item: DeferredImages) -> None:
+        with contextlib.suppress(DataError):
+            _ = item.grids
+
+    if len(deferred) > 1:
+        with ThreadPoolExecutor(min(len(deferred), DECODING_THREADS)) as threads:
+            list(threads.map(decode, deferred))
 
 
 @dataclass(frozen=True)

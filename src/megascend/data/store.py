@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from megascend.batch.images import PictureSource, PictureSources, SampleImages
+from megascend.batch.images import DeferredImages, PictureSource, PictureSources, SampleImages
 from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
 from megascend.data.order import add_to_fingerprint
@@ -74,7 +74,9 @@ class SampleStore(Sequence[Sample]):
         # Copies: the files are mapped for reading only, and tensors can be written to.
         tokens = torch.from_numpy(self._tokens[stored].astype(np.int64))
         weights = torch.from_numpy(np.array(self._weights[stored]))
-        images = self._images(range(picture, picture + pictures)) if pictures else None
+        # Every rank draws the global batch, and decodes its own share of it.
+        numbers = range(picture, picture + pictures)
+        images = DeferredImages(lambda: self._images(numbers)) if pictures else None
         sample = Sample.causal(tokens, weights=weights, images=images)
         if side != NO_PAIR:
             sample.pair, sample.chosen = document, side == CHOSEN
