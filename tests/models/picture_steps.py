@@ -3,12 +3,14 @@
     python picture_steps.py JOB
 
 JOB is a JSON object with ``engine``, ``checkpoint``, ``steps``, ``tower`` and ``result``, the file that rank 0 writes: losses,
-gradient norms, the first log-probabilities and the trained weights. It may name an ``adapter``, a PEFT directory, that is trained
+gradient norms, the first log-probabilities, how far each sample's move when the first one has another picture, and the trained
+weights. It may name an ``adapter``, a PEFT directory, that is trained
 and saved to RESULT.adapter; and checkpoints to ``load`` before and to ``save`` after.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -43,6 +45,11 @@ def main(job: dict[str, Any]) -> None:
         if "load" in job:
             backend.load(Path(job["load"]))
         logprobs = backend.forward(samples, adapter=name).logprobs if backend.topology.data == 1 else []
+        moved = []
+        if logprobs and not adapter:
+            other = dataclasses.replace(samples[0], images=picture_samples(seed=1)[0].images)
+            changed = backend.forward([other, *samples[1:]]).logprobs
+            moved = [float((a - b).abs().max()) for a, b in zip(logprobs, changed, strict=True)]
         losses, norms = [], []
         share = backend.shard(samples)
         for _ in range(job["steps"]):
@@ -54,7 +61,7 @@ def main(job: dict[str, Any]) -> None:
             backend.save(Path(job["save"]), wait=True)
         weights = {name: tensor.clone() for name, tensor in backend.named_weights(receivers="main")}
     if os.environ.get("RANK", "0") == "0":
-        result = {"losses": losses, "grad_norms": norms, "logprobs": logprobs, "weights": weights}
+        result = {"losses": losses, "grad_norms": norms, "logprobs": logprobs, "weights": weights, "moved": moved}
         torch.save(result, job["result"])
 
 

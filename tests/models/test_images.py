@@ -141,6 +141,10 @@ def test_engines_of_transformers_train_with_pictures(
     for logprobs, logits, tokens in zip(result["logprobs"], reference.logits, picture_tokens(), strict=False):
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         assert float((logprobs - expected).abs().max()) <= 2e-5
+    if processes == 1:
+        first, *others = result["moved"]
+        assert first > 0.01
+        assert others == [0.0] * len(others)
 
 
 def run_program(processes: int, folder: Path, **job: Any) -> dict[str, Any]:
