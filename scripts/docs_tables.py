@@ -223,9 +223,12 @@ def families() -> str:
             "sinks" if model_type == "gpt_oss" else "",
             f"experts ({architecture.router or 'softmax'} scores)" if expert_count(tiny) else "",
             "head for multi-token prediction" if architecture.prediction_head else "",
+            "vision tower" if architecture.inputs is not None else "",
         ]
         missing = "not built by mcore-bridge; engines fsdp and single only"
         compared = ", ".join(layouts[model_type]) if architecture.proven else missing
+        if architecture.proven_with_pictures:
+            compared = "with pictures, in the layouts of [Pictures](images.md#what-is-trained)"
         rows.append([f"`{model_type}`", ", ".join(filter(None, parts)), compared])
     return table(["`model_type`", "beside a plain decoder", "compared with Hugging Face on the Megatron engine"], rows)
 

@@ -31,6 +31,7 @@ _PUBLIC = {
     "ForwardResult": "megascend.batch.results",
     "StepResult": "megascend.batch.results",
     "Sample": "megascend.batch.sample",
+    "SampleImages": "megascend.batch.images",
     "Loss": "megascend.batch.losses",
     "LossFunction": "megascend.batch.losses",
     "LossInputs": "megascend.batch.losses",
@@ -94,6 +95,7 @@ __all__ = [*_PUBLIC, "__version__"]
 if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
+    from megascend.batch.images import SampleImages
     from megascend.batch.losses import Loss, LossFunction, LossInputs, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample

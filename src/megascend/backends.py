@@ -28,6 +28,7 @@ from megascend.config import (
     Precision,
     Recompute,
     Schedule,
+    VisionTower,
 )
 from megascend.distributed.launch import Launch
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
@@ -184,6 +185,7 @@ class EngineBackend(Backend, ABC):
         fsdp: Fsdp | None = None,
         mtp: Mtp = "keep",
         mtp_loss_weight: float = 0.1,
+        vision_tower: VisionTower = "frozen",
     ) -> None:
         """
         Args:
@@ -209,6 +211,7 @@ class EngineBackend(Backend, ABC):
             mtp: heads of the checkpoint for multi-token prediction: ``train`` one with the model (MegatronBackend only;
                 docs/support.md), ``keep`` them as they are, or ``drop`` them from exports.
             mtp_loss_weight: factor of that head's loss.
+            vision_tower: ``train`` the vision tower of a model that takes pictures, or keep it ``frozen``.
 
         Raises:
             ConfigError, TopologyError, CheckpointError, PlatformError, VersionError, ImportOrderError,
@@ -234,6 +237,7 @@ class EngineBackend(Backend, ABC):
             "fsdp": fsdp,
             "mtp": mtp,
             "mtp_loss_weight": mtp_loss_weight,
+            "vision_tower": vision_tower,
         }
         # None means default: EngineSpec.of leaves it out.
         _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})

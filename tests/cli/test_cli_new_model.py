@@ -24,10 +24,12 @@ TEXT = "Héllo,  \n\tworld 你好 <b>{}</b> don't"
 # Runs without megascend.
 LOAD = """
 import json, sys
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 answers = {}
 for path in sys.argv[2:]:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    takes_pictures = hasattr(AutoConfig.from_pretrained(path), "vision_config")
+    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+    model, tokenizer = loader.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     chat = [{"role": "user", "content": sys.argv[1]}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     ids = tokenizer(sys.argv[1])["input_ids"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megascend.config import DATA_COLUMNS, Data
-from megascend.data.columns import CHAT_COLUMNS, FORMS, parse_record
+from megascend.data.columns import CHAT_COLUMNS, FORMS, PICTURES, parse_record
 from megascend.data.document import Document
 from megascend.data.findings import Findings
 from megascend.errors import ConfigError, DataError
@@ -250,7 +250,7 @@ def test_a_record_becomes_a_document(name: str) -> None:
     assert parse_record(record, "f:1") == Document("f:1", **fields)
 
 
-PART = {"type": "image_url", "image_url": {"url": "x"}}
+PART = {"type": "video", "video": "x"}
 BAD_RECORDS: dict[str, tuple[Any, str]] = {
     "not an object": ([1], "found list"),
     "no key": ({"question": "x"}, "found: question"),
@@ -268,9 +268,9 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] must have a string 'role'"),
     "content is null": ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\].*'content'"),
     "content is a number": ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\].*'content'.*found 3"),
-    "an image": (
+    "a video": (
         {"messages": [{"role": "user", "content": [PART]}]},
-        r"content\[0\] is a part of type 'image_url'; only text",
+        r"content\[0\] is a part of type 'video'; only text and pictures",
     ),
     "a part without text": (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
@@ -487,7 +487,7 @@ def test_ignored_column_is_reported_once() -> None:
 
 
 def test_settings_list_every_column() -> None:
-    known_columns = {name for must, may in FORMS.values() for name in (*must, *may)} | set(CHAT_COLUMNS)
+    known_columns = {name for must, may in FORMS.values() for name in (*must, *may)} | {*CHAT_COLUMNS, *PICTURES}
     assert known_columns == set(DATA_COLUMNS)
 
 

@@ -25,6 +25,9 @@ NO_EXPERTS = r"TopologyError: parallel\.expert=2, but the model has no experts; 
 BIASES = (
     r"TopologyError: parallel\.expert_tensor=2 .+ does not divide experts that have biases; set expert_tensor to 1, .+"
 )
+WITH_PICTURES = (
+    r"ConfigError: parallel\.context: 2 with \w+, whose pictures are not divided over context parallel ranks: .+"
+)
 NOT_BUILT = r"CheckpointError: \S+ mcore-bridge \S+ has no model for model_type '\w+'; .+"
 
 
@@ -38,10 +41,12 @@ ALL = [pytest.param(name, marks=marks(name)) for name in BUILT_IN]
 SCORE = """
 import json, sys, torch
 from pathlib import Path
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from megascend.huggingface.architectures import make_known_to_transformers
 make_known_to_transformers(Path(sys.argv[1]))  # Kimi-K2: transformers' DeepSeek-V3 under its own name
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager").float()
+takes_pictures = hasattr(AutoConfig.from_pretrained(sys.argv[1]), "vision_config")
+loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+model = loader.from_pretrained(sys.argv[1], attn_implementation="eager").float()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 total = count = 0
 for line in open(sys.argv[2], encoding="utf-8"):
@@ -83,7 +88,7 @@ def test_model_by_name_trains_from_the_loss_of_transformers(arch: str, tmp_path:
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump(settings), encoding="utf-8")
     completed = run_command("train", run_file, "--set", "engine=megatron")
-    if not BUILT_IN[arch].proven:
+    if not (BUILT_IN[arch].proven or BUILT_IN[arch].proven_with_pictures):
         assert completed.returncode != 0
         assert "has no model for model_type" in completed.stderr, completed.stderr[-3000:]
         completed = run_command("train", run_file, "--set", "engine=single")
@@ -122,7 +127,9 @@ def refusal(arch: str, recipe: str) -> str | None:
     architecture = BUILT_IN[arch]
     if recipe == "moe_ep" and not expert_count(architecture.tiny):
         return NO_EXPERTS
-    if not architecture.proven:
+    if recipe == "long_context_cp" and architecture.inputs is not None:
+        return WITH_PICTURES
+    if not (architecture.proven or architecture.proven_with_pictures):
         return NOT_BUILT
     if recipe == "long_context_cp" and architecture.undivided(architecture.tiny, tensor=1, context=2):
         return WHOLE_SEQUENCES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megascend.selfcheck.slicing import CannotSliceError, slice_model
@@ -110,6 +112,19 @@ def test_experts_and_their_groups_stay() -> None:
     cut = sliced(config).config
     assert (cut["num_experts"], cut["num_experts_per_tok"], cut["n_group"]) == (128, 8, 8)
     assert cut["moe_intermediate_size"] == 32
+
+
+def test_model_with_a_vision_tower_is_not_sliced() -> None:
+    from transformers import AutoConfig
+
+    from megascend.selfcheck.in_process import slice_here
+
+    raw = tiny_config("qwen3_vl")
+    config = AutoConfig.for_model(**raw)
+    full = json.loads(config.to_json_string(use_diff=False))
+    for make in (lambda: slice_model(raw, full, 64, False), lambda: slice_here(raw, config, 64)):
+        with pytest.raises(CannotSliceError, match="no slice is made of a model with a vision tower"):
+            make()
 
 
 def test_unsliceable_configuration_raises_with_reason() -> None:

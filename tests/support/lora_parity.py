@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megascend.config import Adam, Adapters, Lora, Parallel
 from megascend.errors import DistributedTestError
@@ -86,6 +86,7 @@ def peft_reference(
     weight_decay: float = WEIGHT_DECAY,
     max_grad_norm: float = MAX_GRAD_NORM,
     learning_rates: Sequence[float] | None = None,
+    fields: Sequence[dict[str, Any]] = (),
 ) -> PeftTrajectory:
     """Train ``adapter`` with peft and torch AdamW. Kept in ``folder`` for the next caller with the same job.
 
@@ -97,6 +98,7 @@ def peft_reference(
         steps: 0 trains nothing: logits and factors show what peft loaded.
         lr, weight_decay, max_grad_norm: of AdamW over all factors; a norm of 0 switches clipping off.
         learning_rates: of every step, in place of ``lr``.
+        fields: of each sample beside its tokens: ``weights``, and of pictures ``image_token``, ``pixel_values`` and ``grids``.
 
     Raises:
         DistributedTestError: the reference failed; the message holds its output.
@@ -110,7 +112,10 @@ def peft_reference(
         "checkpoint": str(checkpoint),
         "adapter": str(adapter),
         "adapter_sha256": hashlib.sha256(contents).hexdigest(),  # the folder may hold other factors next time
-        "samples": [{"token_ids": ids, "prompt_length": PROMPT} for ids in tokens],
+        "samples": [
+            {"token_ids": ids, "prompt_length": PROMPT, **extra}
+            for ids, extra in zip(tokens, fields or [{}] * len(tokens), strict=True)
+        ],
         "steps": steps,
         "lr": lr,
         "weight_decay": weight_decay,
@@ -208,20 +213,24 @@ def write_adapter(backend: Backend, path: Path, lora: Lora) -> None:
     backend.remove_adapter("made")
 
 
-def run_adapter(case: Case, checkpoint: Path, adapter: Path, steps: int, out: Path) -> PeftTrajectory:
+def run_adapter(
+    case: Case, checkpoint: Path, adapter: Path, steps: int, out: Path, prepared: list[Sample] | None = None
+) -> PeftTrajectory:
     """Train ``adapter`` on one rank of ``case`` and save it to ``out``."""
     backend = adapter_backend(case, checkpoint)
-    trajectory = train_one(backend, adapter, steps, out)
+    trajectory = train_one(backend, adapter, steps, out, prepared)
     backend.close()
     return trajectory
 
 
-def train_one(backend: Backend, adapter: Path, steps: int, out: Path) -> PeftTrajectory:
-    """Train ``adapter`` on one rank and save it to ``out``."""
+def train_one(
+    backend: Backend, adapter: Path, steps: int, out: Path, prepared: list[Sample] | None = None
+) -> PeftTrajectory:
+    """Train ``adapter`` on one rank and save it to ``out``. ``prepared``: samples in place of :func:`token_lists`."""
     from megascend.lora import peft_format
 
     backend.load_adapter("tenant", adapter, optimizer=False)
-    global_batch = causal_samples(token_lists())
+    global_batch = causal_samples(token_lists()) if prepared is None else prepared
     samples = backend.shard(global_batch)
     unsharded = backend.topology.data == 1
     logits = backend.forward(global_batch, logits=True, adapter="tenant").logits if unsharded else None
@@ -233,11 +242,18 @@ def train_one(backend: Backend, adapter: Path, steps: int, out: Path) -> PeftTra
     return PeftTrajectory(losses, norms, logits or [], peft_format.read(out)[1])
 
 
-def train_adapter(case: Case, checkpoint: Path, adapter: Path, out: Path, steps: int = STEPS) -> PeftTrajectory:
+def train_adapter(
+    case: Case,
+    checkpoint: Path,
+    adapter: Path,
+    out: Path,
+    steps: int = STEPS,
+    prepared: list[Sample] | None = None,
+) -> PeftTrajectory:
     """Run ``case`` on forked processes; return the trajectory, which must be equal on all ranks."""
     from megascend.testing.distributed import run_distributed
 
-    arguments = (case, checkpoint, adapter, steps, out)
+    arguments = (case, checkpoint, adapter, steps, out, prepared)
     ranks = run_distributed(run_adapter, case.world_size, *arguments, init=False, timeout_s=120)
     return first_of_equals(case.name, ranks)
 

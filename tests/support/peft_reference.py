@@ -21,7 +21,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import transformers_weight_conversion
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def main(job_path: str, result_path: str) -> None:
@@ -34,8 +34,7 @@ def main(job_path: str, result_path: str) -> None:
     model.eval()
     with torch.no_grad():
         for index, sample in enumerate(samples):
-            tokens = torch.tensor(sample["token_ids"])
-            result[f"logits.{index}"] = model(input_ids=tokens[None, :-1]).logits[0].contiguous()
+            result[f"logits.{index}"] = logits_of(model, sample).contiguous()
     if job.get("gradients"):
         model.train()
         batch_loss(model, samples).backward()
@@ -68,9 +67,9 @@ def load(checkpoint: str, adapter: str) -> Any:
     """Load the model in fp32 with the adapter's factors, the only trainable parameters."""
     if Version(peft.__version__) < Version("0.20"):
         keep_keys()
-    base = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    )
+    takes_pictures = hasattr(AutoConfig.from_pretrained(checkpoint), "vision_config")
+    loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
+    base = loader.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
     return PeftModel.from_pretrained(base, adapter, is_trainable=True)
 
 
@@ -115,14 +114,29 @@ def train(
     return losses, norms, gradients
 
 
+def logits_of(model: Any, sample: dict[str, Any]) -> Tensor:
+    """Return the logits of a sample, with its pictures if it has ``image_token``."""
+    tokens, pictures = torch.tensor(sample["token_ids"])[None, :-1], {}
+    if "image_token" in sample:
+        pictures = {"mm_token_type_ids": (tokens == sample["image_token"]).int()}
+    if "pixel_values" in sample:
+        pictures |= {
+            "pixel_values": torch.tensor(sample["pixel_values"]),
+            "image_grid_thw": torch.tensor(sample["grids"]),
+        }
+    return model(input_ids=tokens, **pictures).logits[0]
+
+
 def batch_loss(model: Any, samples: list[dict[str, Any]]) -> Tensor:
     """Mean cross entropy of all trained tokens; each sample is alone in its forward pass."""
     total, count = torch.zeros(()), 0.0
     for sample in samples:
         tokens = torch.tensor(sample["token_ids"])
-        logits = model(input_ids=tokens[None, :-1]).logits[0].float()
+        logits = logits_of(model, sample).float()
         logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         weights = (torch.arange(1, len(tokens)) >= sample["prompt_length"]).float()
+        if "weights" in sample:
+            weights = torch.tensor(sample["weights"])
         total = total - (weights * logprobs).sum()
         count += float(weights.sum())
     return total / count

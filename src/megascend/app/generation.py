@@ -8,10 +8,13 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megascend.batch.images import PictureSources, SampleImages
 from megascend.config import Data, Generation, Prompt
 from megascend.data.chat import ChatTemplate
+from megascend.data.messages import parse_message
+from megascend.data.pictures import EncodedPictures, PictureProcessor, sources_of
 from megascend.data.samples import SampleLimits, opening_tokens
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
 from megascend.sampling.sampler import Sampler
 
@@ -45,6 +48,7 @@ class Answering:
     settings: Generation
     titles: tuple[str, ...]
     prompts: tuple[tuple[int, ...], ...]
+    images: tuple[SampleImages | None, ...]
     sampling: tuple[SamplingParams, ...]
     tokenizer: PreTrainedTokenizerBase
 
@@ -71,7 +75,9 @@ class Answering:
                 "they are, or name a template with data.chat_template"
             )
         template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
-        prompts = tuple(tuple(_tokens(prompt, template, tokenizer)) for prompt in settings.prompts)
+        pictures = PictureProcessor.of(model, data.pictures)
+        rendered = [_tokens(prompt, template, tokenizer, pictures) for prompt in settings.prompts]
+        prompts = tuple(tuple(tokens) for tokens, _ in rendered)
         for prompt, tokens in zip(settings.prompts, prompts, strict=True):
             # Now: at its first turn, after hours, it would end the run.
             if len(tokens) + settings.max_tokens > limits.length:
@@ -85,7 +91,8 @@ class Answering:
             SamplingParams(settings.max_tokens, settings.temperature, seed=settings.seed + number, stop=stops)
             for number in range(len(prompts))
         )
-        return cls(settings, tuple(map(_title, settings.prompts)), prompts, sampling, tokenizer)
+        images = tuple(images for _, images in rendered)
+        return cls(settings, tuple(map(_title, settings.prompts)), prompts, images, sampling, tokenizer)
 
     def due(self, step: int, last: int) -> bool:
         """Return True if the model answers after ``step``: at intervals, and at the end."""
@@ -94,8 +101,8 @@ class Answering:
     def answer(self, backend: Backend, adapter: str | None) -> list[PromptAnswer]:
         """Have the model answer all prompts; the same on every rank. Collective."""
         requests = [
-            SampleRequest(prompt, sampling, adapter)
-            for prompt, sampling in zip(self.prompts, self.sampling, strict=True)
+            SampleRequest(prompt, sampling, adapter, images=images)
+            for prompt, images, sampling in zip(self.prompts, self.images, self.sampling, strict=True)
         ]
         answers = []
         for title, result in zip(self.titles, Sampler(backend).generate(requests), strict=True):
@@ -133,18 +140,44 @@ def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return dict(zip(map(str, tokenizer.all_special_tokens), tokenizer.all_special_ids, strict=True))
 
 
-def _tokens(prompt: Prompt, template: ChatTemplate | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if template is not None:
-        messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+def _tokens(
+    prompt: Prompt,
+    template: ChatTemplate | None,
+    tokenizer: PreTrainedTokenizerBase,
+    pictures: PictureProcessor | None,
+) -> tuple[list[int], SampleImages | None]:
+    """Return the tokens of a prompt and its pictures, whose paths are relative to the working directory."""
+    if template is None:
+        assert isinstance(prompt, str)
+        return opening_tokens(prompt, tokenizer), None
+    raw: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    try:
+        messages = [
+            parse_message(message, f"generation.prompts: message {number}") for number, message in enumerate(raw)
+        ]
         text = template.rendering(messages, prompt=True).text
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]
-    assert isinstance(prompt, str)
-    return opening_tokens(prompt, tokenizer)
+        tokens: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]
+        sources = sources_of(messages)
+        if pictures is None or not sources:
+            if sources:
+                raise ConfigError(f"generation: a prompt has {len(sources)} pictures, and this model takes none")
+            return tokens, None
+        chosen = PictureSources(tuple(sources), Path())
+        counts = tuple(pictures.features(source, chosen.folder)[0] for source in sources)
+        tokens, _ = EncodedPictures(chosen, counts).expand(tokens, [0.0] * len(tokens), pictures.layout.token)
+        return tokens, pictures.load(chosen)
+    except DataError as error:
+        raise ConfigError(f"generation: {error}") from error
 
 
 def _title(prompt: Prompt) -> str:
-    return (
-        prompt
-        if isinstance(prompt, str)
-        else "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-    )
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {_words(message['content'])}" for message in prompt)
+
+
+def _words(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    words = [part.get("text") or f"[{part.get('image') or part.get('path') or 'picture'!s:.80}]" for part in content]
+    return " ".join(map(str, words))

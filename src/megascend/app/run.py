@@ -367,8 +367,8 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
 
     lora = config.lora
     common_fields = (
-        "precision", "tf32", "optimizer", "schedule", "recompute", "moe", "mtp", "mtp_loss_weight", "batching", "platform",
-        "seed", "timeout_s",
+        "precision", "tf32", "optimizer", "schedule", "recompute", "moe", "mtp", "mtp_loss_weight", "vision_tower", "batching",
+        "platform", "seed", "timeout_s",
     )  # fmt: skip
     engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
     settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}

@@ -234,9 +234,13 @@ class SupervisedTraining(Training[RunConfig]):
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
         """Train on a batch, and measure the validation loss where it is due."""
+        from megascend.batch.images import decode_together
+
         run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
         config, backend = run.config, run.backend
-        result = backend.forward_backward(backend.shard(batch), loss=objective.loss, adapter=run.adapter)
+        share = backend.shard(batch)
+        decode_together([sample.images for sample in share])
+        result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)
         # On a GPU the host runs ahead: this is the time to issue the work; the rest of the step waits for the device.
         dispatched = time.perf_counter() - self._since
         step = backend.optimizer_step()

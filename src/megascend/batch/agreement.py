@@ -88,6 +88,8 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
         yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     if sample.routed_experts is not None:
         yield "routed_experts", index.to_bytes(8, "little") + sample.routed_experts.numpy().tobytes()
+    for label, values in sample.image_fields().items():
+        yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     yield "adapter", f"{index} {name}".encode()
     if pair is not None:
         yield "pair", f"{index} {pair} {sample.chosen}".encode()

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megascend.batch import images as pictures
+from megascend.batch.images import ImageBatch, SampleImages
 from megascend.batch.losses import Loss
 from megascend.batch.packing import round_up
 from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
+from megascend.models import ImageLayout
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class MicroBatch:
     Attributes:
         members: index of every sample in the caller's list.
         lengths: unpadded length of every sample.
-        input_ids, position_ids: int64 [1, n] packed, [batch, n / batch] padded.
+        input_ids, position_ids: int64 [1, n] packed, [batch, n / batch] padded. Of a model that takes pictures, position_ids has
+            three such rows before these dimensions: time, height and width.
         packed: Megatron's PackedSeqParams or :class:`PackedLengths`, as the layout asks; None for a padded batch.
         targets, weights: [n], one sample after the other.
         fields: the samples' other per-token fields, float32 [n].
@@ -122,6 +126,7 @@ class MicroBatch:
         routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
         mtp: what a head for multi-token prediction is trained on; None: the head does not run.
+        images: pictures of the samples, or None.
     """
 
     members: list[int]
@@ -144,6 +149,7 @@ class MicroBatch:
     cached: Any = None
     routed_experts: Tensor | None = None
     mtp: MtpTargets | None = None
+    images: ImageBatch | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -163,6 +169,7 @@ def build(
     dummy: bool = False,
     adapter_index: Sequence[int] | None = None,
     mtp: bool = False,
+    image_layout: ImageLayout | None = None,
 ) -> MicroBatch:
     """Build a micro batch of ``samples[i] for i in members``.
 
@@ -175,6 +182,7 @@ def build(
         dummy: give every token weight 0, for a micro batch that only matches other ranks' collectives.
         adapter_index: adapter index of every sample; ``members`` are in ascending order of it.
         mtp: for a model that trains a head for multi-token prediction.
+        image_layout: for a model that takes pictures: its sizes.
     """
     selected = [samples[index] for index in members]
     lengths = [len(sample) for sample in selected]
@@ -190,6 +198,7 @@ def build(
     sample_of, token_index, offset = [], [], 0
     routed = routed_columns(selected)
     routed_parts: list[Tensor] = []
+    spatial: list[Tensor] = []
     for number, (sample, total) in enumerate(zip(selected, padded, strict=True)):
         values = sample.token_fields()
         chunks = layout.local_chunks(total)
@@ -206,6 +215,11 @@ def build(
             # -1 lets the router choose: padding has no recorded experts.
             padded_choices = F.pad(routed[number], (0, 0, 0, 0, 0, total - len(sample)), value=-1)
             routed_parts.append(torch.cat([padded_choices[chunk] for chunk in chunks]))
+        if image_layout is not None:
+            ids = F.pad(sample.input_ids, (0, total - len(sample)))
+            grids = sample.images.grids if isinstance(sample.images, SampleImages) else None
+            rows = pictures.positions(ids, grids, image_layout)
+            spatial.append(torch.cat([rows[:, chunk] for chunk in chunks], dim=1))
         sample_of.append(torch.full_like(local, number))
         token_index.append(local + offset)
         offset += total
@@ -220,12 +234,16 @@ def build(
         rows = torch.cat(parts)[None] if layout.packing else torch.stack(parts)
         return to_device(rows, device)
 
+    position_ids = inputs(columns["position"])
+    if spatial:
+        rows = torch.cat(spatial, dim=1)[:, None] if layout.packing else torch.stack(spatial, dim=1)
+        position_ids = to_device(rows, device)
     return MicroBatch(
         members=list(members),
         lengths=lengths,
         padded_lengths=padded,
         input_ids=inputs(columns["input_ids"]),
-        position_ids=inputs(columns["position"]),
+        position_ids=position_ids,
         packed=_packed(padded, layout, device) if layout.packing else None,
         targets=column(columns["target_ids"]),
         weights=column(columns["weights"]),
@@ -247,6 +265,7 @@ def build(
         )
         if mtp
         else None,
+        images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascend.batch.images import PictureSources, SampleImages
 from megascend.errors import DataError
 
 TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
@@ -36,6 +37,7 @@ class Sample:
         old_values: float32, values of the critic that ``returns`` were computed with.
         routed_experts: [length, layers, k] integers, the experts that the rollout chose for each token of ``input_ids``, as vLLM
             returns them: of all layers, or of those with experts. -1 in all k: not known, the router chooses.
+        images: pictures, for models that take them; ``input_ids`` has a token for each of their features.
     """
 
     input_ids: Any
@@ -51,6 +53,7 @@ class Sample:
     returns: Any = None
     old_values: Any = None
     routed_experts: Any = None
+    images: SampleImages | PictureSources | None = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -68,6 +71,8 @@ class Sample:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
             raise DataError("a sample must hold at least one token")
+        if self.images is not None and not isinstance(self.images, SampleImages | PictureSources):
+            raise DataError(f"images must be a megascend.SampleImages, got {type(self.images).__name__}")
 
     def _field(self, values: Any, name: str) -> Tensor:
         return _vector(values, name, torch.float32, self.weights == 0)
@@ -83,6 +88,12 @@ class Sample:
         }
         return tensors | self.extra
 
+    def image_fields(self) -> dict[str, Tensor]:
+        """Return the tensors of decoded pictures by name; empty without pictures."""
+        if not isinstance(self.images, SampleImages):
+            return {}
+        return {"images.pixel_values": self.images.pixel_values, "images.grids": self.images.grids}
+
     @classmethod
     def causal(
         cls,
@@ -94,6 +105,7 @@ class Sample:
         chosen: bool | None = None,
         adapter: str | None = None,
         routed_experts: Any = None,
+        images: SampleImages | PictureSources | None = None,
     ) -> Sample:
         """Build a sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).
 
@@ -105,6 +117,7 @@ class Sample:
             chosen: as in the sample.
             adapter: as in the sample.
             routed_experts: as in the sample, of n or n + 1 tokens: the last token is not an input.
+            images: as in the sample; the last token is none of theirs.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
         if len(tokens) < 2:
@@ -128,6 +141,7 @@ class Sample:
             chosen=chosen,
             adapter=adapter,
             routed_experts=None if routed_experts is None else routed_experts[: len(tokens) - 1],
+            images=images,
         )
 
     @classmethod

@@ -10,7 +10,7 @@ import typer
 
 def new_model_command(
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
-    arch: Annotated[str, typer.Option(help="model_type: qwen3, qwen3_moe, llama, deepseek_v3, gpt_oss ...")] = "qwen3",
+    arch: Annotated[str, typer.Option(help="model_type: qwen3, qwen3_moe, llama, qwen3_vl, gpt_oss ...")] = "qwen3",
     hidden: Annotated[int, typer.Option(min=8, help="Hidden size.")] = 128,
     layers: Annotated[int, typer.Option(min=1, help="Transformer layers.")] = 4,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
@@ -30,7 +30,8 @@ def new_model_command(
 ) -> None:
     """Write a random model (fp32 safetensors) with a byte-level tokenizer and a ChatML chat template.
 
-    Plain transformers loads the result from disk with AutoModelForCausalLM and AutoTokenizer.
+    Plain transformers loads the result from disk with AutoModelForCausalLM and AutoTokenizer; one that takes pictures
+    (qwen3_vl) with AutoModelForImageTextToText, AutoTokenizer and AutoImageProcessor.
     """
     from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.errors import ConfigError
 from megascend.io.atomic import replacing_directory, vacant
 from megascend.io.paths import unwritable_reason
-from megascend.models.base import EXPERT_COUNTS, LatentAttention, expert_count
+from megascend.models.base import EXPERT_COUNTS, Images, LatentAttention, expert_count
 from megascend.models.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -18,11 +18,22 @@ if TYPE_CHECKING:
 
 # Qwen's names, which chat templates and inference engines know.
 IM_START, IM_END, END_OF_TEXT = SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-TOKENS = 256 + len(SPECIAL_TOKENS)
+PATCH, LARGEST_SIDE = 8, 256
+"""Side of a patch in pixels, and of the largest square picture that the image processor leaves as it is."""
 VOCAB_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that any usual tensor parallel size divides it."""
 EXPERTS, EXPERTS_PER_TOKEN = 4, 2
 
+WITH_PICTURES = (
+    "{% macro write(content) %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{% if part['type'] == 'image' %}{{ 'PICTURE' }}{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% endmacro %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + write(message['content']) + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""``PICTURE`` stands for the tokens of a picture."""
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -58,9 +69,10 @@ class ModelSize:
         if self.heads % self.kv_heads:
             raise ConfigError(f"--heads {self.heads} must be a multiple of --kv-heads {self.kv_heads}")
         self._check_experts()
-        if self.vocab is not None and self.vocab < TOKENS:
+        special = self.special_tokens
+        if self.vocab is not None and self.vocab < 256 + special:
             raise ConfigError(
-                f"--vocab {self.vocab} is below the tokenizer's {TOKENS} (256 bytes and 3 special tokens)"
+                f"--vocab {self.vocab} is below the tokenizer's {256 + special} (256 bytes and {special} special tokens)"
             )
 
     def _check_experts(self) -> None:
@@ -82,15 +94,21 @@ class ModelSize:
         return self.experts or EXPERTS, self.experts_per_token or EXPERTS_PER_TOKEN
 
     @property
+    def special_tokens(self) -> int:
+        """Special tokens of the tokenizer."""
+        pictures = BUILT_IN[self.arch].inputs
+        return len(SPECIAL_TOKENS) + (0 if pictures is None else len(pictures.special_tokens))
+
+    @property
     def padded_vocab(self) -> int:
         """Rows of the embedding."""
-        return self.vocab or -(-TOKENS // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return self.vocab or -(-(256 + self.special_tokens) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def hf_settings(size: ModelSize) -> dict[str, Any]:
     """Keyword arguments of the architecture's transformers config class."""
     im_end, end_of_text = 256 + SPECIAL_TOKENS.index(IM_END), 256 + SPECIAL_TOKENS.index(END_OF_TEXT)
-    return {
+    settings = {
         "hidden_size": size.hidden,
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
@@ -105,7 +123,28 @@ def hf_settings(size: ModelSize) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": im_end,
         "pad_token_id": end_of_text,
-    } | _particular(size)
+    }
+    architecture = BUILT_IN[size.arch]
+    if architecture.inputs is None:
+        return settings | _particular(size)
+    first = 256 + len(SPECIAL_TOKENS)
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    tokens = {name: first + number for number, name in enumerate(names)}
+    width = -(-size.hidden // 2 // 4) * 4  # a multiple of 2 x 2 heads
+    tower = {
+        "depth": 4,
+        "hidden_size": width,
+        "num_heads": 2,
+        "intermediate_size": 2 * width,
+        "patch_size": PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_channels": 3,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [1, 3][: size.layers],
+    }
+    full = {"model_type": size.arch, "vision_config": tower} | tokens | settings | _particular(size)
+    return {name: value for name, value in architecture.full_config(full).items() if name != "model_type"}
 
 
 def _particular(size: ModelSize) -> dict[str, Any]:
@@ -132,8 +171,12 @@ def _particular(size: ModelSize) -> dict[str, Any]:
     return settings
 
 
-def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """Build a tokenizer of one token per UTF-8 byte (token id = byte) and the ChatML special tokens; any text round-trips."""
+def byte_tokenizer(context: int, pictures: Images | None = None) -> PreTrainedTokenizerFast:
+    """Build a tokenizer of one token per UTF-8 byte (token id = byte) and special tokens; any text round-trips.
+
+    Args:
+        pictures: of a model that takes them: its special tokens follow ChatML's.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -142,7 +185,7 @@ def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
     # Without the regular expression, which would split words: with no merges it has no effect but cost.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *(pictures.special_tokens if pictures else ())])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=IM_END,
@@ -151,7 +194,23 @@ def byte_tokenizer(context: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHATML
+    if pictures is not None:
+        fast.chat_template = WITH_PICTURES.replace(
+            "PICTURE", "".join(pictures.special_tokens[index] for index in (0, 2, 1))
+        )
     return fast
+
+
+def processor_settings(pictures: Images) -> dict[str, dict[str, Any]]:
+    """Return the settings of a model's image and video processor, by file."""
+    image, video, processor = pictures.processor
+    sizes = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "processor_class": processor}
+    limits = {"shortest_edge": (4 * PATCH) ** 2, "longest_edge": LARGEST_SIDE**2}
+    normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    return {
+        "preprocessor_config.json": sizes | normal | {"image_processor_type": image, "size": limits},
+        "video_preprocessor_config.json": sizes | normal | {"video_processor_type": video, "size": limits},
+    }
 
 
 def byte_characters() -> list[str]:
@@ -173,23 +232,28 @@ def write_checkpoint(out: Path, size: ModelSize, seed: int = 1234) -> int:
 
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
     from transformers.utils import logging
 
     BUILT_IN[size.arch].make_known_to_transformers()
+    pictures = BUILT_IN[size.arch].inputs
     torch.manual_seed(seed)
     config = AutoConfig.for_model(size.arch, **hf_settings(size))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    loader = AutoModelForCausalLM if pictures is None else AutoModelForImageTextToText
+    model = loader.from_config(config, dtype=torch.float32)
+    text = config.get_text_config()
     model.generation_config = GenerationConfig(
-        do_sample=False, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        do_sample=False, eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id
     )
     logging.disable_progress_bar()  # one file, written in milliseconds
 
     try:
         with replacing_directory(out) as fresh:
             model.save_pretrained(fresh, safe_serialization=True)
-            byte_tokenizer(size.context).save_pretrained(fresh)
+            byte_tokenizer(size.context, pictures).save_pretrained(fresh)
             _name_tokenizer_class(fresh / "tokenizer_config.json")
+            for name, settings in processor_settings(pictures).items() if pictures is not None else ():
+                (fresh / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out} could not be written: {error}") from error
     return sum(parameter.numel() for parameter in model.parameters())

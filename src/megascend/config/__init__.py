@@ -7,7 +7,7 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 
 from __future__ import annotations
 
-from megascend.config.data import DATA_COLUMNS, Data, Dpo, Validation
+from megascend.config.data import DATA_COLUMNS, Data, Dpo, Pictures, Validation
 from megascend.config.run import (
     Checkpoint,
     Generation,
@@ -41,6 +41,7 @@ from megascend.config.training import (
     Recompute,
     RecomputeModule,
     Schedule,
+    VisionTower,
 )
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "Mtp",
     "Parallel",
     "Parsed",
+    "Pictures",
     "PlatformName",
     "Precision",
     "Profile",
@@ -80,6 +82,7 @@ __all__ = [
     "Size",
     "TrainerConfig",
     "Validation",
+    "VisionTower",
     "load_config",
     "parsed",
     "read_settings",

@@ -10,6 +10,18 @@ from pydantic import Field, model_validator
 from megascend.config.section import Section, Size
 
 
+class Pictures(Section):
+    """Limits of the pictures in the data, for models that take them."""
+
+    max_bytes: Size = Field(20 * 2**20, description="largest file of a picture, in bytes")
+    max_pixels: Size = Field(
+        2**26,
+        le=2**27,
+        description="most pixels of a picture, width x height, before the model's processor makes it smaller",
+    )
+    max_count: Size = Field(32, description="most pictures of a conversation")
+
+
 class Data(Section):
     """Training data: JSONL, JSON, CSV, parquet or text files, a folder of these, or one of Hugging Face datasets."""
 
@@ -40,6 +52,7 @@ class Data(Section):
         description="handling of a resumed run whose samples differ from its checkpoint's (other data, template, tokenizer "
         "or date): continue uses the current samples, from the same position if their number is unchanged, else from a new epoch",
     )
+    pictures: Pictures = Pictures()
     train_on_prompt: bool = Field(False, description="also train on the user's turns of conversations")
 
     @model_validator(mode="after")
@@ -62,7 +75,7 @@ class Data(Section):
 
 DATA_COLUMNS = (
     "messages", "conversations", "system", "prompt", "completion", "instruction", "input", "output", "history",
-    "chosen", "rejected", "text", "tools", "chat_template_kwargs",
+    "chosen", "rejected", "text", "tools", "chat_template_kwargs", "images", "image",
 )  # fmt: skip
 """Columns of data files that are read."""
 

@@ -28,6 +28,7 @@ from megascend.config.training import (
     ProviderOptions,
     Recompute,
     Schedule,
+    VisionTower,
 )
 from megascend.errors import ConfigError
 
@@ -36,7 +37,7 @@ class PromptMessage(TypedDict):
     """Message of a conversation that the model continues with its turn."""
 
     role: str
-    content: str
+    content: str | list[dict[str, Any]]
 
 
 Prompt = Annotated[str, Field(min_length=1)] | Annotated[tuple[PromptMessage, ...], Field(min_length=1)]
@@ -47,7 +48,8 @@ class Generation(Section):
 
     prompts: tuple[Prompt, ...] = Field(
         min_length=1,
-        description="list of prompts: texts, or conversations such as [{role: system, content: ...}, {role: user, ...}]",
+        description="list of prompts: texts, or conversations such as [{role: system, content: ...}, {role: user, ...}], whose "
+        "content may be a list with pictures: [{type: image, image: cat.png}, {type: text, text: ...}]",
     )
     every: Size = Field(100, description="interval in steps; also after the last step")
     max_tokens: Size = Field(64, description="longest answer in tokens")
@@ -149,6 +151,11 @@ class TrainerConfig(Section):
     )
     mtp_loss_weight: float = Field(
         0.1, gt=0, description="weight of the loss of a head for multi-token prediction, with mtp: train"
+    )
+    vision_tower: VisionTower = Field(
+        "frozen",
+        description="the vision tower of a model that takes pictures, with the layers that turn its features into those of the "
+        "language model: keep its weights, or train them with the model",
     )
     batching: Batching = Batching()
     checkpoint: Checkpoint = Checkpoint()

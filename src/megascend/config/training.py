@@ -15,6 +15,7 @@ PlatformName = Literal["auto", "cpu", "cuda", "npu"]
 Affinity = Literal["none", "numa"]
 ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
 Mtp = Literal["train", "keep", "drop"]
+VisionTower = Literal["frozen", "train"]
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 

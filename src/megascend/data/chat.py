@@ -183,6 +183,9 @@ class ChatTemplate:
         content = message.get("content")
         if not isinstance(content, list):
             return message
+        if any(part["type"] == "image" for part in content):
+            # Without the picture itself, which a template would write if it wrote the part as it is.
+            return message | {"content": [{"type": "image"} if part["type"] == "image" else part for part in content]}
         if self._takes_parts is None:
             self._takes_parts = False  # while the probe below renders
             self._takes_parts = self._writes_parts()
@@ -456,7 +459,7 @@ def _names(template: str, role: str) -> bool:
 def tail(message: Message) -> str:
     """Return the last words of a message's text, as a template that trims or cuts its beginning still writes them."""
     content = message.get("content", "")
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
     text = next((text for text in reversed(texts) if text.strip()), "")
     if message["role"] == "assistant":  # templates may leave out the reasoning
         text = text.rpartition("</think>")[2]

@@ -29,6 +29,7 @@ from megascend.data.messages import (
     parse_tools,
     tool_remarks,
 )
+from megascend.data.pictures import with_pictures
 from megascend.errors import DataError
 
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -41,6 +42,8 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Columns that each form must have, and those that it may have."""
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
+PICTURES = ("images", "image")
+"""Columns with the pictures of a conversation: a list, or one."""
 KNOWN_FORMS = (
     "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', "
     "or 'text'"
@@ -73,16 +76,24 @@ def parse_record(
         raise DataError(f"{source}: expected exactly one of the keys {KNOWN_FORMS}, found: {keys}{advice}")
     form = forms[0]
     must, may = FORMS[form]
-    chat = () if form == "text" else CHAT_COLUMNS
+    chat = () if form == "text" else (*CHAT_COLUMNS, *PICTURES)
     if findings is not None:
         read_columns = set(columns.values()) if columns else {*must, *may, *chat}
         for key in record:
             if key not in read_columns:
                 findings.remark(f"{key!r} is not read", source)
     document = _PARSERS[form](values, source)
+    if document.messages is not None or isinstance(document.chosen, tuple):
+        columns_of_pictures = [name for name in PICTURES if values.get(name) not in (None, [])]
+        if len(columns_of_pictures) > 1:
+            raise DataError(
+                f"{source}: pictures are in {' and '.join(columns_of_pictures)}: leave one out (data.columns)"
+            )
+        column = decoded(values[columns_of_pictures[0]]) if columns_of_pictures else None
+        document = with_pictures(document, column, source)
     if findings is not None:
         if document.text is None and document.messages is None and not isinstance(document.chosen, tuple):
-            for key in CHAT_COLUMNS:
+            for key in (*CHAT_COLUMNS, *PICTURES) if form != "text" else ():
                 if values.get(key):
                     findings.remark(f"{key!r} is not read: only conversations of messages have a chat template", source)
         else:

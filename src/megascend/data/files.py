@@ -226,8 +226,25 @@ def _saved_records(path: Path, split: str | None, findings: Findings) -> Iterato
         names = [str(name) for name in rows]
         chosen = names if split == ALL else [choose_split(path, split, names, findings.setting)]
         rows = datasets.concatenate_datasets([rows[name] for name in chosen])
+    # Pictures as they are stored: they are decoded within limits later.
+    rows = rows.cast(datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()}))
     for number, record in enumerate(rows):
         yield f"{path}[{number}]", without_nulls(record)
+
+
+def _undecoded(feature: Any) -> Any:
+    """Return a feature of datasets in which pictures stay files, at any depth."""
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [_undecoded(inner) for inner in feature]
+    if isinstance(feature, datasets.Sequence | getattr(datasets, "List", datasets.Sequence)):
+        return type(feature)(_undecoded(feature.feature), length=feature.length)
+    return feature
 
 
 LARGE = 32 * 2**20

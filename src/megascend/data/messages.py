@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from megascend.data.document import Document, Message, Messages
+from megascend.data.pictures import picture_part
 from megascend.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -93,7 +94,7 @@ EMPTY_ANSWER = (
 def is_empty_answer(message: Message) -> bool:
     """Check whether the assistant says nothing: no words, no thoughts, no tool calls."""
     content = message.get("content", "")
-    text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
     return (
         message["role"] == "assistant"
         and not text.strip()
@@ -165,7 +166,7 @@ def _role(role: str, label: str) -> str:
 
 
 def _content(message: Message, label: str) -> dict[str, Any]:
-    """Return ``{"content": ...}``, a string or a list of text parts; empty where there is none and need not be."""
+    """Return ``{"content": ...}``, a string or a list of texts and pictures; empty where there is none and need not be."""
     content = message.get("content")
     if content is None and ("tool_calls" in message or "reasoning_content" in message):
         return {}
@@ -177,10 +178,14 @@ def _content(message: Message, label: str) -> dict[str, Any]:
     for number, part in enumerate(content):
         part = {"type": "text", "text": part} if isinstance(part, str) else part
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("image", "image_url"):
+            parts.append(picture_part(part, f"{label}: content[{number}]"))
+            continue
         if kind != "text" or not isinstance(part.get("text"), str):
             description = f"a part of type {kind!r}" if kind not in (None, "text") else f"{part!r:.60}"
             raise DataError(
-                f'{label}: content[{number}] is {description}; only text can be trained on: {{"type": "text", "text": ...}}'
+                f"{label}: content[{number}] is {description}; only text and pictures can be trained on: "
+                '{"type": "text", "text": ...} and {"type": "image", "image": PATH}'
             )
         parts.append({"type": "text", "text": part["text"]})
     return {"content": parts}

@@ -176,5 +176,5 @@ def fingerprint_of(samples: Sequence[Sample]) -> str:
 
 def add_to_fingerprint(state: xxhash.xxh3_64, sample: Sample) -> None:
     """Add a sample to the digest of all."""
-    for values in (sample.input_ids, sample.target_ids, sample.weights):
+    for values in (sample.input_ids, sample.target_ids, sample.weights, *sample.image_fields().values()):
         state.update(values.numpy().tobytes())

@@ -19,6 +19,7 @@ from megascend.config import Data
 from megascend.data.chat import check_template, writes_date
 from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
+from megascend.data.pictures import PictureProcessor
 from megascend.data.samples import Encoder, SampleLimits
 from megascend.data.splits import files_of, is_saved
 from megascend.data.store import SampleStore, write_store
@@ -34,7 +35,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 """Suffixes of files that do not affect tokenisation."""
 TOKENIZER = ("tokenizer", "vocab", "merges", "added_tokens", "special_tokens_map", "spiece", "sentencepiece")
 """Prefixes of the names of a tokenizer's files."""
-PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "huggingface_hub")
+PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "huggingface_hub", "pillow")
 """Packages that decide which files are read, and how they are rendered and tokenised."""
 PROGRESS_S = 20.0
 """Seconds between two progress lines of a long tokenisation."""
@@ -69,14 +70,18 @@ def prepare_samples(
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
+    pictures = PictureProcessor.of(model, data.pictures)
     settings = data.model_dump(
         mode="json",
-        include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"},
+        include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
+        | (set() if pictures is None else {"pictures"}),
     )
     content, files, code = content_of(path, files_read, setting), tokenizer_of(model), versions()
     day = template_date.isoformat() if writes_date(tokenizer) else ""
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
-    key_parts = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code]
+    # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
+    location = None if pictures is None else str(path.resolve())
+    key_parts = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code, location]
     key = digest_of(key_parts)
     sources = {
         "data": digest_of(content[1]),
@@ -98,6 +103,7 @@ def prepare_samples(
             on_too_long=data.on_too_long,
             template_options=data.chat_template_options,
             template_date=template_date,
+            pictures=pictures,
         )
         write_store(fresh, _encoded(path, data, encoder, findings), findings, sources)
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
@@ -107,7 +113,11 @@ def prepare_samples(
     is_new = not path_of_samples.exists()
     try:
         # One process of the machine tokenises; the others wait at the lock and then map the same files.
-        store = SampleStore(cached(path_of_samples, make, PATIENCE_S))
+        store = SampleStore(cached(path_of_samples, make, PATIENCE_S), pictures)
+        # The data are the same, and pictures that they name are not.
+        if (files_now := store.changed_files()) is not None:
+            path_of_samples = path_of_samples.with_name(digest_of([key, files_now]))
+            store = SampleStore(cached(path_of_samples, make, PATIENCE_S), pictures)
         # The same samples may be those of another setting, in another run or this one.
         store.sources = {
             f"data ({setting})" if name == "data" else name: value for name, value in store.sources.items()

@@ -203,7 +203,10 @@ class _Marker:
         if isinstance(content, str):
             changes["content"] = self._content(content, message["role"])
         elif isinstance(content, list):
-            changes["content"] = [part | {"text": self._text(part["text"], "words")} for part in content]
+            changes["content"] = [
+                part | {"text": self._text(part["text"], "words")} if part["type"] == "text" else part
+                for part in content
+            ]
         thoughts = [key for key in REASONING if isinstance(message.get(key), str)]
         if thoughts:
             changes |= dict.fromkeys(thoughts, self._text(message[thoughts[0]], "thought"))

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
+from megascend.batch.images import PictureSources
 from megascend.batch.packing import round_up
 from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
+from megascend.data.pictures import EncodedPictures, PictureProcessor, folder_of, sources_of
 from megascend.data.rendering import Span
 from megascend.errors import DataError
 
@@ -74,8 +76,14 @@ class Encoder:
         on_too_long: TooLong = "error",
         template_options: Mapping[str, Any] | None = None,
         template_date: date | None = None,
+        pictures: PictureProcessor | None = None,
     ) -> None:
-        """Collect what is left out or cut in ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces."""
+        """Collect what is left out or cut in ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
+
+        Args:
+            pictures: of a model that takes them; samples then have :class:`PictureSources`, which it loads.
+        """
+        self._pictures = pictures
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options, template_date)
@@ -109,17 +117,19 @@ class Encoder:
         return [Sample.causal(tokens[start : start + self._limits.length + 1]) for start in starts]
 
     def _single(self, document: Document) -> Sample | None:
+        pictures = None
         if document.messages is not None:
-            tokens, weights = self._conversation(document, document.messages, document.loss_weights)
+            tokens, weights, pictures = self._conversation(document, document.messages, document.loss_weights)
             kind = "conversation"
         else:
             tokens, weights = self._completion(document.prompt or "", document.completion or "", document.source)
             kind = "prompt with its completion"
-        return self._within_limit(tokens, weights, kind, document.source)
+        return self._within_limit(tokens, weights, kind, document.source, pictures)
 
     def _pair(self, document: Document, number: int) -> list[Sample]:
         samples = []
         for side in (document.chosen, document.rejected):
+            pictures = None
             if isinstance(side, str):
                 tokens, weights = self._completion(document.prompt or "", side, document.source)
             else:
@@ -128,8 +138,8 @@ class Encoder:
                 learned = tuple(
                     float(index >= shared and m["role"] == "assistant") for index, m in enumerate(side or ())
                 )
-                tokens, weights = self._conversation(document, side or (), learned, learn_all=False)
-            sample = self._within_limit(tokens, weights, "conversation of the pair", document.source)
+                tokens, weights, pictures = self._conversation(document, side or (), learned, learn_all=False)
+            sample = self._within_limit(tokens, weights, "conversation of the pair", document.source, pictures)
             if sample is None:
                 return []
             samples.append(sample)
@@ -156,29 +166,57 @@ class Encoder:
         loss_weights: Sequence[float] | None,
         *,
         learn_all: bool | None = None,
-    ) -> tuple[list[int], list[float]]:
-        """Return token ids and their weights as targets; ``learn_all``: learn every message, by default ``train_on_prompt``."""
+    ) -> tuple[list[int], list[float], PictureSources | None]:
+        """Return token ids, their weights as targets, and the pictures among them.
+
+        Args:
+            learn_all: learn every message; by default ``train_on_prompt``.
+        """
+        pictures = self._decoded(messages, document.source)
         learn_all = self._train_on_prompt if learn_all is None else learn_all
         tools, options = document.tools, document.template_options
         spans: list[WeightedSpan] = []
         conversation = self._template.rendering(messages, tools, options)
         if not learn_all or loss_weights is not None:
-            weights = list(loss_weights or [1.0] * len(messages))
+            message_weights = list(loss_weights or [1.0] * len(messages))
             if not learn_all:
-                weights[: document.prompt_messages] = [0.0] * document.prompt_messages
+                message_weights[: document.prompt_messages] = [0.0] * document.prompt_messages
             separate = (
-                len({weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}) > 1
+                len(
+                    {message_weights[index] for index, message in enumerate(messages) if message["role"] == "assistant"}
+                )
+                > 1
             )
             turns = self._template.assistant_spans(conversation, tools, options, separate=separate)
-            spans = [(start, end, weights[index]) for index, pieces in turns for start, end in pieces]
-            weighted_turns = [(index, pieces) for index, pieces in turns if weights[index]]
+            spans = [(start, end, message_weights[index]) for index, pieces in turns for start, end in pieces]
+            weighted_turns = [(index, pieces) for index, pieces in turns if message_weights[index]]
             self._template.check_endings(conversation.text, weighted_turns, document.source, self._findings)
         self._template.check_written(conversation, tools, options, document.source, self._findings)
         # Without special tokens: the chat template has written them.
         tokens, offsets = self._ids(conversation.text, special=False, offsets=True)
         if not learn_all and lies_within_a_token(offsets, [start for start, _, weight in spans if weight]):
             self._findings.remark(SHARED_WITH_TEMPLATE, document.source)
-        return tokens, token_weights(offsets, spans, elsewhere=float(learn_all))
+        weights = token_weights(offsets, spans, elsewhere=float(learn_all))
+        if self._pictures is None or pictures is None:
+            return tokens, weights, None
+        tokens, weights = pictures.expand(tokens, weights, self._pictures.layout.token)
+        return tokens, weights, pictures.sources if pictures.tokens else None
+
+    def _decoded(self, messages: Messages, source: str) -> EncodedPictures | None:
+        """Return the pictures of a conversation, each decoded once; None for a model of text."""
+        sources, processor = sources_of(messages), self._pictures
+        if processor is None:
+            if sources:
+                raise DataError(f"the conversation has {len(sources)} pictures, and this model takes none")
+            return None
+        if len(sources) > processor.limits.max_count:
+            raise DataError(
+                f"the conversation has {len(sources)} pictures, over the limit of {processor.limits.max_count} "
+                "(data.pictures.max_count)"
+            )
+        folder = folder_of(source)
+        tokens = tuple(processor.features(picture, folder)[0] for picture in sources)
+        return EncodedPictures(PictureSources(tuple(sources), folder), tokens)
 
     def _completion(self, prompt: str, completion: str, source: str) -> tuple[list[int], list[float]]:
         """Token ids of both together, closed by the end of sequence; the prompt has weight 0, unless it is learned, too."""
@@ -218,7 +256,14 @@ class Encoder:
 
     # --- limits ---
 
-    def _within_limit(self, tokens: list[int], weights: list[float], kind: str, source: str) -> Sample | None:
+    def _within_limit(
+        self,
+        tokens: list[int],
+        weights: list[float],
+        kind: str,
+        source: str,
+        pictures: PictureSources | None = None,
+    ) -> Sample | None:
         """Return a sample, cut to the limit if allowed; None if it is skipped."""
         self._check_vocabulary(tokens)
         # The first token is never a target.
@@ -228,21 +273,24 @@ class Encoder:
             )
         length, limit = len(tokens) - 1, self._limits.length
         if length <= limit:
-            return Sample.causal(tokens, weights=weights)
+            return Sample.causal(tokens, weights=weights, images=pictures)
         if self._on_too_long == "error":
             raise DataError(
                 f"the {kind} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
                 "the limit, or set data.on_too_long: truncate or skip"
             )
+        rest = tokens[limit:]
         # limit + 1 ids give `limit` inputs with a target each.
         tokens, weights = tokens[: limit + 1], weights[: limit + 1]
+        cuts_picture = pictures is not None and self._pictures is not None and self._pictures.layout.token in rest
         # Truncation may cut off everything that is learned.
-        if self._on_too_long == "skip" or not any(weights[1:]):
-            setting = "skip" if self._on_too_long == "skip" else "truncate, and nothing to learn stays"
+        if self._on_too_long == "skip" or cuts_picture or not any(weights[1:]):
+            effect = "a picture would be cut" if cuts_picture else "nothing to learn stays"
+            setting = "skip" if self._on_too_long == "skip" else f"truncate, and {effect}"
             self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {setting})", source)
             return None
         self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
-        return Sample.causal(tokens, weights=weights)
+        return Sample.causal(tokens, weights=weights, images=pictures)
 
     def _check_vocabulary(self, tokens: list[int]) -> None:
         size = self._limits.vocab_size
@@ -254,25 +302,32 @@ class Encoder:
 
 
 def build_samples(
-    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, max_length: int, train_on_prompt: bool = False
+    documents: Sequence[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    train_on_prompt: bool = False,
+    pictures: PictureProcessor | None = None,
 ) -> list[Sample]:
     """Yield the samples of all documents, in order.
 
     A conversation becomes one sample, with loss on the assistant's turns (on everything with ``train_on_prompt``). A
     text, closed by the end-of-sequence token, becomes as many samples of at most ``max_length`` as it needs; every
-    token of it but the first is a target exactly once.
+    token of it but the first is a target exactly once. ``pictures``: of a model that takes them.
 
     Raises:
         DataError: documents are longer than ``max_length``, have nothing to learn, or cannot be rendered; the message lists
             all of them.
     """
     findings = Findings()
-    encoder = Encoder(tokenizer, SampleLimits(max_length), findings, train_on_prompt=train_on_prompt)
+    encoder = Encoder(tokenizer, SampleLimits(max_length), findings, train_on_prompt=train_on_prompt, pictures=pictures)
     samples: list[Sample] = []
     for number, document in enumerate(documents):
         with findings.collecting():
             samples += encoder.encode(document, number)
     findings.raise_problems()
+    for sample in samples:
+        if pictures is not None and isinstance(sample.images, PictureSources):
+            sample.images = pictures.load(sample.images)
     if not samples:
         raise DataError("the training data holds no token to predict: every text is shorter than two tokens")
     return samples

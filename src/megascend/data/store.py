@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,12 +13,17 @@ import numpy as np
 import torch
 import xxhash
 
+from megascend.batch.images import DeferredImages, PictureSource, PictureSources, SampleImages
 from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
 from megascend.data.order import add_to_fingerprint
+from megascend.data.pictures import PictureProcessor, encoded
 from megascend.errors import DataError
 
 TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
+PICTURES, PICTURE_INDEX = "pictures.bin", "pictures.int64"
+PATH, CONTENT = 0, 1
+"""What the store has of a picture: its path, or the picture itself."""
 NO_PAIR = -1
 REJECTED, CHOSEN = 0, 1
 BLOCK = 1024
@@ -27,19 +33,27 @@ BLOCK = 1024
 class SampleStore(Sequence[Sample]):
     """Samples in a directory of :func:`write_store`, each read on access.
 
+    Args:
+        processor: of the model's pictures, which are decoded on access; None: of a model of text.
+
     Attributes:
         fingerprint: digest of all samples, see :func:`megascend.data.order.fingerprint_of`.
         remarks: remarks of the tokenisation.
         sources: inputs of the samples: name for messages, to a digest or the value.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, processor: PictureProcessor | None = None) -> None:
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
         self.fingerprint: str = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
         self.sources: dict[str, str] = about["sources"]
-        # One row per sample: start of its tokens, their number, number of the document, and NO_PAIR, REJECTED or CHOSEN.
-        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 4)
+        # One row per sample: start of its tokens, their number, number of the document, NO_PAIR, REJECTED or CHOSEN, first
+        # picture, and number of pictures.
+        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 6)
+        # One row per picture: PATH or CONTENT, start and length in the file, digest of the picture, its size and time of change.
+        self._picture_index = np.fromfile(path / PICTURE_INDEX, dtype=np.int64).reshape(-1, 6)
+        self._pictures = _mapped(path / PICTURES, np.uint8)
+        self._processor = processor
         self._tokens = _mapped(path / TOKENS, np.int32)
         self._weights = _mapped(path / WEIGHTS, np.float32)
 
@@ -55,15 +69,43 @@ class SampleStore(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        start, count, document, side = self._index[index].tolist()
+        start, count, document, side, picture, pictures = self._index[index].tolist()
         stored = slice(start, start + count)
         # Copies: the files are mapped for reading only, and tensors can be written to.
         tokens = torch.from_numpy(self._tokens[stored].astype(np.int64))
         weights = torch.from_numpy(np.array(self._weights[stored]))
-        sample = Sample.causal(tokens, weights=weights)
+        # Every rank draws the global batch, and decodes its own share of it.
+        numbers = range(picture, picture + pictures)
+        images = DeferredImages(lambda: self._images(numbers)) if pictures else None
+        sample = Sample.causal(tokens, weights=weights, images=images)
         if side != NO_PAIR:
             sample.pair, sample.chosen = document, side == CHOSEN
         return sample
+
+    def _images(self, pictures: Sequence[int]) -> SampleImages:
+        assert self._processor is not None, "only a model that takes pictures has samples with them"
+        contents, names = [], []
+        for picture in pictures:
+            kind, start, length, expected, *_ = self._picture_index[picture].tolist()
+            stored = self._pictures[start : start + length].tobytes()
+            source = PictureSource(path=stored.decode()) if kind == PATH else PictureSource(data=stored)
+            content = encoded(source, self._processor.limits)
+            if _digest(content) != expected:
+                raise DataError(f"picture {source.name} has changed since its sample was made; start the run again")
+            contents.append(content)
+            names.append(source.name)
+        return self._processor.images(contents, names)
+
+    def changed_files(self) -> list[list[Any]] | None:
+        """Return path, size and time of change of every picture that is a file, if one of them is not as it was; else None."""
+        files, changed = [], False
+        for kind, start, length, _, size, modified in self._picture_index.tolist():
+            if kind == PATH:
+                path = self._pictures[start : start + length].tobytes().decode()
+                now = _stat(Path(path))
+                changed |= now != [size, modified]
+                files.append([path, *now])
+        return files if changed else None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -105,10 +147,14 @@ def write_store(
     findings: Findings,
     sources: Mapping[str, str] | None = None,
 ) -> None:
-    """Write documents, given as (number, samples), to a new directory, with the remarks of ``findings`` and ``sources``."""
+    """Write documents, given as (number, samples), to a new directory, with the remarks of ``findings`` and ``sources``.
+
+    Pictures that are files stay where they are; others are copied.
+    """
     path.mkdir()
-    state, start = xxhash.xxh3_64(), 0
+    state, start, pictures = xxhash.xxh3_64(), 0, 0
     with (
+        _PictureWriter(path) as writer,
         (path / TOKENS).open("wb") as tokens,
         (path / WEIGHTS).open("wb") as weights,
         (path / INDEX).open("wb") as index,
@@ -121,8 +167,10 @@ def write_store(
                 tokens.write(np.asarray(ids, dtype=np.int32).tobytes())
                 weights.write(np.asarray([0.0, *sample.weights.tolist()], dtype=np.float32).tobytes())
                 side = NO_PAIR if sample.pair is None else CHOSEN if sample.chosen else REJECTED
-                index.write(np.asarray([start, len(ids), number, side], dtype=np.int64).tobytes())
+                added = writer.add(sample.images, state) if isinstance(sample.images, PictureSources) else 0
+                index.write(np.asarray([start, len(ids), number, side, pictures, added], dtype=np.int64).tobytes())
                 start += len(ids)
+                pictures += added
     about: dict[str, Any] = {
         "fingerprint": state.hexdigest(),
         "remarks": findings.lines(),
@@ -130,6 +178,52 @@ def write_store(
     }
     # Last: it holds the fingerprint and the remarks of all documents.
     (path / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+class _PictureWriter:
+    """Writes the pictures of a store."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at, self._files = path, 0, ExitStack()
+
+    def __enter__(self) -> _PictureWriter:
+        self._content = self._files.enter_context((self._path / PICTURES).open("wb"))
+        self._index = self._files.enter_context((self._path / PICTURE_INDEX).open("wb"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def add(self, pictures: PictureSources, state: Any) -> int:
+        """Write the pictures of a sample, add them to the fingerprint ``state``, and return their number."""
+        for source in pictures.sources:
+            size = modified = 0
+            if source.data is not None:
+                kind, stored, content = CONTENT, source.data, source.data
+            else:
+                file = (pictures.folder / str(source.path)).resolve()
+                size, modified = _stat(file)
+                kind, stored, content = PATH, str(file).encode(), file.read_bytes()
+            digest = _digest(content)
+            state.update(digest.to_bytes(8, "little", signed=True))
+            self._content.write(stored)
+            row = [kind, self._at, len(stored), digest, size, modified]
+            self._index.write(np.asarray(row, dtype=np.int64).tobytes())
+            self._at += len(stored)
+        return len(pictures.sources)
+
+
+def _digest(content: bytes) -> int:
+    """Return a digest that fits int64."""
+    return int.from_bytes(xxhash.xxh3_64_digest(content), "little", signed=True)
+
+
+def _stat(path: Path) -> list[int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return [-1, -1]
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:

@@ -151,7 +151,8 @@ class ModelAdamW(MainAdamW):
     """
 
     def __init__(self, model: nn.Module, adam: Adam, schedule: Schedule, precision: Precision) -> None:
-        pairs = {name: (parameter, _main(parameter)) for name, parameter in model.named_parameters()}
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        pairs = {name: (parameter, _main(parameter)) for name, parameter in trained.items()}
         super().__init__(pairs, adam, schedule, precision)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy
 import torch
@@ -23,7 +23,7 @@ from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.checkpoint.hf_slices import HfSlices
-from megascend.config import Adam, Precision
+from megascend.config import Adam, Precision, VisionTower
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
 from megascend.engines.router_replay import RouterReplay
@@ -350,7 +350,17 @@ def longest_sample(spec: EngineSpec, info: ModelInfo) -> int:
 
 
 def check_head(spec: EngineSpec, info: ModelInfo) -> None:
-    """Raise ConfigError for adapters on a model with a scalar head."""
+    """Raise ConfigError for adapters on a model with a scalar head, and for a vision tower that cannot be trained."""
+    if spec.vision_tower not in get_args(VisionTower):
+        raise ConfigError(f"vision_tower must be frozen or train, got {spec.vision_tower!r}")
+    if spec.vision_tower == "train" and info.image_layout is None:
+        raise ConfigError(f"vision_tower: train, but {info.architecture.model_type} has no vision tower; leave it out")
+    if spec.vision_tower == "train" and spec.adapters is not None:
+        raise ConfigError("vision_tower: train with adapters, under which the model is frozen; set frozen")
+    if info.image_layout is not None and info.scalar_head is not None:
+        raise ConfigError(
+            f"head: a scalar head on {info.architecture.model_type}, which takes pictures, is not supported"
+        )
     if info.scalar_head is not None and spec.adapters is not None:
         raise ConfigError(
             "adapters: LoRA on a model with a scalar head is not supported: peft trains the head beside the adapter "

@@ -22,6 +22,7 @@ from megascend.config import (
     Precision,
     Recompute,
     Schedule,
+    VisionTower,
 )
 from megascend.distributed import process_groups
 from megascend.distributed.engine_groups import GroupFactory
@@ -55,6 +56,7 @@ class EngineSpec:
         head: ``lm``, or the kind of scalar head.
         mtp: whether heads for multi-token prediction are trained, kept as they are, or dropped.
         mtp_loss_weight: factor of the loss of such a head.
+        vision_tower: whether the vision tower of a model that takes pictures is trained; adapters leave it as it is.
     """
 
     model: Path
@@ -74,6 +76,7 @@ class EngineSpec:
     head: HeadKind = "lm"
     mtp: Mtp = "keep"
     mtp_loss_weight: float = 0.1
+    vision_tower: VisionTower = "frozen"
     provider: str | None = None
     provider_options: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
     fsdp: Fsdp = field(default_factory=Fsdp)

@@ -17,6 +17,7 @@ from megascend.kernels.linear_logprobs import (
     linear_cross_entropy,
     linear_logprobs,
 )
+from megascend.models import architecture_named
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,11 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
     Args:
         outputs: values per token of a scalar head.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 
     if head is None:
-        return AutoModelForCausalLM
+        takes_pictures = architecture_named(config.model_type).inputs is not None and hasattr(config, "vision_config")
+        return AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
     # A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token
     # of a sequence: all scalar heads use the token classifier.
     config.num_labels = outputs

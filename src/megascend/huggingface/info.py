@@ -16,7 +16,15 @@ from megascend.huggingface.exported import OUTPUT, derived_tensors, prediction_t
 from megascend.huggingface.files import TensorHeader, read_config, tensor_headers
 from megascend.huggingface.quantised import QuantisedHeader, dequantised_headers, read_tensor
 from megascend.huggingface.scalar_head import HeadKind, ScalarHead
-from megascend.models import Architecture, architecture_named, architecture_of, expert_layers, proven, text_config
+from megascend.models import (
+    Architecture,
+    ImageLayout,
+    architecture_named,
+    architecture_of,
+    expert_layers,
+    proven,
+    text_config,
+)
 from megascend.models.base import LinearAttention
 from weightwire.manifest import LAYER
 
@@ -147,6 +155,8 @@ class ModelInfo:
             and an export writes it under both names.
         architecture: the declaration of its family.
         linear: sizes of linear attention; None if all layers have softmax attention.
+        image_layout: sizes of its pictures; None for a model of text.
+        transposed_experts: fused experts in the checkpoint are [experts, in, out].
     """
 
     shape: ModelShape
@@ -160,6 +170,8 @@ class ModelInfo:
     copies: Mapping[str, str] = field(default_factory=dict)
     architecture: Architecture = field(default_factory=lambda: architecture_named(""))
     linear: LinearAttention | None = None
+    image_layout: ImageLayout | None = None
+    transposed_experts: bool = False
 
     @property
     def quantised(self) -> str | None:
@@ -238,6 +250,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         # Read for their errors alone: here a wrong value still has the name of the file.
         for name in ("head_dim", "num_nextn_predict_layers"):
             optional_size(text, name)
+        image_layout = architecture.image_layout(config)
     except ConfigError as error:
         raise CheckpointError(f"{Path(model_dir) / 'config.json'}: {error}") from None
     tensors = dequantised_headers(tensor_headers(model_dir), config, Path(model_dir))
@@ -264,6 +277,8 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         # A tied embedding counts, since it is also the output projection.
         if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
             continue
+        if architecture.inputs is not None and name.startswith(architecture.inputs.tower):
+            continue  # multiplies patches, not tokens
         # Of the routed experts a token passes through topk; shared experts have names of their own.
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
     if mtp == "train":  # the output layer projects the head's hidden states, too
@@ -280,6 +295,8 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         linear=LinearAttention.from_config(text),
         copies=copies,
         architecture=architecture,
+        image_layout=image_layout,
+        transposed_experts=architecture.transposes_experts(shapes, text),
     )
 
 

@@ -73,6 +73,8 @@ def estimate(
         remarks.append("attention with latent keys and values (MLA) is counted as plain attention")
     if sizes.experts:
         remarks.append("experts are assumed to have equal loads")
+    if info.image_layout is not None:
+        remarks.append("activations of the vision tower are not counted")
     if config.engine == "megatron":
         per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels)
     else:

@@ -27,7 +27,14 @@ def stage_items(
     return [
         _stage_items(config, sizes, topology, workload, kind, parameters, stage, info)
         for stage, parameters in enumerate(
-            stages(info.tensors, topology, layers, sizes.tied, prediction_head=sizes.prediction_head)
+            stages(
+                info.tensors,
+                topology,
+                layers,
+                sizes.tied,
+                prediction_head=sizes.prediction_head,
+                images=info.architecture.inputs,
+            )
         )
     ]
 
@@ -96,6 +103,7 @@ def _states(config: TrainerConfig, topology: Topology, parameters: StageParamete
     items: Items = {"parameters": kind.bytes * parameters.total}
     if kind.frozen:
         return items
+    parameters = parameters.trained(config.vision_tower)
     shares = (topology.data * topology.context, topology.expert_data) if config.optimizer.distributed else (1, 1)
     share = parameters.dense // shares[0] + parameters.experts // shares[1]
     items["main parameters"] = 0 if kind.bytes == 4 else 4 * share
@@ -111,6 +119,7 @@ def _later(
     """Return temporaries of the end of the backward pass, of the gradient reduction, and of the update."""
     if kind.frozen:
         return {"embedding's gradient": 0}
+    parameters = parameters.trained(config.vision_tower)
     matrix = max(parameters.embedding, parameters.layer_matrix)
     if config.optimizer.distributed:
         matrix = min(matrix, -(-parameters.total // (topology.data * topology.context)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megascend.config import Lora
+from megascend.config import Lora, VisionTower
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.info import NO_TARGETS
 from megascend.memory.sizes import layer_of
+from megascend.models import Images
 from megascend.topology.topology import Topology
 
 ROW_PARALLEL = ("o_proj", "down_proj", "dense_4h_to_h", "out_proj", "w2", "dense")
@@ -36,6 +37,7 @@ class StageParameters:
         embedding: elements of the larger of embedding and output layer on the rank; 0 without them.
         layer_matrix: elements of the largest matrix of a layer on the rank, counting experts separately.
         layers: indices of the layers; a head for multi-token prediction follows the last one.
+        tower: elements of a vision tower, which is not divided; 0 on later stages.
     """
 
     dense: int
@@ -44,11 +46,16 @@ class StageParameters:
     embedding: int
     layer_matrix: int
     layers: tuple[int, ...]
+    tower: int = 0
 
     @property
     def total(self) -> int:
         """All elements."""
-        return self.dense + self.experts
+        return self.dense + self.experts + self.tower
+
+    def trained(self, tower: VisionTower) -> StageParameters:
+        """Return the parameters without a tower that is not trained; a trained one is as other dense ones."""
+        return replace(self, dense=self.dense + (self.tower if tower == "train" else 0), tower=0)
 
 
 def stages(
@@ -58,9 +65,17 @@ def stages(
     tied: bool,
     *,
     prediction_head: bool = False,
+    images: Images | None = None,
 ) -> list[StageParameters]:
-    """Return the parameters of a rank of each pipeline stage, as Megatron divides them."""
-    return [_stage(headers, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)]
+    """Return the parameters of a rank of each pipeline stage, as Megatron divides them.
+
+    Args:
+        images: of a model that takes pictures.
+    """
+    tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
+    rest = {name: header for name, header in headers.items() if name not in tower}
+    parameters = [_stage(rest, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)]
+    return [replace(parameters[0], tower=elements(tower)), *parameters[1:]]
 
 
 def layers_of_stage(stage: int, layers: int, topology: Topology) -> tuple[int, ...]:

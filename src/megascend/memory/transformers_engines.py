@@ -31,7 +31,8 @@ def items(
 ) -> Items:
     """Return the bytes of each item of a rank."""
     kind = LayerKind.of(config, workload, kernels)
-    [parameters] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied)
+    images = info.architecture.inputs
+    [parameters] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied, images=images)
     tokens = workload.tokens / topology.context
     layers = [
         layer_bytes(sizes, kind, with_experts=with_experts, single=config.engine == "single", linear=linear)
@@ -124,6 +125,7 @@ def _single(config: TrainerConfig, parameters: StageParameters, kind: LayerKind)
     items: Items = {"parameters": kind.bytes * parameters.total}
     if kind.frozen:
         return items, 0.0, 0.0
+    parameters = parameters.trained(config.vision_tower)
     items["main parameters"] = 0 if kind.bytes == FP32 else FP32 * parameters.total
     items["gradients"] = FP32 * parameters.total
     items["moments"] = 2 * FP32 * parameters.total
@@ -145,10 +147,11 @@ def _fsdp(
     sharded = elements(info.tensors) / shares  # experts too: expert parallelism and row shards divide them as much
     on_device = 0 if config.fsdp.offload else 1
     items: Items = {"parameters": int(on_device * (kind.bytes if kind.frozen else FP32) * sharded)}
+    trained = parameters.trained(config.vision_tower).total / parameters.total * sharded
     if not kind.frozen:
-        items["moments"] = int(on_device * 2 * FP32 * sharded)
+        items["moments"] = int(on_device * 2 * FP32 * trained)
         # With one micro batch they are allocated in its backward pass, as activations are freed.
-        items["gradients"] = int(on_device * FP32 * sharded) if workload.micro_batches > 1 else 0
+        items["gradients"] = int(on_device * FP32 * trained) if workload.micro_batches > 1 else 0
     layer_elements: dict[int, float] = defaultdict(float)
     outside = 0
     for name, header in info.tensors.items():
@@ -166,7 +169,7 @@ def _fsdp(
     items["gradient of the output layer"] = FP32 * sizes.vocabulary * sizes.hidden
     # Two layers gathered, gradients of one, and the fp32 copy that is reduced.
     backward = (2 * kind.bytes if config.fsdp.reshard_after_forward else 0) * layer + (kind.bytes + FP32) * layer
-    gradients = 0.0 if items["gradients"] else on_device * FP32 * sharded
+    gradients = 0.0 if items["gradients"] else on_device * FP32 * trained
     update = 0 if kind.fused else ADAM_TEMPORARIES * FP32 * max(parameters.embedding, parameters.layer_matrix) / shares
     last = (kind.bytes + FP32) * outside  # embedding and output layer are reduced last
     return items, backward, gradients + max(update, last)

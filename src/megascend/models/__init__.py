@@ -1,6 +1,6 @@
 """Declarations of architectures: one file a family, and the registry."""
 
-from megascend.models.base import Architecture, Config, expert_count, expert_layers, text_config
+from megascend.models.base import Architecture, Config, ImageLayout, Images, expert_count, expert_layers, text_config
 from megascend.models.registry import (
     architecture_named,
     architecture_of,
@@ -12,6 +12,8 @@ from megascend.models.registry import (
 __all__ = [
     "Architecture",
     "Config",
+    "ImageLayout",
+    "Images",
     "architecture_named",
     "architecture_of",
     "expert_count",

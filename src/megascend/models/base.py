@@ -34,6 +34,49 @@ ALIASES = {
 
 
 @dataclass(frozen=True)
+class Images:
+    """Pictures as inputs of a family's models: a vision tower turns a grid of patches into features, each in place of one token.
+
+    Attributes:
+        tower: prefix of the tower's tensors, in checkpoints and in transformers' model.
+        token: key of ``config.json`` with the id of the token that stands for a feature.
+        merge: key of ``vision_config`` with the side of the square of patches that makes one feature.
+        processor: transformers' classes of the image processor, video processor and processor, for new models.
+        special_tokens: of the tokenizer: begin and end of a picture, a feature of a picture, a feature of a video.
+    """
+
+    tower: str = "model.visual."
+    token: str = "image_token_id"
+    merge: str = "spatial_merge_size"
+    processor: tuple[str, str, str] = ("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor")
+    special_tokens: tuple[str, str, str, str] = (
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    )
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """Sizes by which a model's pictures and tokens fit together.
+
+    Attributes:
+        token: id of the token that stands for one feature of a picture.
+        merge: side of the square of patches that makes one feature.
+        patch_width: numbers of a patch: channels x frames x height x width.
+    """
+
+    token: int
+    merge: int
+    patch_width: int
+
+    def features(self, frames: int, height: int, width: int) -> int:
+        """Return the features, and tokens, of a grid of patches."""
+        return frames * height * width // self.merge**2
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A family of models. The defaults describe a plain decoder; subclasses override what differs.
 
@@ -63,8 +106,11 @@ class Architecture:
             follow, or one of their own.
         packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
             them.
+        inputs: what a sample may hold beside tokens; None: nothing.
+        text_type: ``model_type`` of ``text_config``, of a family whose ``config.json`` has one.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
+        proven_with_pictures: tests compare training with pictures in the layouts that take them (docs/images.md).
     """
 
     model_types: tuple[str, ...]
@@ -81,8 +127,11 @@ class Architecture:
     prediction_head: bool = False
     prediction_layers: str = "model.layers"
     packages: tuple[str, ...] = ()
+    inputs: Images | None = None
+    text_type: str | None = None
     tiny: Mapping[str, Any] = field(default_factory=dict)
     proven: bool = False
+    proven_with_pictures: bool = False
 
     @property
     def model_type(self) -> str:
@@ -100,6 +149,10 @@ class Architecture:
             if config.get(name) is None
         }
         return dict(config) | {name: value for name, value in aliases.items() if value is not None}
+
+    def full_config(self, text: Config) -> dict[str, Any]:
+        """Return the ``config.json`` of a model with these settings of its language model; others may be among them."""
+        return dict(text)
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         """Return settings of mcore-bridge's ``ModelConfig`` that replace what its parser reads from a full configuration.
@@ -144,6 +197,26 @@ class Architecture:
         Sizes that all models have are checked for all (:func:`megascend.topology.topology.check_model`).
         """
         return []
+
+    def transposes_experts(self, shapes: Mapping[str, tuple[int, ...]], config: Config) -> bool:
+        """Check whether fused experts of a checkpoint are [experts, in, out].
+
+        Args:
+            shapes: of the checkpoint's tensors, by name.
+            config: normalised.
+        """
+        return self.interleaved_experts
+
+    def image_layout(self, config: Config) -> ImageLayout | None:
+        """Return the sizes of the pictures of a complete ``config.json``; None for a model of text."""
+        if self.inputs is None:
+            return None
+        tower, kind = config.get("vision_config"), config.get("model_type")
+        if not isinstance(tower, Mapping) or not isinstance(config.get(self.inputs.token), int):
+            raise ConfigError(f"the model config ({kind}) has no vision_config, or no {self.inputs.token}")
+        channels = tower.get("in_channels", tower.get("in_chans", 3))
+        width = channels * tower["temporal_patch_size"] * tower["patch_size"] ** 2
+        return ImageLayout(config[self.inputs.token], tower[self.inputs.merge], width)
 
     def model_name(self, name: str) -> str:
         """Map the name of a checkpoint's tensor to its name in transformers' model, which peft uses."""

@@ -9,15 +9,16 @@ from importlib import import_module
 from typing import Any
 
 from megascend.errors import ConfigError
-from megascend.models import decoders, deepseek, glm, mixtures, qwen_hybrid
+from megascend.models import decoders, deepseek, glm, mixtures, qwen3_vl, qwen_hybrid
 from megascend.models.base import Architecture, Config, text_config
 
 BUILT_IN = {
     model_type: architecture
-    for module in (decoders, deepseek, glm, mixtures, qwen_hybrid)
+    for module in (decoders, deepseek, glm, mixtures, qwen_hybrid, qwen3_vl)
     for architecture in module.FAMILIES
     for model_type in architecture.model_types
 }
+_BY_TEXT_TYPE = {architecture.text_type: architecture for architecture in BUILT_IN.values() if architecture.text_type}
 _from_outside: dict[str, Architecture] = {}
 
 
@@ -60,12 +61,17 @@ def registered(model_type: str | None) -> Architecture | None:
 
 def architecture_of(config: Config) -> Architecture:
     """Return the declaration of a configuration's ``model_type``; of an unknown one, a plain decoder's."""
-    return architecture_named(str(text_config(config).get("model_type") or config.get("model_type") or ""))
+    outer = str(config.get("model_type") or "")
+    return _declared(outer) or architecture_named(str(text_config(config).get("model_type") or outer))
 
 
 def architecture_named(model_type: str) -> Architecture:
-    """Return the declaration of a ``model_type``; of an unknown one, a plain decoder's."""
-    return _from_outside.get(model_type) or BUILT_IN.get(model_type) or _plain(model_type)
+    """Return the declaration of a ``model_type``, or of a ``text_config``'s; of an unknown one, a plain decoder's."""
+    return _declared(model_type) or _plain(model_type)
+
+
+def _declared(model_type: str) -> Architecture | None:
+    return _from_outside.get(model_type) or BUILT_IN.get(model_type) or _BY_TEXT_TYPE.get(model_type)
 
 
 @cache

@@ -58,7 +58,7 @@ class Recomputed(Decoder):
 def sample_of(row: ResponseRow) -> Sample:
     """Build a sample of prompt and response so far, with weight 0 everywhere."""
     tokens = [*row.request.prompt, *row.tokens]
-    return Sample(tokens, tokens, [0.0] * len(tokens), adapter=row.request.adapter)
+    return Sample(tokens, tokens, [0.0] * len(tokens), adapter=row.request.adapter, images=row.request.images)
 
 
 class Cached(Decoder):

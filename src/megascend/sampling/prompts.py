@@ -114,7 +114,11 @@ def _scored(
     fields: Mapping[int, dict[str, Tensor]] | None = None,
 ) -> list[tuple[int, T | None]]:
     """Return ``score`` of the prompts, divided over data parallel ranks, by index; None for a prompt of one token."""
-    samples = {index: Sample.causal(request.prompt) for index, request in requests if len(request.prompt) > 1}
+    samples = {
+        index: Sample.causal(request.prompt, images=request.images)
+        for index, request in requests
+        if len(request.prompt) > 1
+    }
     for index, request in requests:
         if index in samples:
             samples[index].adapter = request.adapter

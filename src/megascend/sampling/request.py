@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megascend.batch.images import SampleImages
+
 Stop = str | int | tuple[int, ...]
 """A text, a token id, or a sequence of token ids."""
 
@@ -68,6 +70,7 @@ class SampleRequest:
         target_tokens: token ids to score at each prompt position but the first, equally many in every row; -1: none.
         prompt_draws: also draw this many independent tokens at each prompt position but the first, at the request's temperature
             and from the full vocabulary.
+        images: pictures of the prompt, for a model that takes them.
     """
 
     prompt: Sequence[int]
@@ -79,6 +82,7 @@ class SampleRequest:
     topk_logprobs: int = 0
     target_tokens: tuple[tuple[int, ...], ...] | None = None
     prompt_draws: int = 0
+    images: SampleImages | None = None
 
     def refusal(self, adapters: Collection[str], vocab_size: int, limit: int, setting: str) -> str | None:
         """Return why the request cannot be answered, or None. Pure.

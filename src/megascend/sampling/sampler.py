@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megascend.backend import Backend
+from megascend.batch import images
 from megascend.distributed.objects import gather_objects
 from megascend.errors import EngineError
 from megascend.sampling.choice import choose, top_logprobs
@@ -149,6 +150,8 @@ class Sampler:
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
         call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
         cache_unsupported_reason = self._engine.cache_unsupported_reason() if self._cache else "Sampler(cache=False)"
+        if self._engine.info.image_layout is not None:
+            cache_unsupported_reason = "positions of pictures"
         reports = gather_objects((refusals, seeds, cache_unsupported_reason), "world", self._groups, call)
         # Decoders are collective: if one rank cannot cache, none does.
         self.cache_unsupported_reason = next((reason for *_, reason in reports if reason is not None), None)
@@ -168,6 +171,9 @@ class Sampler:
             (self._cache_tokens, "the sampler's cache_tokens"),
         ]
         limit, setting = min(limits, key=lambda entry: entry[0])
+        problem = images.problem(torch.tensor(request.prompt), request.images, engine.info.image_layout)
+        if problem is not None:
+            return f"the prompt {problem}"
         return request.refusal(engine.trainable.adapters, self._backend.vocab_size, limit, setting)
 
     # --- one batch ---
@@ -210,6 +216,9 @@ class Sampler:
                 raise EngineError(f"sampling: {result.problem}")
             for number, token in result.tokens.items():
                 by_number[number].add(token.token, token.logprob, token.top, stopped=token.stopped)
+                layout = self._engine.info.image_layout
+                if layout is not None and token.token == layout.token:
+                    by_number[number].fail(f"the model sampled token {token.token}, which stands for a picture")
             for number in result.failed:
                 by_number[number].fail("the model's logits are not finite")
             all_cancelled |= result.cancelled

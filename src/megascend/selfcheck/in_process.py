@@ -22,8 +22,9 @@ from torch import Tensor
 
 from megascend.errors import ConfigError, MegascendError
 from megascend.huggingface.scalar_head import ScalarHead
+from megascend.models import architecture_named
 from megascend.selfcheck.process import Trial, TrialResult
-from megascend.selfcheck.slicing import WINDOWS, Slice, slice_model
+from megascend.selfcheck.slicing import WINDOWS, WITH_TOWER, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.trial_inputs import choose_samples, description, difference, randomise
 from megascend.selfcheck.verdict import Verdict
 
@@ -70,6 +71,8 @@ class Subject(ABC):
 
 def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     """Return the slice of a model (``raw``: its ``config.json``); accept nested configurations and other names of sizes."""
+    if architecture_named(config.model_type).inputs is not None:
+        raise CannotSliceError(WITH_TOWER)
     text = config.get_text_config()
     if text is not config:
         name = next((key for key in config.sub_configs if getattr(config, key, None) is text), None)

@@ -24,6 +24,7 @@ LENGTHS = (3, 8, 13, 40, 48)
 MAX_LAYERS = 8
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 
+WITH_TOWER = "no slice is made of a model with a vision tower"
 IRRELEVANT_SETTINGS = (
     "_name_or_path",
     "auto_map",
@@ -64,6 +65,8 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     ``raw``: its ``config.json``; ``full``: with all defaults; ``longest``: tokens of the longest sample that a run allows.
     Without ``window_in_force`` samples are never longer than the model's sliding window.
     """
+    if isinstance(raw.get("vision_config"), Mapping):
+        raise CannotSliceError(WITH_TOWER)
     missing = [
         name for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not full.get(name)
     ]

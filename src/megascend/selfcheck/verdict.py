@@ -116,7 +116,8 @@ def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
     """Return warnings for the user that do not stop the training."""
     model_type = str(config.get("model_type"))
     warnings = gaps(verdict, model_type)
-    if not architecture_named(model_type).proven:
+    architecture = architecture_named(model_type)
+    if not (architecture.proven or architecture.proven_with_pictures):
         passed = "; the self-check of its forward pass agrees with transformers" if verdict.status == "agrees" else ""
         names = ", ".join(sorted(architecture.model_type for architecture in proven()))
         warnings.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Literal
 
+from megascend.batch import images
 from megascend.batch.losses import Loss
 from megascend.batch.sample import Sample
 from megascend.engines import router_replay
@@ -32,6 +33,8 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
                     f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary "
                     f"[0, {vocab_size}); does the tokenizer belong to this model?"
                 )
+        if problem := images.problem(sample.input_ids, sample.images, engine.info.image_layout):
+            raise DataError(f"sample {index} {problem}")
 
 
 def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str) -> None:

@@ -355,7 +355,16 @@ class Step:
             source, index = samples, adapter_index
             if members:
                 members.sort(key=lambda member: index[member])  # in place: results are matched to samples by the plan
-                batch = build(samples, members, engine.layout, loss, engine.device, adapter_index=index, mtp=mtp)
+                batch = build(
+                    samples,
+                    members,
+                    engine.layout,
+                    loss,
+                    engine.device,
+                    adapter_index=index,
+                    mtp=mtp,
+                    image_layout=engine.info.image_layout,
+                )
             else:
                 # A dummy batch takes part in the other ranks' collectives. It holds a real sample if there is one, with weight 0.
                 if not samples:
@@ -371,6 +380,7 @@ class Step:
                     dummy=True,
                     adapter_index=index,
                     mtp=mtp,
+                    image_layout=engine.info.image_layout,
                 )
             engine.trainable.prepare(batch, source, order)
             batches.append(batch)

@@ -13,6 +13,7 @@ def build(path: str, config: dict[str, Any], seed: int) -> None:
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
+        AutoModelForImageTextToText,
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
     )
@@ -22,6 +23,7 @@ def build(path: str, config: dict[str, Any], seed: int) -> None:
     loaders: dict[str, Any] = {
         "SequenceClassification": AutoModelForSequenceClassification,
         "TokenClassification": AutoModelForTokenClassification,
+        "ConditionalGeneration": AutoModelForImageTextToText,
     }
     task = ((config.get("architectures") or [""])[0] or "").rpartition("For")[2]
     model = loaders.get(task, AutoModelForCausalLM).from_config(AutoConfig.for_model(**config))

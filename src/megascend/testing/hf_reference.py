@@ -6,9 +6,10 @@ JOB names a checkpoint, samples (token ids, prompt lengths, and what the loss ne
 the losses and gradient norms of every step and the first logits of every sample; with ``gradients`` those of the first step
 before clipping, and with ``weights`` the trained weights, both by the names of a checkpoint. All of it is computed in ``dtype``,
 default ``float32``; in ``bfloat16`` the model and its gradients of a sample, with weights, gradients' sums and AdamW in fp32.
-Policy and preference losses are written out here from their papers. With ``aux_loss`` a router loss is added: of ``aux_formula``
-``megatron`` it is written out by its definition (Fedus et al. 2021, eq. 4, divided by k as Megatron-Core does), of
-``transformers`` it is that package's own function.
+Samples may have pictures: ``pixel_values`` and ``grids``, where their ``token_ids`` have the token ``image_token``; parameters
+whose names begin with one of ``frozen`` are not trained. Policy and preference losses are written out here from their papers.
+With ``aux_loss`` a router loss is added: of ``aux_formula`` ``megatron`` it is written out by its definition (Fedus et al. 2021,
+eq. 4, divided by k as Megatron-Core does), of ``transformers`` it is that package's own function.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def main(job_path: str, result_path: str) -> None:
@@ -35,19 +36,23 @@ def main(job_path: str, result_path: str) -> None:
     # torch has no grouped matrix products in float64.
     eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     stored = torch.float32 if dtype == torch.bfloat16 else dtype
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    loader = AutoModelForImageTextToText if "image_token" in job else AutoModelForCausalLM
+    model: Any = loader.from_pretrained(
         job["checkpoint"], dtype=stored, attn_implementation="eager", local_files_only=True, **eager
     )
     model.train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(tuple(job.get("frozen", ()))))
     if stored != dtype:
         model = Rounded(model, dtype)
     samples = job["samples"]
+    if "image_token" in job:
+        samples = [{**sample, "image_token": job["image_token"]} for sample in samples]
     result: dict[str, Tensor] = {}
     precise = InDouble if dtype == torch.float64 else contextlib.nullcontext
     with torch.no_grad(), precise():
         for index, sample in enumerate(samples):
-            tokens = torch.tensor(sample["token_ids"])
-            result[f"logits.{index}"] = model(tokens[None, :-1]).logits[0].contiguous()
+            result[f"logits.{index}"] = logits_of(model, sample).contiguous()
     if job.get("gradients"):
         with precise():
             batch_loss(model, samples, job["loss"], job.get("reduction", "mean")).backward()
@@ -137,13 +142,25 @@ def train(
     return losses, norms
 
 
+def logits_of(model: Any, sample: dict[str, Any]) -> Tensor:
+    """Return the logits [length, vocabulary] of a sample's tokens, without the last token."""
+    tokens = torch.tensor(sample["token_ids"])[None, :-1]
+    pictures: dict[str, Tensor] = {}
+    if "image_token" in sample:  # transformers takes positions by rows and columns from the kinds of tokens
+        pictures = {"mm_token_type_ids": (tokens == sample["image_token"]).int()}
+    if "pixel_values" in sample:
+        pixels = torch.tensor(sample["pixel_values"], dtype=torch.float32).to(model.dtype)
+        pictures |= {"pixel_values": pixels, "image_grid_thw": torch.tensor(sample["grids"])}
+    return model(tokens, **pictures).logits[0]
+
+
 def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: str) -> Tensor:
     """Return the loss over all samples, with one forward pass each."""
     total, count = torch.zeros((), dtype=model.dtype), 0.0
     margins: dict[Any, dict[bool, Tensor]] = {}
     for sample in samples:
         tokens = torch.tensor(sample["token_ids"])
-        logprobs = model(tokens[None, :-1]).logits[0].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        logprobs = logits_of(model, sample).float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         weights = (torch.arange(1, len(tokens)) >= sample["prompt_length"]).float()
         if "weights" in sample:
             weights = torch.tensor(sample["weights"], dtype=torch.float32)

@@ -369,6 +369,8 @@ def hf_reference(
     weights: bool = False,
     gradients: bool = False,
     reduction: str = "mean",
+    image_token: int | None = None,
+    frozen: Sequence[str] = (),
 ) -> Trajectory:
     """Run the job with Hugging Face and torch AdamW; the result stays in ``folder`` for the next caller with the same job.
 
@@ -380,6 +382,9 @@ def hf_reference(
         weights: also return the trained ones.
         gradients: also return those of the first step, before clipping.
         reduction: ``sum``: the loss is not divided by the sum of weights.
+        image_token: of a model that takes pictures, the id of the token that stands for them; ``fields`` may have
+            ``pixel_values`` and ``grids``.
+        frozen: beginnings of names of parameters that are not trained.
     """
     from safetensors.torch import load_file
 
@@ -401,6 +406,7 @@ def hf_reference(
     job |= ({"dtype": dtype} if dtype != "float32" else {}) | ({"weights": True} if weights else {})
     job |= {"gradients": True} if gradients else {}
     job |= {"reduction": reduction} if reduction != "mean" else {}
+    job |= {"image_token": image_token, "frozen": list(frozen)} if image_token is not None else {}
     tensors = load_file(reference(folder, "hf_reference.py", job))
 
     def part(prefix: str) -> dict[str, Tensor]:
@@ -418,9 +424,9 @@ def hf_reference(
 def bounds(case: Case, folder: Path, checkpoint: Path, tokens: list[list[int]], steps: int) -> tuple[float, float]:
     """Return the bounds of a case's losses and gradient norms in a number of steps.
 
-    Some models amplify rounding: there they are twice what transformers' own fp32 is away from fp64, if that is more. In bf16 they
-    are four times what transformers' own bf16 is away from its fp32, routing that flips included: a wider bound would hide a
-    layer that is computed wrongly in 16 bits only.
+    Some models amplify rounding: there they are twice what transformers' own fp32 is away from fp64, if that is more. In bf16
+    they are four times what transformers' own bf16 is away from its fp32, routing that flips included: a wider bound would hide
+    a layer that is computed wrongly in 16 bits only.
     """
     if case.precision == "fp16":
         return case.loss_bound, case.norm_bound
@@ -436,14 +442,21 @@ def bounds(case: Case, folder: Path, checkpoint: Path, tokens: list[list[int]], 
 
 
 def run_case(
-    case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS, weights: bool = False
+    case: Case,
+    checkpoint: Path,
+    tokens: list[list[int]],
+    steps: int = STEPS,
+    weights: bool = False,
+    prepared: list[Sample] | None = None,
+    **settings: Any,
 ) -> Trajectory:
     """Run one rank of ``case``; return its trajectory, with logits only where one data parallel rank has all samples.
 
-    With ``weights`` rank 0's has the trained weights, as they are exported.
+    With ``weights`` rank 0's has the trained weights, as they are exported. ``prepared`` samples replace those of ``tokens``;
+    ``settings`` are the backend's.
     """
-    backend = case_backend(case, checkpoint)
-    all_samples = causal_samples(tokens)
+    backend = case_backend(case, checkpoint, **settings)
+    all_samples = causal_samples(tokens) if prepared is None else prepared
     samples = backend.shard(all_samples)
     logits = backend.forward(all_samples, logits=True).logits if backend.topology.data == 1 else None
     losses, norms = [], []
@@ -452,7 +465,7 @@ def run_case(
             saved = checkpoint.with_name(f"{checkpoint.name}-{case.name}".replace(" ", "_"))
             backend.save(saved, wait=True)
             backend.close()
-            backend = case_backend(case, checkpoint)
+            backend = case_backend(case, checkpoint, **settings)
             backend.load(saved)
         result = backend.forward_backward(samples)
         step = backend.optimizer_step()
@@ -487,13 +500,19 @@ def case_backend(case: Case, checkpoint: Path, **settings: Any) -> MegatronBacke
 
 
 def train_case(
-    case: Case, checkpoint: Path, tokens: list[list[int]], steps: int = STEPS, weights: bool = False
+    case: Case,
+    checkpoint: Path,
+    tokens: list[list[int]],
+    steps: int = STEPS,
+    weights: bool = False,
+    prepared: list[Sample] | None = None,
+    **settings: Any,
 ) -> Trajectory:
     """Run ``case`` with megascend on forked processes; rank 0's trajectory, equal on all ranks or an error."""
     from megascend.testing.distributed import run_distributed
 
-    arguments = (case, checkpoint, tokens, steps, weights)
-    ranks = run_distributed(run_case, case.world_size, *arguments, init=False, timeout_s=120)
+    arguments = (case, checkpoint, tokens, steps, weights, prepared)
+    ranks = run_distributed(run_case, case.world_size, *arguments, init=False, timeout_s=120, **settings)
     return first_of_equals(case.name, ranks)
 
 

@@ -64,7 +64,7 @@ def tiny_config(arch: str, **overrides: Any) -> dict[str, Any]:
         "pad_token_id": 0,
         "torch_dtype": "float32",
     }
-    return config | dict(architecture.tiny) | overrides
+    return architecture.full_config(config | dict(architecture.tiny) | overrides)
 
 
 def write_tiny_checkpoint(path: str | Path, arch: str, seed: int = 0, **overrides: Any) -> Path:

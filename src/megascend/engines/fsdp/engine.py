@@ -15,7 +15,7 @@ from megascend.changes import patch
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
-from megascend.engines import linear_attention
+from megascend.engines import linear_attention, pictures
 from megascend.engines.base import OnOutput, check_head, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
@@ -84,6 +84,10 @@ class FsdpEngine(TransformersEngine):
         self._cached: Filling | Growing | None = None  # of the micro batch that runs
         if spec.batching.packing:
             pass_borders(self.model)
+        self._pictures: pictures.PicturesOfText | None = None
+        if info.architecture.inputs is not None:
+            pictures.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
+            self._pictures = pictures.PicturesOfText(self.model, info.architecture.inputs)
         # Recomputation, then compilation, then fully_shard's hooks: each wraps the one before.
         recomputation.recompute(layers, spec.recompute.granularity)
         if spec.fsdp.compile:
@@ -156,6 +160,8 @@ class FsdpEngine(TransformersEngine):
                     self.adapters.layers.segments = batch.segments
                 self._rotary.enter(batch)
                 self._cached = batch.cached
+                if self._pictures is not None:
+                    self._pictures.enter(batch)
                 packed = None if batch.packed is None else batch.packed.lengths
                 # Passed as a keyword through the model to the attention function: transformers has no other way to
                 # tell it the borders.
@@ -257,6 +263,11 @@ class CheckedModel:
     def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
         """Build the model and check it against settings and layout. Local: a dry run does it without process groups."""
         check_head(spec, info)
+        if info.image_layout is not None and topology.context > 1:
+            raise ConfigError(
+                f"engine fsdp: parallel.context: {topology.context} with {info.architecture.model_type}, whose pictures are not "
+                "divided over context parallel ranks: set 1"
+            )
         model, context = transformers_api.meta_model(spec.model, info.shape.tied, info.scalar_head), topology.context
         if context > 1:
             text = model.config.get_text_config()

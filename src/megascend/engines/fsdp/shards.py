@@ -52,9 +52,14 @@ class LocalShard:
     divided: int = 1
 
     @property
-    def trained(self) -> bool:
-        """True for parameters, False for buffers."""
+    def is_parameter(self) -> bool:
+        """True for parameters, which are sharded; False for buffers."""
         return isinstance(self.source, nn.Parameter)
+
+    @property
+    def trained(self) -> bool:
+        """True for parameters that are not frozen."""
+        return self.is_parameter and self.source.requires_grad
 
 
 def shards(model: nn.Module, share: ExpertShare | None = None) -> Iterator[LocalShard]:
@@ -217,7 +222,7 @@ def state(
     tensors: dict[str, TensorSlices] = {}
 
     def add(name: str, shard: LocalShard, values: Tensor) -> None:
-        writes = first_copy if shard.trained else first_rank
+        writes = first_copy if shard.is_parameter else first_rank
         # Only the writer lists a tensor: slices of several ranks at the same offsets fail when torch validates the
         # plan.
         if not everything and not (writes and values.numel()):

@@ -30,10 +30,12 @@ from megascend.engines.heads import (
     tie_embeddings,
     without_bias,
 )
+from megascend.engines.pictures import attention_of
 from megascend.errors import CheckpointError, ConfigError, VersionError
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.kernels.npu import GroupedProduct
+from megascend.models import architecture_named
 
 OLDEST = "5.10"
 NAME = "megascend"
@@ -91,7 +93,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
     kind = config.model_type
     try:
         model = model_class(config, scalar_head, outputs).from_config(
-            config, dtype=torch.float32, attn_implementation=NAME
+            config, dtype=torch.float32, attn_implementation=attention_of(NAME, architecture_named(kind).inputs)
         )
     except KeyError as error:
         if error.args != (NAME,):

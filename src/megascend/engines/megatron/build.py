@@ -113,12 +113,12 @@ def build_config(
     arguments = hf_to_mcore_config(hf_config)
     if not arguments.get("hf_model_type"):
         raise CheckpointError(f"{model_dir}/config.json names no model_type")
-    arguments.update(activation_arguments(getattr(hf_config, "hidden_act", None), arguments))
+    arguments.update(activation_arguments(getattr(hf_config.get_text_config(), "hidden_act", None), arguments))
     arguments.update(parallel_arguments(topology))
     arguments.update(precision_arguments(precision))
     arguments.update(recompute_arguments(recompute))
+    architecture = architecture_of(hf_config.to_dict())
     full = text_config(hf_config.to_dict())
-    architecture = architecture_of(full)
     check_divisible(architecture, full, topology)
     check_packages(architecture)
     arguments.update(architecture.megatron_settings(full))
@@ -149,8 +149,13 @@ def build_config(
 def fuses_rotary(arguments: Mapping[str, Any]) -> bool:
     """Check whether Transformer Engine's fused rotary embedding, which mcore-bridge leaves off, computes the model's."""
     # Latent attention supports it with YaRN only. Where neighbouring features are pairs (GLM-4, ERNIE 4.5), Megatron-Core tells
-    # the kernel so for plain batches, and not for packed ones, which would be rotated as halves.
-    return not arguments.get("multi_latent_attention") and not arguments.get("rotary_interleaved")
+    # the kernel so for plain batches, and not for packed ones, which would be rotated as halves. Angles by time, height and width
+    # differ between the samples of a batch.
+    return not (
+        arguments.get("multi_latent_attention")
+        or arguments.get("rotary_interleaved")
+        or arguments.get("position_embedding_type") == "mrope"
+    )
 
 
 def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:
@@ -252,9 +257,14 @@ def check_recompute(recompute: Recompute, arguments: Mapping[str, Any]) -> None:
 
 def check_output_layer(config: ModelConfig) -> None:
     """Raise ConfigError, on every rank, for models whose logits are more than a product with the output weight."""
-    if config.is_multimodal:
-        raise ConfigError(f"{config.hf_model_type} is a multimodal model; megascend trains text models only")
     kind: Any = config.model_meta.loader(config).model_cls  # type: ignore[reportOptionalCall]
+    if config.is_multimodal:
+        if architecture_named(str(config.hf_model_type)).inputs is None:
+            raise ConfigError(
+                f"{config.hf_model_type} is a multimodal model that megascend does not declare; it trains text models, and those "
+                "with pictures that docs/images.md lists"
+            )
+        kind = kind.language_model_cls
     for name in ("_forward_output_layer", "_postprocess"):
         if getattr(kind, name, None) is not getattr(GPTModel, name, None):
             raise ConfigError(
@@ -270,7 +280,7 @@ def check_window(config: ModelConfig, longest: int) -> None:
         longest: tokens of the longest sample allowed.
     """
     # mcore-bridge drops sliding_window for most architectures; the model would silently attend to all tokens.
-    hf: Any = config.hf_config
+    hf: Any = config.hf_config.get_text_config()  # type: ignore[reportOptionalMemberAccess]
     window = getattr(hf, "sliding_window", None)
     sliding = getattr(hf, "use_sliding_window", True) and "sliding_attention" in (
         getattr(hf, "layer_types", None) or ["sliding_attention"]

@@ -39,6 +39,7 @@ from megascend.engines.megatron import (
     replayed_routers,
     routers,
     state,
+    vision,
     weights,
 )
 from megascend.engines.megatron.build import build_chunks, build_config, check_packing, check_window
@@ -77,6 +78,7 @@ class MegatronEngine(Engine):
     Attributes:
         config: mcore-bridge's ModelConfig.
         chunks, bare_chunks: this rank's model chunks, with and without Megatron's DDP wrapper.
+        decoders: their language models; the chunks themselves for a model of text.
         head: the output head on the last pipeline stage of a causal language model, else None.
         prediction: the head for multi-token prediction on the last pipeline stage, if it is trained; else None.
         adapters: adapters on a frozen model; None if the model itself is trained.
@@ -114,7 +116,10 @@ class MegatronEngine(Engine):
         self.runtime.configure_model(self.config, spec.provider_options)
         self.bare_chunks = self._build_chunks(spec)
         # Modules are patched before DDP wraps them and takes their parameters.
-        self.routers = routers.Routers(self.bare_chunks, self.config, spec.moe, self.groups)
+        token = None if info.image_layout is None else info.image_layout.token
+        vision.install(self.bare_chunks, info.architecture.inputs, token, spec.vision_tower)
+        self.decoders = [vision.language_model(chunk) for chunk in self.bare_chunks]
+        self.routers = routers.Routers(self.decoders, self.config, spec.moe, self.groups)
         self._replay: MegatronRouterReplay | None = None
         self.replay_unsupported_reason = replayed_routers.unsupported_reason(self.config, graphs=graphs is not None)
         if spec.mtp == "train":
@@ -122,8 +127,8 @@ class MegatronEngine(Engine):
             self.mtp_loss_weight = spec.mtp_loss_weight
         layers = replayed_routers.expert_layers(self.config)
         if layers is not None and self.replay_unsupported_reason is None:
-            self.router_replay = self._replay = MegatronRouterReplay(self.bare_chunks, layers, self.groups)
-        last = self.bare_chunks[-1]
+            self.router_replay = self._replay = MegatronRouterReplay(self.decoders, layers, self.groups)
+        last = self.decoders[-1]
         self.head = None
         if last.post_process and info.scalar_head is None:
             self.head = OutputHead(last, info.shape.vocab_size, overlap_grad_reduce=self._overlaps)
@@ -133,7 +138,7 @@ class MegatronEngine(Engine):
         expert_weights = []
         if groups_experts:
             required = spec.moe.experts == "grouped" or graphs is not None  # CUDA graphs need grouped experts
-            expert_weights = grouped_experts.install(self.bare_chunks, self.device, required=required)
+            expert_weights = grouped_experts.install(self.decoders, self.device, required=required)
         # A separate stream only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
@@ -182,6 +187,9 @@ class MegatronEngine(Engine):
             attention_dropout.use_own_stream(chunks, self.config)
         if platform.implicit_causal_masks:
             attention_mask.install(chunks, self.config)
+        if self.config.bridge._get_need_transpose() != info.transposed_experts:
+            why = "experts are stored as the checkpoint's headers have them"
+            patch(self.config.bridge, "_get_need_transpose", lambda: info.transposed_experts, why)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
         weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh)
         if self.groups.rank == 0:
@@ -193,7 +201,7 @@ class MegatronEngine(Engine):
         from megascend.kernels import gated_silu, head_norm, qkv_rope, qkv_rope_plain
 
         head_norm.install(self.bare_chunks)
-        fused_qkv.install(self.bare_chunks, qkv_rope_plain.Trusted(qkv_rope.qkv_rope))
+        fused_qkv.install(self.decoders, qkv_rope_plain.Trusted(qkv_rope.qkv_rope))
         gated_silu.install()
         if self.config.attention_dropout == 0:
             attention_dropout.skip_stream_switch(self.bare_chunks)
@@ -213,7 +221,7 @@ class MegatronEngine(Engine):
 
         assert spec.adapters is not None
         return AdapterManager(
-            self.bare_chunks,
+            self.decoders,
             self.config,
             self.topology,
             self.groups,
@@ -261,7 +269,7 @@ class MegatronEngine(Engine):
         """Cast a chunk to 16 bits as Megatron does, except the expert biases of routers, which must stay fp32."""
         if self.precision == "fp32":
             return chunk
-        with routers.biases_in_fp32(chunk):
+        with routers.biases_in_fp32(chunk), vision.frequencies_in_fp32(chunk, self.info.architecture.inputs):
             return Float16Module(self.config, chunk)
 
     def _wrap(self, chunk: Any, index: int) -> DistributedDataParallel:
@@ -361,6 +369,7 @@ class MegatronEngine(Engine):
             position_ids=batch.position_ids,
             attention_mask=None,
             packed_seq_params=batch.packed,
+            **vision.arguments(batch, self.bare_chunks[number], self.info.architecture.inputs),
             **options,
         )
         if self.prediction is not None:
@@ -392,13 +401,13 @@ class MegatronEngine(Engine):
                 chunk.train()
 
     def cache_unsupported_reason(self) -> str | None:
-        return cached_attention.unsupported_reason(self.bare_chunks, self.config, self.topology, self.device.type)
+        return cached_attention.unsupported_reason(self.decoders, self.config, self.topology, self.device.type)
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
         """Activate the KV cache, without CUDA graphs; see :meth:`megascend.engines.base.Engine.caching`."""
         adapters = None if self.adapters is None else self.adapters.layers
-        self._cached = cached_attention.CachedAttention(self.bare_chunks, self.config, adapters)
+        self._cached = cached_attention.CachedAttention(self.decoders, self.config, adapters)
         try:
             with self._cached.installed():
                 yield
@@ -459,7 +468,7 @@ class MegatronEngine(Engine):
             ]
             merge = merged(
                 self.adapters.factors(adapter, everywhere=receivers != "main"),
-                transposed=fused if architecture.interleaved_experts else (),
+                transposed=fused if self.info.transposed_experts else (),
                 model_name=architecture.model_name,
             )
         yield from named_weights(
@@ -522,12 +531,15 @@ def configure(
     grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlapped)
     if spec.batching.cuda_graphs is not None:
         graph_support.raise_unsupported("does not support scalar heads" if info.scalar_head else None)
+        graph_support.raise_unsupported("does not support pictures" if info.image_layout else None)
         adam = None if frozen else spec.optimizer
         graph_support.raise_unsupported(
             graph_support.unsupported_reason(
                 device.type, topology, spec.precision, spec.recompute, config, adam, grouped=grouped
             )
         )
+    if info.image_layout is not None:
+        vision.check(config, topology, spec.adapters, trains_head=spec.mtp == "train")
     check_window(config, longest_sample(spec, info))
     check_packing(config, platform, packing=spec.batching.packing)
     return config, grouped

@@ -108,6 +108,7 @@ class _Probe:
         # As if this rank were the only pipeline stage: nothing is communicated.
         view.pp_size = view.ep_pp_size = 1
         view._get_weight = self._get_weight
+        view._set_module = self._set_module
         view._all_gather_tp = self._all_gather_tp
         view._broadcast_ep_pp = lambda tensor, is_expert: tensor
         view._convert_mtp_embeds = lambda *args: (
@@ -158,6 +159,11 @@ class _Probe:
         converted, _ = self._class._get_weight(self._view, numbers if is_fused else numbers[0], *args, **options)
         return converted, None
 
+    def _set_module(self, module: Any, state: Any, prefix: str, to_mcore: bool) -> dict[str, Tensor]:
+        if module is None:  # of another pipeline stage
+            return {}
+        return {f"{prefix}{name}": self._numbers[_memory_key(tensor)] for name, tensor in module.state_dict().items()}
+
     def _all_gather_tp(self, numbers: Tensor, dim: int | None, is_expert: bool) -> Tensor:
         size, rank = (
             (self._view.etp_size, self._view.etp_rank) if is_expert else (self._view.tp_size, self._view.tp_rank)
@@ -194,6 +200,8 @@ def _slices(
     """
     dims = shape if len(shape) == 1 else shape[:-1]
     actual = tuple(numbers.shape) if len(shape) == 1 else tuple(numbers.shape[:-1])
+    if math.prod(dims[1:]) > math.prod(actual[1:]) == 1:  # a convolution: numbers of its first dimension
+        dims, actual = shape[:1], actual[:1]
     if actual[1:] != dims[1:] or actual[0] < dims[0] or numbers.numel() != math.prod(actual):
         raise CheckpointError(
             f"{weight} of shape {list(shape)} does not consist of complete rows, but of shape {list(numbers.shape)}"

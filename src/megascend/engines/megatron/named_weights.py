@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -96,7 +97,8 @@ def named_weights(
             raise CheckpointError(f"named_weights: {problem}")
         return tensor
 
-    weights = _join_fused(_Collector(bridge, groups, receiving, device, barrier.before_layer).weights(chunks), headers)
+    collector = _Collector(bridge, groups, receiving, device, barrier.before_layer, list(headers))
+    weights = _join_fused(collector.weights(chunks), headers)
     weights = with_copies(weights, copies or {})
     yield from stream_weights(
         weights, barrier, groups, headers, config.params_dtype, receives=groups.rank in receiving, finish=finish
@@ -142,7 +144,11 @@ def _view_of_part(part: FusedPart, fused: Tensor) -> Tensor:
 
 
 class _Collector:
-    """mcore-bridge's export with other communication, on a copy of the bridge; the original is not changed."""
+    """mcore-bridge's export with other communication, on a copy of the bridge; the original is not changed.
+
+    Args:
+        names: of the checkpoint's tensors, in an order that all ranks share.
+    """
 
     def __init__(
         self,
@@ -151,7 +157,9 @@ class _Collector:
         receiving: frozenset[int],
         device: torch.device | str | None,
         before_layer: Callable[[], None],
+        names: Sequence[str],
     ) -> None:
+        self._names = names
         self._groups, self._device, self._before_layer = groups, device, before_layer
         self._describes = device is not None and torch.device(device).type == "meta"
         self._receives = groups.rank in receiving
@@ -170,6 +178,7 @@ class _Collector:
         view._set_layer_state = self._set_layer_state
         view._convert_hf_state_dict = self._convert_hf_state_dict
         view._set_word_embeddings = self._set_word_embeddings
+        view._set_module = self._set_module
         view._convert_mtp_embeds = lambda *args: None  # with_copies() repeats these weights
 
     def weights(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -194,7 +203,14 @@ class _Collector:
 
     def _set_word_embeddings(self, model: Any, *args: Any, **options: Any) -> Any:
         # The last pipeline stage has a copy, for a head for multi-token prediction; the first stage sends it.
-        return self._class._set_word_embeddings(self._view, model if model.pre_process else None, *args, **options)
+        absent = SimpleNamespace(language_model=None) if self._view.is_multimodal else None
+        return self._class._set_word_embeddings(self._view, model if model.pre_process else absent, *args, **options)
+
+    def _set_module(self, module: Any, state: Any, prefix: str, to_mcore: bool) -> dict[str, Any]:
+        """Collect a module of transformers, such as a vision tower, which is on the first pipeline stage and not divided."""
+        tensors = {} if module is None else module.state_dict()
+        names = [name.removeprefix(prefix) for name in self._names if name.startswith(prefix)]
+        return {f"{prefix}{name}": self._view._get_weight(tensors.get(name), None)[0] for name in names}
 
     def _get_weight(self, *args: Any, **options: Any) -> tuple[Tensor | None, Tensor | None]:
         self._inside = True

@@ -101,6 +101,7 @@ def _bridge(kind: Any, *, bias: bool) -> Any:
 
 def fill(chunks: Sequence[Any], weights: Mapping[str, Tensor]) -> None:
     """Copy ``weights``, by name in a checkpoint, into the head on the last pipeline stage."""
-    layer = chunks[-1].output_layer if chunks[-1].post_process else None
-    for name, values in weights.items() if layer is not None else ():
-        getattr(layer, name.rpartition(".")[2]).data.copy_(values)
+    if not weights or not chunks[-1].post_process:
+        return
+    for name, values in weights.items():
+        getattr(chunks[-1].output_layer, name.rpartition(".")[2]).data.copy_(values)

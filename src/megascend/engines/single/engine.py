@@ -11,6 +11,7 @@ import torch
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
+from megascend.engines import pictures
 from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import OnOutput, ScalarOutput, check_head, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
@@ -75,6 +76,7 @@ class SingleEngine(TransformersEngine):
             check_plain_head(self.model, info.shape.vocab_size)
         self._rotary = RotaryByLength(self.model)
         check_support(self.model, spec, info)
+        pictures.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
         self._router_loss = spec.moe.aux_loss_coefficient if spec.moe.aux_loss != "none" else 0.0
         if spec.recompute.granularity == "full":
             # transformers 5.11 renamed gradient_checkpointing_enable.
@@ -103,7 +105,8 @@ class SingleEngine(TransformersEngine):
                 self._cached.batch = batch
             self._rotary.enter(batch)
             with_router_loss = self._router_loss > 0 and not forward_only
-            options = {"output_router_logits": True} if with_router_loss else {}
+            options: dict[str, Any] = {"output_router_logits": True} if with_router_loss else {}
+            options |= pictures.arguments(batch)
             replaying = contextlib.nullcontext() if self._replay is None else self._replay.replaying(batch)
             with self.groups.monitor.phase("forward"), replaying:
                 hidden, output = hidden_states(self.model, batch.input_ids, batch.position_ids, **options)

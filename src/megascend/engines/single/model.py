@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megascend.engines.transformers_names import in_checkpoint, layer_of, persis
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.exported import abbreviated
+from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.huggingface.quantised import read_tensor
@@ -196,22 +197,29 @@ def router_loss(model: Any, output: Any, batch: MicroBatch) -> Tensor:
         output: the base model's output, with ``router_logits``.
     """
     function = getattr(sys.modules[type(model).__module__], ROUTER_LOSS)
-    config, logits = model.config, output.router_logits
+    config, logits = model.config.get_text_config(), output.router_logits
     # The model routes padding, too, which would count as load of the experts that it goes to.
     mask = (~batch.padding).view(batch.input_ids.shape).long()
     return function(logits, logits[0].shape[-1], config.num_experts_per_tok, mask)
 
 
+def _as_stored(tensor: Tensor, header: TensorHeader | None) -> Tensor:
+    """Transpose fused experts that the checkpoint has as [experts, in, out], which transformers reads but writes otherwise."""
+    if header is None or tensor.ndim != 3 or header.shape == tuple(tensor.shape):
+        return tensor
+    return tensor.mT.contiguous() if header.shape == tuple(tensor.mT.shape) else tensor
+
+
 def named_weights(
     model: Any,
-    stored: Collection[str],
+    stored: Mapping[str, TensorHeader],
     merge: Callable[[str, Tensor], Tensor] | None = None,
     device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the checkpoint, tensor) of all persistent tensors, a layer at a time; tied weights once.
 
     Args:
-        stored: names of the checkpoint's tensors; see :func:`megascend.engines.transformers_names.in_checkpoint`.
+        stored: headers of the checkpoint's tensors; see :func:`megascend.engines.transformers_names.in_checkpoint`.
         device: device of the tensors; default: the model's.
     """
     tensors = persistent_tensors(model)
@@ -222,4 +230,5 @@ def named_weights(
             layer = {name: tensor.to("meta") for name, tensor in layer.items()}
         for name, tensor in in_checkpoint(model, layer, stored).items():
             merged = tensor if merge is None else merge(name, tensor)
+            merged = _as_stored(merged, stored.get(name))
             yield name, merged if device is None else merged.to(device)

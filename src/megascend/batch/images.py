@@ -1,0 +1,200 @@
+"""Pictures of samples: patches and grids beside the tokens that stand for them, and the positions of those tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megascend.errors import DataError
+from megascend.kernels.host_copy import to_device
+from megascend.models import ImageLayout
+
+DECODING_THREADS = 8
+"""Threads on which a rank decodes the pictures of a step."""
+
+
+@dataclass(frozen=True)
+class PictureSource:
+    """A picture that is not decoded yet: its file's path, or its bytes.
+
+    Attributes:
+        path: absolute, or relative to the file that names it.
+    """
+
+    path: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Return what to call it in a message."""
+        return repr(self.path) if self.path is not None else f"of {len(self.data or b'')} bytes"
+
+
+@dataclass(frozen=True)
+class PictureSources:
+    """Pictures of a sample that the data reader turns into :class:`SampleImages` when the sample is used.
+
+    Attributes:
+        folder: that their paths are relative to.
+    """
+
+    sources: tuple[PictureSource, ...]
+    folder: Path
+
+
+@dataclass(eq=False)
+class SampleImages:
+    """Pictures of one sample, in the order of their tokens, as the model's image processor returns them.
+
+    Attributes:
+        pixel_values: float32 [patches, numbers of a patch], the patches of all pictures, one picture after the other.
+        grids: int64 [pictures, 3], frames, rows and columns of each picture's grid of patches (``image_grid_thw``).
+    """
+
+    pixel_values: Any
+    grids: Any
+
+    def __post_init__(self) -> None:
+        try:
+            pixels = torch.as_tensor(self.pixel_values, device="cpu").detach().to(torch.float32)
+            grids = torch.as_tensor(self.grids, device="cpu").detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(f"images cannot become tensors: {error}") from None
+        if pixels.dim() != 2 or not len(pixels):
+            raise DataError(
+                f"images: pixel_values must be [patches, numbers of a patch], got shape {list(pixels.shape)}"
+            )
+        if grids.dim() != 2 or grids.shape[1] != 3 or grids.is_floating_point() or grids.dtype == torch.bool:
+            raise DataError(f"images: grids must be integers [pictures, 3], got {grids.dtype} {list(grids.shape)}")
+        if bool((grids < 1).any()):
+            raise DataError(f"images: grids must be positive, got {grids.tolist()}")
+        self.pixel_values, self.grids = pixels, grids.to(torch.int64)
+        if int(self.grids.prod(1).sum()) != len(pixels):
+            raise DataError(
+                f"images: grids {self.grids.tolist()} have {int(self.grids.prod(1).sum())} patches, and pixel_values has "
+                f"{len(pixels)}"
+            )
+        if not bool(pixels.isfinite().all()):
+            raise DataError("images: pixel_values must be finite")
+
+
+class DeferredImages(SampleImages):
+    """Pictures that are decoded when they are first used, on the ranks that use them."""
+
+    def __init__(self, load: Callable[[], SampleImages]) -> None:
+        self._load = load
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("pixel_values", "grids"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        images = self._load()
+        self.pixel_values, self.grids = images.pixel_values, images.grids
+        return getattr(self, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def decode_together(images: Sequence[SampleImages | PictureSources | None]) -> None:
+    """Decode the deferred pictures of samples on several threads. One that fails raises its error where it is used."""
+    deferred = [item for item in images if isinstance(item, DeferredImages)]
+
+    def decode(item: DeferredImages) -> None:
+        with contextlib.suppress(DataError):
+            _ = item.grids
+
+    if len(deferred) > 1:
+        with ThreadPoolExecutor(min(len(deferred), DECODING_THREADS)) as threads:
+            list(threads.map(decode, deferred))
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Pictures of a micro batch, on the device, in the order of their tokens.
+
+    Attributes:
+        pixel_values: float32 [patches, numbers of a patch].
+        grids: int64 [pictures, 3].
+    """
+
+    pixel_values: Tensor
+    grids: Tensor
+
+
+def problem(input_ids: Tensor, images: SampleImages | PictureSources | None, layout: ImageLayout | None) -> str | None:
+    """Return why a sample's pictures do not fit its tokens or the model, or None.
+
+    Args:
+        layout: of the model's pictures; None for a model of text.
+    """
+    if layout is None:
+        return None if images is None else "has images, which this model does not take: leave them out"
+    tokens = int((input_ids == layout.token).sum())
+    if isinstance(images, PictureSources):
+        return "has pictures that are not decoded: take samples from the data reader, or pass megascend.SampleImages"
+    if images is None:
+        if not tokens:
+            return None
+        return f"has {tokens} tokens that stand for a picture (id {layout.token}) and no images: set images"
+    if images.pixel_values.shape[1] != layout.patch_width:
+        return (
+            f"has patches of {images.pixel_values.shape[1]} numbers, and the model's have {layout.patch_width}: use the image "
+            "processor of this checkpoint"
+        )
+    uneven = [grid for grid in images.grids.tolist() if grid[1] % layout.merge or grid[2] % layout.merge]
+    if uneven:
+        return f"has a picture of {uneven[0][1]} x {uneven[0][2]} patches, which {layout.merge} x {layout.merge} do not divide"
+    expected = [layout.features(*grid) for grid in images.grids.tolist()]
+    if tokens != sum(expected):
+        return (
+            f"has {tokens} tokens that stand for a picture (id {layout.token}), and its {len(expected)} pictures need "
+            f"{sum(expected)} ({', '.join(map(str, expected))})"
+        )
+    return None
+
+
+def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> Tensor:
+    """Return positions by time, height and width, int64 [3, length] (arXiv:2409.12191, section 2.1).
+
+    Text counts on from the largest position before it, in all three rows alike; a picture's tokens begin there and spread over
+    its rows and columns.
+
+    Args:
+        input_ids: [length]; the tokens of a picture follow one another.
+        grids: [pictures, 3], or None.
+    """
+    length = len(input_ids)
+    rows = torch.empty(3, length, dtype=torch.int64)
+    starts = (input_ids == layout.token).nonzero().flatten().tolist()
+    begin, position, used = 0, 0, 0
+    for frames, height, width in [] if grids is None else grids.tolist():
+        height, width = height // layout.merge, width // layout.merge
+        start = starts[used]
+        text = start - begin
+        rows[:, begin:start] = torch.arange(position, position + text)
+        position += text
+        begin = start + frames * height * width
+        grid = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
+        rows[:, start:begin] = torch.stack(grid).flatten(1) + position
+        position += max(height, width)
+        used += frames * height * width
+    rows[:, begin:] = torch.arange(position, position + length - begin)
+    return rows
+
+
+def joined(images: Sequence[SampleImages | PictureSources | None], device: torch.device) -> ImageBatch | None:
+    """Return the pictures of samples on a device; None if no sample has any."""
+    present = [item for item in images if isinstance(item, SampleImages)]
+    if not present:
+        return None
+    return ImageBatch(
+        to_device(torch.cat([item.pixel_values for item in present]), device),
+        to_device(torch.cat([item.grids for item in present]), device),
+    )

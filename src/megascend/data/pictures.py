@@ -1,0 +1,322 @@
+"""Pictures in conversations: where they come from, decoding within limits, and the patches that a model's processor makes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megascend.batch.images import PictureSource, PictureSources, SampleImages
+from megascend.config import Pictures
+from megascend.data.document import Document, Message, Messages
+from megascend.errors import DataError, MissingDependencyError
+from megascend.huggingface.files import read_config
+from megascend.models import ImageLayout, architecture_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+"""Pillow's names of the formats that are decoded."""
+DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(?P<data>.*)", re.DOTALL)
+PLACEHOLDER = "<image>"
+"""Place of a picture in the text of messages, in data sets with a column of pictures."""
+KEYS = ("image", "path", "url", "base64", "bytes")
+"""Keys of a part for the picture itself."""
+
+
+# --- in records ---
+
+
+def picture_part(part: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a part of a message's content that is a picture; without a source, it takes the next one of the column of pictures.
+
+    Args:
+        part: ``{"type": "image", "image": ...}``, with another of :data:`KEYS`, or OpenAI's ``{"type": "image_url", ...}``.
+        where: begins every error.
+    """
+    if part["type"] == "image_url":
+        url = part.get("image_url")
+        values = [url.get("url") if isinstance(url, dict) else url]
+    else:
+        values = [part[key] for key in KEYS if part.get(key) is not None]
+    if len(values) > 1:
+        raise DataError(f"{where} names more than one picture: leave one of {', '.join(KEYS)}")
+    if part["type"] == "image_url" and values == [None]:
+        raise DataError(f"{where} has no url")
+    return {"type": "image", "image": picture_source(values[0], where) if values else None}
+
+
+def picture_source(value: Any, where: str) -> PictureSource:
+    """Return the source of a picture: a path, base64 in a data URL or plain, bytes, or what parquet and datasets have."""
+    if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
+        content = value.get("bytes")
+        return picture_source(value["path"] if content is None else content, where)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return PictureSource(data=bytes(value))
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where} must be a path, a data: URL with base64, or bytes, found {value!r:.60}")
+    if match := DATA_URL.fullmatch(value):
+        try:
+            return PictureSource(data=base64.b64decode(match["data"], validate=True))
+        except (binascii.Error, ValueError) as error:
+            raise DataError(f"{where} is not valid base64: {error}") from None
+    if value.startswith("file://"):
+        value = value.removeprefix("file://")
+    if re.match(r"[a-zA-Z][\w+.-]+:", value) and not re.match(r"[a-zA-Z]:[\\/]", value):
+        raise DataError(
+            f"{where} is {value!r:.60}; pictures are read from files and data: URLs, never from a network: fetch them first"
+        )
+    return PictureSource(path=value)
+
+
+def with_pictures(document: Document, column: Any, source: str) -> Document:
+    """Return a document whose parts without a source have the pictures of its column, in order.
+
+    Args:
+        column: a picture, a list of them, or None.
+    """
+    values = [] if column is None or column == [] else column if isinstance(column, list) else [column]
+    pictures = [picture_source(value, f"{source}: images[{number}]") for number, value in enumerate(values)]
+
+    def side(messages: Any, name: str) -> Any:
+        return _placed(messages, pictures, f"{source}: {name}") if isinstance(messages, tuple) else messages
+
+    return replace(
+        document,
+        messages=side(document.messages, "messages"),
+        chosen=side(document.chosen, "chosen"),
+        rejected=side(document.rejected, "rejected"),
+    )
+
+
+def _placed(messages: Messages, pictures: Sequence[PictureSource], where: str) -> Messages:
+    """Put pictures into the parts that lack one or, if no message has such a part, in place of ``<image>`` in the texts."""
+    parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
+    if pictures and not parts:
+        messages = tuple(_split(message) for message in messages)
+        parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
+    missing = sum(part["image"] is None for part in parts)
+    if missing != len(pictures):
+        raise DataError(
+            f"{where} have {missing} places for pictures ({PLACEHOLDER} in a text, or parts of type 'image' without one), and "
+            f"images has {len(pictures)}"
+        )
+    remaining = iter(pictures)
+
+    def filled(message: Message) -> Message:
+        if not any(part["type"] == "image" and part["image"] is None for part in _parts(message)):
+            return message
+        content = [
+            part | {"image": next(remaining)} if part["type"] == "image" and part["image"] is None else part
+            for part in message["content"]
+        ]
+        return message | {"content": content}
+
+    return tuple(filled(message) for message in messages)
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _split(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str) or PLACEHOLDER not in content:
+        return message
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(PLACEHOLDER)):
+        parts += [{"type": "image", "image": None}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return message | {"content": parts}
+
+
+def sources_of(messages: Iterable[Message]) -> list[PictureSource]:
+    """Return the pictures of a conversation, in order."""
+    return [part["image"] for message in messages for part in _parts(message) if part["type"] == "image"]
+
+
+def folder_of(source: str) -> Path:
+    """Return the folder that paths in a record are relative to, from the record's ``file:line`` or ``file[row]``."""
+    match = re.fullmatch(r"(.+?)(?::\d+|\[\d+\])", source, re.DOTALL)
+    path = Path(match[1] if match else source)
+    return path if path.is_dir() else path.parent
+
+
+# --- decoding ---
+
+
+def encoded(source: PictureSource, limits: Pictures, folder: Path | None = None) -> bytes:
+    """Return a picture's file as it is stored.
+
+    Args:
+        folder: that a path is relative to.
+
+    Raises:
+        DataError: it cannot be read, or is larger than the limit.
+    """
+    if source.data is not None:
+        content, size = source.data, len(source.data)
+    else:
+        assert source.path is not None
+        path = (folder or Path()) / source.path
+        try:
+            if not path.is_file():
+                raise DataError(f"picture {source.name}: {path} is no file")
+            size = path.stat().st_size
+            # One byte more than allowed: a file that grows meanwhile is refused too.
+            with path.open("rb") as file:
+                content = file.read(limits.max_bytes + 1)
+        except OSError as error:
+            raise DataError(f"picture {source.name}: {path} cannot be read: {error.strerror or error}") from None
+    if max(size, len(content)) > limits.max_bytes:
+        raise DataError(
+            f"picture {source.name} has {size} bytes, over the limit of {limits.max_bytes} (data.pictures.max_bytes)"
+        )
+    return content
+
+
+def decode(content: bytes, name: str, limits: Pictures) -> Image:
+    """Decode a still picture to RGB, upright, as transformers' processors do.
+
+    Raises:
+        DataError: it has more pixels than the limit, which is read before they are decoded; or is damaged, or none.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            width, height = image.size
+            if width * height > limits.max_pixels:
+                raise DataError(
+                    f"picture {name} has {width} x {height} pixels, over the limit of {limits.max_pixels} "
+                    "(data.pictures.max_pixels)"
+                )
+            if getattr(image, "is_animated", False) and image.format != "MPO":  # MPO: a photograph with its preview
+                raise DataError(f"picture {name} is animated; only still pictures are read: save one frame")
+            image.load()
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except DataError:
+        raise
+    except Image.DecompressionBombError:
+        raise DataError(
+            f"picture {name} has more pixels than Pillow decodes, over the limit of {limits.max_pixels} "
+            "(data.pictures.max_pixels)"
+        ) from None
+    except Image.UnidentifiedImageError:
+        raise DataError(f"picture {name} is in none of the formats {', '.join(FORMATS)}, or damaged") from None
+    except Exception as error:  # damaged files raise whatever their decoder stumbles over
+        raise DataError(f"picture {name} is damaged: {type(error).__name__}: {error}") from error
+
+
+# --- the model's processor ---
+
+
+class PictureProcessor:
+    """Decodes pictures and cuts them into patches with the image processor of a checkpoint.
+
+    Attributes:
+        layout: sizes by which the model's pictures and tokens fit together.
+        limits: of what is decoded.
+    """
+
+    def __init__(self, model: Path, layout: ImageLayout, limits: Pictures) -> None:
+        """Read the processor's settings; DataError if the checkpoint has none.
+
+        Args:
+            model: directory of the checkpoint.
+        """
+        self.layout, self.limits = layout, limits
+        self._processor = _image_processor(model)
+
+    @classmethod
+    def of(cls, model: Path, limits: Pictures | None = None) -> PictureProcessor | None:
+        """Return the processor of a model that takes pictures; None for a model of text."""
+        if not (model / "config.json").is_file():  # a directory with a tokenizer only
+            return None
+        config = read_config(model)
+        layout = architecture_of(config).image_layout(config)
+        return None if layout is None else cls(model, layout, limits or Pictures())
+
+    def features(self, source: PictureSource, folder: Path | None = None) -> tuple[int, bytes]:
+        """Return the tokens that stand for a picture, which is decoded to see that it is complete, and its file."""
+        content = encoded(source, self.limits, folder)
+        image = decode(content, source.name, self.limits)
+        try:
+            patches = self._processor.get_number_of_image_patches(image.height, image.width)
+        except ValueError as error:
+            raise DataError(f"picture {source.name} of {image.width} x {image.height} pixels: {error}") from error
+        return patches // self.layout.merge**2, content
+
+    def images(self, contents: Sequence[bytes], names: Sequence[str]) -> SampleImages:
+        """Return the patches of a sample's pictures, from their files."""
+        images = [decode(content, name, self.limits) for content, name in zip(contents, names, strict=True)]
+        outputs = self._processor(images=images, return_tensors="pt")
+        return SampleImages(outputs["pixel_values"], outputs["image_grid_thw"])
+
+    def load(self, sources: PictureSources) -> SampleImages:
+        """Return the patches of a sample's pictures, from where they are."""
+        contents = [encoded(source, self.limits, sources.folder) for source in sources.sources]
+        return self.images(contents, [source.name for source in sources.sources])
+
+
+def _image_processor(model: Path) -> Any:
+    from transformers import AutoImageProcessor
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    # transformers warns that it takes Pillow where torchvision is not installed.
+    logging.set_verbosity_error()
+    try:
+        return AutoImageProcessor.from_pretrained(model, local_files_only=True)
+    except ImportError as error:
+        raise MissingDependencyError(f"the image processor of {model} needs a package: {error}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{model} takes pictures, and transformers cannot read its image processor (preprocessor_config.json): {error}"
+        ) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@dataclass(frozen=True)
+class EncodedPictures:
+    """Pictures of a sample while it is made.
+
+    Attributes:
+        sources: where they come from.
+        tokens: number of tokens of each.
+    """
+
+    sources: PictureSources
+    tokens: tuple[int, ...]
+
+    def expand(self, ids: Sequence[int], weights: Sequence[float], token: int) -> tuple[list[int], list[float]]:
+        """Return ids and weights with as many tokens for each picture as it has features, none of which is learned.
+
+        Args:
+            token: id of the token that stands for a feature; the chat template writes one for each picture.
+        """
+        count = ids.count(token)
+        if count != len(self.tokens):
+            raise DataError(
+                f"the chat template writes {count} tokens of pictures (id {token}) for {len(self.tokens)} pictures; use a "
+                "template that writes each one's (data.chat_template), and no such token in texts"
+            )
+        features = iter(self.tokens)
+        all_ids: list[int] = []
+        all_weights: list[float] = []
+        for number, weight in zip(ids, weights, strict=True):
+            copies = next(features) if number == token else 1
+            all_ids += [number] * copies
+            all_weights += [0.0 if number == token else weight] * copies
+        return all_ids, all_weights

@@ -1,0 +1,163 @@
+"""Models with a vision tower: mcore-bridge's wrapper of a language model, and transformers' own tower on the first stage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.changes import patch
+from megascend.config import Adapters, VisionTower
+from megascend.errors import ConfigError
+from megascend.lora.target_modules import EMBEDDING, matches
+from megascend.models import Images
+from megascend.topology.topology import Topology
+
+
+def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_head: bool) -> None:
+    """Raise ConfigError for layouts and settings in which models with a vision tower are not proven."""
+    if topology.context > 1:
+        raise ConfigError(
+            f"parallel.context: {topology.context} with {config.hf_model_type}, whose pictures are not divided over context "
+            "parallel ranks: set 1"
+        )
+    if trains_head:
+        raise ConfigError(f"mtp: train with {config.hf_model_type}: set keep")
+    if adapters is not None and matches(EMBEDDING, adapters.targets):
+        raise ConfigError(
+            f"adapters.targets names {EMBEDDING} of {config.hf_model_type}, whose embeddings engine megatron replaces by "
+            "features of pictures before adapters see them: leave it out, or use engine fsdp or single"
+        )
+    deepest = len(getattr(config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
+    first = config.num_layers // (topology.pipeline * topology.virtual_pipeline)
+    if deepest > first:
+        raise ConfigError(
+            f"{config.hf_model_type} adds features of {deepest} layers of its vision tower to as many layers of the language "
+            f"model, and the first of {topology.pipeline * topology.virtual_pipeline} pipeline stages has {first}: set "
+            "parallel.pipeline or parallel.virtual_pipeline lower"
+        )
+
+
+def language_model(chunk: Any) -> Any:
+    """Return the language model of a chunk: the chunk itself without a vision tower."""
+    return chunk.language_model if hasattr(chunk, "language_model") else chunk
+
+
+def tower(chunk: Any, images: Images | None) -> nn.Module | None:
+    """Return transformers' vision tower of a chunk; None for a model of text, and on later pipeline stages."""
+    if images is None or getattr(chunk, "visual", None) is None:
+        return None
+    # mcore-bridge keeps it in its wrapper under the last part of its name in the checkpoint.
+    return getattr(chunk.visual, images.tower.rstrip(".").rpartition(".")[2])
+
+
+def install(chunks: Sequence[Any], images: Images | None, token: int | None, trained: VisionTower) -> None:
+    """Prepare the vision tower of a rank's chunks: freeze it if it is not trained, and put its features into the sequence.
+
+    Args:
+        token: id of the token that stands for a feature.
+    """
+    for chunk in chunks:
+        module = tower(chunk, images)
+        if module is None:
+            continue
+        if trained == "frozen":
+            module.requires_grad_(False)
+        assert token is not None
+        features = Features(module, token, chunk.config)
+        why = "features of a batch's pictures in the order of its tokens, and their complete gradient under sequence parallelism"
+        patch(chunk.visual, "get_inputs_embeds", features.insert, why)
+
+
+class Features:
+    """Features of a micro batch's pictures, in place of mcore-bridge's own insertion of them.
+
+    mcore-bridge 1.6.5 adds the features of inner layers (DeepStack) to the tokens of a padded batch in another order than theirs,
+    and under sequence parallelism leaves each rank with the gradients of its own tokens' features.
+
+    Args:
+        tower: transformers' module; its output has ``pooler_output`` and, with DeepStack, ``deepstack_features``.
+        token: id of the token that stands for a feature.
+        config: mcore-bridge's ModelConfig.
+    """
+
+    def __init__(self, tower: nn.Module, token: int, config: Any) -> None:
+        self._tower, self._token = tower, token
+        self._divides_sequence = config.sequence_parallel and config.tensor_model_parallel_size > 1
+
+    def insert(
+        self,
+        embeddings: Tensor,
+        *,
+        input_ids: Tensor,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        **unused: Any,
+    ) -> dict[str, Any]:
+        """Return mcore-bridge's inputs of the decoder: embeddings, and the features that its first layers add.
+
+        Args:
+            embeddings: [batch, sequence, h].
+            input_ids: [batch, sequence].
+        """
+        if pixel_values is None:
+            if not any(parameter.requires_grad for parameter in self._tower.parameters()):
+                return {"inputs_embeds": embeddings}
+            # Every rank and micro batch gives the tower a gradient, which data parallel ranks reduce together: here one of zeros.
+            final, inner = self._features(*self._black_picture(embeddings))
+            nothing = torch.stack([features.float().mean() * 0.0 for features in (final, *inner)]).sum()
+            return {"inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+        assert image_grid_thw is not None
+        final, inner = self._features(pixel_values, image_grid_thw)
+        mask = input_ids == self._token
+        inputs: dict[str, Any] = {
+            "inputs_embeds": embeddings.masked_scatter(
+                mask[..., None].expand_as(embeddings), final.to(embeddings.dtype)
+            )
+        }
+        if inner:
+            numbers = torch.full_like(input_ids, -1)
+            numbers[mask] = torch.arange(len(final), device=mask.device)
+            numbers = numbers.mT  # hidden states are [sequence, batch, h]
+            if self._divides_sequence:
+                inner = [copy_to_tensor_model_parallel_region(features) for features in inner]
+                size = parallel_state.get_tensor_model_parallel_world_size()
+                numbers = numbers.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
+            inputs["visual_pos_masks"] = numbers >= 0
+            order = numbers[numbers >= 0]
+            inputs["deepstack_visual_embeds"] = torch.stack([features[order] for features in inner])
+        return inputs
+
+    def _features(self, pixel_values: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        output = self._tower(pixel_values.to(next(self._tower.parameters()).dtype), grid_thw=grids)
+        return output.pooler_output, list(getattr(output, "deepstack_features", None) or [])
+
+    def _black_picture(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        config: Any = self._tower.config
+        side = config.spatial_merge_size
+        width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        return like.new_zeros(side * side, width), torch.tensor([[1, side, side]], device=like.device)
+
+
+@contextlib.contextmanager
+def frequencies_in_fp32(chunk: Any, images: Images | None) -> Iterator[None]:
+    """Keep the rotary frequencies of the tower as they are while the model is cast to 16 bits, as transformers does."""
+    module = tower(chunk, images)
+    buffers = {} if module is None else dict(module.named_buffers())
+    yield
+    for name, buffer in buffers.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, buffer)  # type: ignore[union-attr]
+
+
+def arguments(batch: MicroBatch, chunk: Any, images: Images | None) -> dict[str, Tensor]:
+    """Return the pictures of a micro batch as arguments of a chunk with a vision tower; none for other chunks."""
+    if batch.images is None or tower(chunk, images) is None:
+        return {}
+    return {"pixel_values": batch.images.pixel_values, "image_grid_thw": batch.images.grids}

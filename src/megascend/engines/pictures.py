@@ -1,0 +1,68 @@
+"""Pictures on engines that run transformers' own models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.config import VisionTower
+from megascend.models import Images
+
+
+def arguments(batch: MicroBatch) -> dict[str, Tensor]:
+    """Return the pictures of a micro batch as arguments of transformers' models; none without pictures."""
+    if batch.images is None:
+        return {}
+    return {"pixel_values": batch.images.pixel_values, "image_grid_thw": batch.images.grids}
+
+
+def tower(model: nn.Module, images: Images) -> nn.Module:
+    """Return the vision tower of a transformers model."""
+    return model.get_submodule(images.tower.rstrip("."))
+
+
+def attention_of(name: str, images: Images | None) -> str | dict[str, str]:
+    """Return ``attn_implementation`` by which the language model has the attention function ``name``, and the tower torch's."""
+    return name if images is None else {"": name, "text_config": name, "vision_config": "sdpa"}
+
+
+class PicturesOfText:
+    """Runs the vision tower for micro batches without pictures too, and adds nothing to their embeddings.
+
+    Ranks gather a sharded tower together, and reduce the same gradients, whichever of them has pictures.
+
+    Args:
+        model: a transformers model; call :meth:`enter` before each forward pass.
+    """
+
+    def __init__(self, model: Any, images: Images) -> None:
+        self._tower, self._runs = tower(model, images), False
+        model.get_input_embeddings().register_forward_hook(self._after_embedding)
+
+    def enter(self, batch: MicroBatch) -> None:
+        """Set the micro batch of the next forward pass."""
+        self._runs = batch.images is None
+
+    def _after_embedding(self, module: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor:
+        if not self._runs:
+            return embeddings
+        config: Any = self._tower.config
+        side = config.spatial_merge_size
+        width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        black, grid = (
+            embeddings.new_zeros(side * side, width),
+            torch.tensor([[1, side, side]], device=embeddings.device),
+        )
+        output = self._tower(black, grid_thw=grid)
+        features = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
+        nothing = torch.stack([part.float().mean() * 0.0 for part in features]).sum()
+        return embeddings + nothing.to(embeddings.dtype)
+
+
+def freeze_tower(model: nn.Module, images: Images | None, trained: VisionTower) -> None:
+    """Freeze the vision tower of a transformers model, unless it is trained."""
+    if images is not None and trained == "frozen":
+        tower(model, images).requires_grad_(False)

@@ -1,0 +1,92 @@
+"""Qwen3-VL: a Qwen3 decoder, dense or with experts, that reads pictures through a vision tower (arXiv:2511.21631)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megascend.models.base import Architecture, Config, Images
+from megascend.models.decoders import EXPERTS
+
+PICTURES = Images()
+TINY_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "in_channels": 3,
+    # A table of 4 x 4 positions, interpolated to the grid of each picture.
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 2],
+}
+TINY_TOKENS = {
+    "vision_start_token_id": 312,
+    "vision_end_token_id": 313,
+    "image_token_id": 314,
+    "video_token_id": 315,
+}
+"""Beyond those that tests draw, in a vocabulary of 320."""
+
+
+@dataclass(frozen=True)
+class Qwen3VL(Architecture):
+    """Qwen3-VL. Its text model is Qwen3's, with rotary angles by time, height and width (interleaved MRoPE)."""
+
+    inputs: Images | None = PICTURES
+    text_type: str = "qwen3_vl_text"
+
+    def full_config(self, text: Config) -> dict[str, Any]:
+        text = dict(text)
+        outer = {
+            "model_type": text.pop("model_type"),
+            "architectures": text.pop("architectures", None),
+            "tie_word_embeddings": text.get("tie_word_embeddings", False),
+            "torch_dtype": text.get("torch_dtype", "float32"),
+        }
+        tower = text.pop("vision_config", TINY_TOWER) | {"out_hidden_size": text["hidden_size"]}
+        tokens = {name: text.pop(name, token) for name, token in TINY_TOKENS.items()}
+        # Height and width get 5 of 16 frequencies each, as in the models of this family.
+        frequencies = text["head_dim"] // 2
+        side = frequencies * 5 // 16
+        text["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": text.pop("rope_theta", 10000.0),
+            "mrope_section": [frequencies - 2 * side, side, side],
+            "mrope_interleaved": True,
+        }
+        return outer | tokens | {"text_config": text | {"model_type": self.text_type}, "vision_config": tower}
+
+
+@dataclass(frozen=True)
+class Qwen3VLMoe(Qwen3VL):
+    """Qwen3-VL with experts, which its authors store as [experts, in, out] and transformers 5 as [experts, out, in]."""
+
+    def transposes_experts(self, shapes: Mapping[str, tuple[int, ...]], config: Config) -> bool:
+        hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+        plain = {".experts.gate_up_proj": (2 * width, hidden), ".experts.down_proj": (hidden, width)}
+        for name, shape in shapes.items():
+            expected = next((dims for end, dims in plain.items() if name.endswith(end)), None)
+            if expected is not None and expected[0] != expected[1]:
+                return tuple(shape[1:]) != expected
+        return False
+
+
+FAMILIES = (
+    Qwen3VL(
+        ("qwen3_vl",),
+        proven_with_pictures=True,
+        model_class="Qwen3VLForConditionalGeneration",
+        tiny={"attention_bias": False},
+    ),
+    Qwen3VLMoe(
+        ("qwen3_vl_moe",),
+        proven_with_pictures=True,
+        model_class="Qwen3VLMoeForConditionalGeneration",
+        text_type="qwen3_vl_moe_text",
+        tiny={"attention_bias": False} | EXPERTS,
+    ),
+)

@@ -1,0 +1,391 @@
+"""Pictures in conversations: every form in which data has them, limits and damage, and the patches of the model's processor."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megascend.batch.images import SampleImages, decode_together
+from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
+from megascend.config import Data, Pictures
+from megascend.data.files import read_documents
+from megascend.data.order import fingerprint_of
+from megascend.data.pictures import PictureProcessor
+from megascend.data.prepare import prepare_samples
+from megascend.data.samples import SampleLimits, build_samples
+from megascend.data.store import SampleStore
+from megascend.errors import DataError
+from megascend.models.qwen3_vl import PICTURES
+
+PAD = 261
+LIMITS = SampleLimits(400, vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a tiny Qwen3-VL with its processor."""
+    path = tmp_path_factory.mktemp("models") / "qwen3_vl"
+    write_checkpoint(path, ModelSize(arch="qwen3_vl", hidden=32, layers=2))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Create a folder with a picture, and use a separate cache."""
+    monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
+    save(tmp_path / "data" / "cats" / "one.png")
+    return tmp_path / "data"
+
+
+def save(path: Path, seed: int = 0, size: tuple[int, int] = (48, 32)) -> bytes:
+    """Save a picture of noise (width, height), and return the file's bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+    return path.read_bytes()
+
+
+def conversation(*parts: Any, answer: str = "a cat") -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "what?"}]},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def samples_of(path: Path, model: Path, limits: SampleLimits = LIMITS, **settings: Any) -> SampleStore:
+    data = Data(path=path, **settings)
+    return prepare_samples(path, data, byte_tokenizer(2048, PICTURES), limits, model)
+
+
+def expected_images(model: Path, *files: Path) -> SampleImages:
+    """Return the patches that transformers' processor makes of files."""
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(model)
+    outputs = processor(images=[Image.open(file).convert("RGB") for file in files], return_tensors="pt")
+    return SampleImages(outputs["pixel_values"], outputs["image_grid_thw"])
+
+
+def assert_same_images(images: Any, expected: SampleImages) -> None:
+    assert isinstance(images, SampleImages)
+    assert torch.equal(images.pixel_values, expected.pixel_values)
+    assert torch.equal(images.grids, expected.grids)
+
+
+# --- forms of data ---
+
+PATH = "cats/one.png"
+
+
+def record_forms(content: bytes) -> dict[str, dict[str, Any]]:
+    text = base64.b64encode(content).decode()
+    url = f"data:image/png;base64,{text}"
+    plain = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a cat"}]
+    sharegpt = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "a cat"}]
+    return {
+        "path": {"messages": conversation({"type": "image", "image": PATH})},
+        "path key": {"messages": conversation({"type": "image", "path": PATH})},
+        "data URL": {"messages": conversation({"type": "image", "image": url})},
+        "image_url": {"messages": conversation({"type": "image_url", "image_url": {"url": url}})},
+        "column and parts": {"messages": conversation({"type": "image"}), "images": [PATH]},
+        "column and placeholders": {"messages": plain, "images": [PATH]},
+        "one in a column": {"messages": plain, "image": PATH},
+        "ShareGPT": {"conversations": sharegpt, "images": [PATH]},
+        "prompt and completion": {"prompt": plain[:1], "completion": plain[1:], "images": [PATH]},
+    }
+
+
+@pytest.mark.parametrize("form", record_forms(b""))
+def test_every_form_gives_the_same_sample(form: str, folder: Path, model: Path) -> None:
+    content = (folder / PATH).read_bytes()
+    store = samples_of(write(folder / "data.jsonl", record_forms(content)[form]), model)
+    sample = store[0]
+    assert_same_images(sample.images, expected_images(model, folder / PATH))
+    # 48 x 32 pixels, a patch of 8, four patches a feature: 3 x 2 tokens.
+    text = byte_tokenizer(2048, PICTURES).decode([*sample.input_ids.tolist(), int(sample.target_ids[-1])])
+    picture = "<|vision_start|>" + "<|image_pad|>" * 6 + "<|vision_end|>"
+    assert text == f"<|im_start|>user\n{picture}what?<|im_end|>\n<|im_start|>assistant\na cat<|im_end|>\n"
+    learned = sample.target_ids[sample.weights > 0].tolist()
+    assert byte_tokenizer(2048, PICTURES).decode(learned) == "a cat<|im_end|>"
+
+
+def test_parquet_and_saved_data_sets_have_the_same_pictures(folder: Path, model: Path, tmp_path: Path) -> None:
+    import datasets
+
+    content = (folder / PATH).read_bytes()
+    messages = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a cat"}]
+    rows = datasets.Dataset.from_dict(
+        {"messages": [messages], "images": [[{"bytes": content, "path": None}]]},
+        features=datasets.Features(
+            {
+                "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+                "images": [datasets.Image()],
+            }
+        ),
+    )
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.save_to_disk(tmp_path / "saved")
+    expected = expected_images(model, folder / PATH)
+    for path in (tmp_path / "rows.parquet", tmp_path / "saved"):
+        assert_same_images(samples_of(path, model)[0].images, expected)
+
+
+def test_several_pictures_and_none_in_one_file(folder: Path, model: Path) -> None:
+    save(folder / "two.png", 1, (32, 64))
+    several = conversation({"type": "image", "image": PATH}, {"type": "image", "image": "two.png"})
+    path = write(folder / "data.jsonl", {"messages": several}, {"messages": conversation()})
+    store = samples_of(path, model)
+    assert_same_images(store[0].images, expected_images(model, folder / PATH, folder / "two.png"))
+    assert int((store[0].input_ids == PAD).sum()) == 6 + 8
+    assert store[1].images is None
+    in_memory = build_samples(
+        read_documents(path), byte_tokenizer(2048, PICTURES), 400, pictures=PictureProcessor.of(model)
+    )
+    for stored, built in zip(store, in_memory, strict=True):
+        assert torch.equal(stored.input_ids, built.input_ids)
+        assert torch.equal(stored.weights, built.weights)
+    expected = in_memory[0].images
+    assert isinstance(expected, SampleImages)
+    assert_same_images(store[0].images, expected)
+
+
+def test_tokens_of_pictures_carry_no_loss_with_the_prompt_learned(folder: Path, model: Path) -> None:
+    record = {"messages": conversation({"type": "image", "image": PATH})}
+    sample = samples_of(write(folder / "data.jsonl", record), model, train_on_prompt=True)[0]
+    assert float(sample.weights[sample.target_ids == PAD].sum()) == 0
+    assert float(sample.weights[sample.target_ids != PAD].min()) == 1
+
+
+def test_photograph_is_turned_upright_and_transparency_dropped(folder: Path, model: Path) -> None:
+    image = Image.fromarray(np.random.default_rng(3).integers(0, 256, (32, 48, 4), dtype=np.uint8), "RGBA")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # taken with the camera on its side
+    image.save(folder / "side.png", exif=exif)
+    record = {"messages": conversation({"type": "image", "image": "side.png"})}
+    images = samples_of(write(folder / "data.jsonl", record), model)[0].images
+    image.convert("RGB").rotate(-90, expand=True).save(folder / "upright.png")
+    assert_same_images(images, expected_images(model, folder / "upright.png"))
+
+
+def test_preference_pair_has_the_picture_on_both_sides(folder: Path, model: Path) -> None:
+    sides = {name: conversation({"type": "image", "image": PATH}, answer=name) for name in ("chosen", "rejected")}
+    store = samples_of(write(folder / "data.jsonl", sides), model)
+    expected = expected_images(model, folder / PATH)
+    for index in range(2):
+        assert_same_images(store[index].images, expected)
+    assert [store[index].chosen for index in range(2)] == [True, False]
+
+
+# --- refusals ---
+
+
+def png_header(width: int, height: int) -> bytes:
+    """Return a PNG file that says its size and has no pixels."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = b"IDAT" + zlib.compress(b"\0")
+    chunks = b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (header, data)
+    )
+    return b"\x89PNG\r\n\x1a\n" + chunks
+
+
+def gif(path: Path) -> None:
+    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
+    frames[0].save(path, save_all=True, append_images=frames[1:])
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: None, "is no file"),
+    "not a picture": (lambda path: path.write_text("hello"), "is in none of the formats JPEG, PNG, WEBP, BMP, GIF"),
+    "cut off": (lambda path: path.write_bytes(save(path)[:800]), "is damaged"),
+    "bomb": (
+        lambda path: path.write_bytes(png_header(60_000, 60_000)),
+        "has more pixels than Pillow decodes, over the limit of 67108864 (data.pictures.max_pixels)",
+    ),
+    "large": (
+        lambda path: path.write_bytes(png_header(9_000, 9_000)),
+        "has 9000 x 9000 pixels, over the limit of 67108864 (data.pictures.max_pixels)",
+    ),
+    "animated": (gif, "is animated; only still pictures are read"),
+    "thin": (lambda path: save(path, size=(2000, 8)), "absolute aspect ratio must be smaller than 200"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_damaged_picture_is_refused_with_its_line(kind: str, folder: Path, model: Path) -> None:
+    make, problem = DAMAGED[kind]
+    make(folder / "bad.png")
+    good = {"messages": conversation({"type": "image", "image": PATH})}
+    bad = {"messages": conversation({"type": "image", "image": "bad.png"})}
+    path = write(folder / "data.jsonl", good, bad)
+    with pytest.raises(DataError) as error:
+        samples_of(path, model)
+    assert str(error.value).startswith(f"{path}:2: picture 'bad.png'")
+    assert problem in str(error.value)
+
+
+def test_limits_are_settings(folder: Path, model: Path) -> None:
+    part = {"type": "image", "image": PATH}
+    path = write(folder / "data.jsonl", {"messages": conversation(part, part)})
+    size = (folder / PATH).stat().st_size
+    cases = {
+        f"picture '{PATH}' has {size} bytes, over the limit of 100 (data.pictures.max_bytes)": {"max_bytes": 100},
+        f"picture '{PATH}' has 48 x 32 pixels, over the limit of 1000 (data.pictures.max_pixels)": {"max_pixels": 1000},
+        "the conversation has 2 pictures, over the limit of 1 (data.pictures.max_count)": {"max_count": 1},
+    }
+    for message, limits in cases.items():
+        with pytest.raises(DataError) as error:
+            samples_of(path, model, pictures=Pictures(**limits))
+        assert str(error.value) == f"{path}:1: {message}"
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (
+            {"messages": conversation({"type": "image"}), "images": [PATH, PATH]},
+            "messages have 1 places for pictures (<image> in a text, or parts of type 'image' without one), and images has 2",
+        ),
+        (
+            {"messages": conversation({"type": "image", "image": "https://example.org/cat.png"})},
+            "pictures are read from files and data: URLs, never from a network: fetch them first",
+        ),
+        ({"messages": conversation({"type": "image", "image": "data:image/png;base64,@@"})}, "is not valid base64"),
+        ({"messages": conversation({"type": "video", "video": "cat.mp4"})}, "is a part of type 'video'; only text and"),
+        (
+            {"messages": conversation({"type": "image", "image": 3})},
+            "must be a path, a data: URL with base64, or bytes",
+        ),
+        (
+            {"messages": conversation({"type": "text", "text": "<|image_pad|>"})},
+            "the chat template writes 1 tokens of pictures (id 261) for 0 pictures",
+        ),
+    ],
+)
+def test_records_that_do_not_fit_are_refused(record: Any, problem: str, folder: Path, model: Path) -> None:
+    path = write(folder / "data.jsonl", record)
+    with pytest.raises(DataError) as error:
+        samples_of(path, model)
+    assert str(error.value).startswith(f"{path}:1: ")
+    assert problem in str(error.value)
+
+
+def test_model_of_text_takes_no_pictures(folder: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "qwen3", ModelSize(hidden=32, layers=1))
+    path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
+    data = Data(path=path)
+    with pytest.raises(DataError, match="the conversation has 1 pictures, and this model takes none"):
+        prepare_samples(path, data, byte_tokenizer(2048), LIMITS, tmp_path / "qwen3")
+
+
+def test_model_without_its_processor_is_refused(folder: Path, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "copy")
+    (tmp_path / "copy" / "preprocessor_config.json").unlink()
+    path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
+    with pytest.raises(DataError, match="transformers cannot read its image processor"):
+        samples_of(path, tmp_path / "copy")
+
+
+# --- the cache ---
+
+
+def test_changed_picture_makes_new_samples(folder: Path, model: Path) -> None:
+    path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
+    before = samples_of(path, model)
+    save(folder / PATH, 5, (64, 64))
+    with pytest.raises(DataError, match="has changed since its sample was made"):
+        before[0].image_fields()
+    after = samples_of(path, model)
+    assert_same_images(after[0].images, expected_images(model, folder / PATH))
+    assert after.fingerprint != before.fingerprint
+    assert samples_of(path, model).fingerprint == after.fingerprint
+
+
+def test_equal_data_in_another_folder_have_their_own_pictures(
+    folder: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    save(other / PATH, 9)
+    for directory in (folder, other):
+        monkeypatch.chdir(directory)
+        assert_same_images(samples_of(Path("data.jsonl"), model)[0].images, expected_images(model, directory / PATH))
+
+
+def test_copied_pictures_do_not_depend_on_their_files(folder: Path, model: Path) -> None:
+    content = (folder / PATH).read_bytes()
+    path = write(folder / "data.jsonl", record_forms(content)["data URL"])
+    store, expected = samples_of(path, model), expected_images(model, folder / PATH)
+    os.remove(folder / PATH)
+    assert_same_images(store[0].images, expected)
+    in_memory = [store[0]]
+    assert fingerprint_of(in_memory) != fingerprint_of(
+        [type(in_memory[0])(in_memory[0].input_ids, in_memory[0].target_ids, in_memory[0].weights)]
+    )
+
+
+def test_pictures_are_decoded_when_they_are_used(folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"messages": conversation({"type": "image", "image": PATH})}
+    store = samples_of(write(folder / "data.jsonl", record, record, record), model)
+    decoded: list[str] = []
+    original = PictureProcessor.images
+
+    def images(processor: PictureProcessor, contents: Any, names: Any) -> SampleImages:
+        decoded.extend(names)
+        return original(processor, contents, names)
+
+    monkeypatch.setattr(PictureProcessor, "images", images)
+    samples = store[:3]
+    assert decoded == []
+    decode_together([samples[0].images, samples[2].images, None])
+    assert len(decoded) == 2
+    expected = expected_images(model, folder / PATH)
+    for sample in samples:
+        assert_same_images(sample.images, expected)
+    assert len(decoded) == 3
+    os.remove(folder / PATH)
+    sample = store[0]
+    decode_together([sample.images, store[1].images])  # another rank must not wait for this one's error
+    with pytest.raises(DataError, match="is no file"):
+        sample.image_fields()
+
+
+def test_cut_conversation_keeps_its_picture_or_is_left_out(folder: Path, model: Path) -> None:
+    early = conversation({"type": "image", "image": PATH}, answer="a cat, " * 10)
+    late = [*conversation(answer="no" * 60), {"role": "user", "content": [{"type": "image", "image": PATH}]}]
+    late.append({"role": "assistant", "content": "yes"})
+    path = write(folder / "data.jsonl", {"messages": early}, {"messages": late})
+    store = samples_of(path, model, SampleLimits(70, vocab_size=320), on_too_long="truncate")
+    assert len(store) == 1
+    assert len(store[0]) == 70
+    assert_same_images(store[0].images, expected_images(model, folder / PATH))
+    assert any("a picture would be cut" in remark for remark in store.remarks)
+
+
+def test_bytes_of_a_jpeg_are_decoded(folder: Path, model: Path) -> None:
+    image = Image.open(folder / PATH)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=90)
+    (folder / "cat.jpg").write_bytes(buffer.getvalue())
+    record = {"messages": conversation({"type": "image", "image": "cat.jpg"})}
+    images = samples_of(write(folder / "data.jsonl", record), model)[0].images
+    assert_same_images(images, expected_images(model, folder / "cat.jpg"))

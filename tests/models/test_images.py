@@ -1,0 +1,444 @@
+"""Qwen3-VL with pictures, on every engine and in every layout, against transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megascend.batch.images import SampleImages
+from megascend.batch.sample import Sample
+from megascend.config import Adapters, Parallel, Recompute
+from megascend.distributed.launch import plain_environment
+from megascend.errors import ConfigError, DataError, DistributedTestError
+from megascend.lora import peft_format
+from megascend.testing import run_distributed
+from megascend.testing.parity import (
+    Case,
+    Trajectory,
+    case_backend,
+    case_checkpoint,
+    differences,
+    hf_reference,
+    token_lists,
+    train_case,
+)
+from support.covering import FIRST_STACK, first_stack_only
+from support.lora_parity import (
+    PeftTrajectory,
+    adapter_differences,
+    case_adapter,
+    peft_reference,
+    train_adapter,
+)
+from support.pictures import (
+    TOKEN,
+    TOWER,
+    picture_fields,
+    picture_reference,
+    picture_samples,
+    picture_tokens,
+)
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+PROGRAM = Path(__file__).with_name("picture_steps.py")
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+LAYOUTS = (
+    Case("single"),
+    Case("padded", packing=False, micro_batch_tokens=200),
+    Case("full recompute", recompute=Recompute(granularity="full")),
+    Case("saved and loaded", resumes=True),
+    Case("TP2", 2, Parallel(tensor=2)),
+    Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+    Case("TP2 + SP, padded", 2, Parallel(tensor=2, sequence=True), packing=False, micro_batch_tokens=200),
+    Case("PP2", 2, Parallel(pipeline=2)),
+    Case("DP2", 2),
+    Case("TP2 x PP2 + SP", 4, Parallel(tensor=2, pipeline=2, sequence=True)),
+)
+WITH_EXPERTS = (
+    Case("EP2", 2, Parallel(expert=2)),
+    Case("TP2 x EP2 + SP", 2, Parallel(tensor=2, expert=2, expert_tensor=1)),
+)
+IN_CI = (
+    ("qwen3_vl", "single", "train"),
+    ("qwen3_vl", "padded", "train"),
+    ("qwen3_vl", "TP2 + SP", "train"),
+    ("qwen3_vl", "PP2", "frozen"),
+    ("qwen3_vl", "DP2", "train"),
+    ("qwen3_vl_moe", "EP2", "train"),
+)
+"""Both ways in which the tower is used, and each way in which a layout divides the model; the others are nightly."""
+MATRIX = [
+    pytest.param(
+        dataclasses.replace(case, arch=arch),
+        tower,
+        id=f"{arch}: {case.name}, {tower}",
+        marks=[] if (arch, case.name, tower) in IN_CI and FIRST_STACK else pytest.mark.nightly,
+    )
+    for arch in ("qwen3_vl", "qwen3_vl_moe")
+    for case in (*LAYOUTS, *(WITH_EXPERTS if arch == "qwen3_vl_moe" else ()))
+    for tower in ("frozen", "train")
+]
+
+
+def assert_equals(trajectory: Trajectory, reference: Trajectory, *, frozen: bool) -> None:
+    """Compare losses, norms, logits and trained weights with the reference's."""
+    difference = differences(trajectory, reference)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    if difference.logits is not None:
+        assert difference.logits <= 2e-5, difference
+    assert reference.weights.keys() == trajectory.weights.keys()
+    distances = {
+        name: float((trajectory.weights[name] - tensor).abs().mean()) for name, tensor in reference.weights.items()
+    }
+    # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
+    assert max(distances.values()) < 2e-5, max(distances, key=lambda name: distances[name])
+    if frozen:
+        assert {name: distance for name, distance in distances.items() if name.startswith(TOWER) and distance} == {}
+
+
+@pytest.mark.parametrize(("case", "tower"), MATRIX)
+def test_training_with_pictures_equals_transformers(case: Case, tower: str, parity_folder: Path) -> None:
+    checkpoint, frozen = case_checkpoint(parity_folder, case.arch), tower == "frozen"
+    reference = picture_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
+    trained = train_case(case, checkpoint, picture_tokens(), STEPS, True, picture_samples(), vision_tower=tower)
+    assert_equals(trained, reference, frozen=frozen)
+
+
+@pytest.mark.parametrize(
+    ("engine", "arch", "tower", "processes"),
+    [
+        pytest.param(engine, arch, tower, processes, marks=[] if (arch, tower) in few else pytest.mark.nightly)
+        for engine, processes, few in (
+            ("single", 1, [("qwen3_vl", "train")]),
+            ("fsdp", 1, [("qwen3_vl", "frozen")]),
+            ("fsdp", 2, [("qwen3_vl_moe", "train")]),
+        )
+        for arch in ("qwen3_vl", "qwen3_vl_moe")
+        for tower in ("frozen", "train")
+    ],
+)
+def test_engines_of_transformers_train_with_pictures(
+    engine: str, arch: str, tower: str, processes: int, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint, frozen = case_checkpoint(parity_folder, arch), tower == "frozen"
+    job = {"engine": engine, "checkpoint": checkpoint, "steps": STEPS, "tower": tower}
+    result = run_program(processes, tmp_path, **job)
+    reference = picture_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
+    assert_equals(Trajectory(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=frozen)
+    for logprobs, logits, tokens in zip(result["logprobs"], reference.logits, picture_tokens(), strict=False):
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+        assert float((logprobs - expected).abs().max()) <= 2e-5
+    if processes == 1:
+        first, *others = result["moved"]
+        assert first > 0.01
+        assert others == [0.0] * len(others)
+
+
+def run_program(processes: int, folder: Path, **job: Any) -> dict[str, Any]:
+    """Run ``picture_steps.py`` on a number of ranks, and return its result."""
+    job = {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}
+    result = folder / "result.pt"
+    command = [sys.executable, str(PROGRAM), json.dumps(job | {"result": str(result)})]
+    if processes > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    environment = plain_environment() | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    return torch.load(result)
+
+
+@first_stack_only
+@pytest.mark.parametrize("tower", ["train", pytest.param("frozen", marks=pytest.mark.nightly)])
+def test_checkpoints_continue_on_other_engines(tower: str, parity_folder: Path, tmp_path: Path) -> None:
+    """Train a step on engine single, one on Megatron and one on fsdp, each from the checkpoint of the one before."""
+    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), picture_samples()
+    reference = picture_reference(parity_folder, checkpoint, frozen=tower == "frozen", steps=STEPS, weights=True)
+    job = {"checkpoint": checkpoint, "steps": 1, "tower": tower}
+    first = run_program(1, tmp_path, **job, engine="single", save=tmp_path / "first")
+
+    def on_rank() -> tuple[float, float]:
+        with case_backend(Case("PP2", 2, Parallel(pipeline=2)), checkpoint, vision_tower=tower) as backend:
+            backend.load(tmp_path / "first")
+            loss, norm = backend.forward_backward(samples).loss, backend.optimizer_step().grad_norm
+            backend.save(tmp_path / "second", wait=True)
+        return loss, norm
+
+    loss, norm = run_distributed(on_rank, 2, init=False, timeout_s=120)[0]
+    third = run_program(1, tmp_path, **job, engine="fsdp", load=tmp_path / "second")
+    losses, norms = [*first["losses"], loss, *third["losses"]], [*first["grad_norms"], norm, *third["grad_norms"]]
+    assert_equals(Trajectory(losses, norms, [], third["weights"]), reference, frozen=tower == "frozen")
+
+
+@first_stack_only
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("single", arch="qwen3_vl"),
+        pytest.param(
+            Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True), arch="qwen3_vl"), marks=pytest.mark.nightly
+        ),
+        pytest.param(Case("PP2", 2, Parallel(pipeline=2), arch="qwen3_vl"), marks=pytest.mark.nightly),
+        pytest.param(
+            Case("recompute", recompute=Recompute(granularity="full"), arch="qwen3_vl"), marks=pytest.mark.nightly
+        ),
+        pytest.param(Case("EP2", 2, Parallel(expert=2), arch="qwen3_vl_moe"), marks=pytest.mark.nightly),
+    ],
+    ids=lambda case: f"{case.arch}: {case.name}",
+)
+def test_adapter_with_pictures_equals_peft(case: Case, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, case.arch)
+    adapter = case_adapter(checkpoint, Case("single", arch=case.arch))
+    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", STEPS, picture_samples())
+    assert_adapter_equals_peft(run, parity_folder, checkpoint, adapter)
+
+
+@pytest.mark.parametrize("engine", ["single", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_engines_of_transformers_train_an_adapter_with_pictures(
+    engine: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+    adapter = case_adapter(checkpoint, Case("single", arch="qwen3_vl"))
+    job = {"engine": engine, "checkpoint": checkpoint, "steps": STEPS, "tower": "frozen", "adapter": adapter}
+    result = run_program(1, tmp_path, **job)
+    factors = peft_format.read(tmp_path / "result.pt.adapter")[1]
+    run = PeftTrajectory(result["losses"], result["grad_norms"], [], factors)
+    assert_adapter_equals_peft(run, parity_folder, checkpoint, adapter)
+
+
+def assert_adapter_equals_peft(run: PeftTrajectory, folder: Path, checkpoint: Path, adapter: Path) -> None:
+    """Compare a trained adapter with peft's; adapters of all linear layers are of the language model only."""
+    fields = [{**extra, "image_token": TOKEN} for extra in picture_fields()]
+    reference = peft_reference(folder, checkpoint, adapter, picture_tokens(), STEPS, fields=fields)
+    assert run.factors.keys() == reference.factors.keys()
+    assert {name.partition(".layers.")[0] for name in run.factors} == {"model.language_model"}
+    difference = adapter_differences(run, reference)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    assert difference.factors <= 5e-3, difference
+
+
+@first_stack_only
+def test_adapter_of_the_embedding_is_refused(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+
+    def on_rank() -> str:
+        with pytest.raises(ConfigError) as raised:
+            case_backend(Case("single"), checkpoint, adapters=Adapters(targets=("q_proj", "embed_tokens")))
+        return str(raised.value)
+
+    [problem] = run_distributed(on_rank, 1, init=False, timeout_s=60)
+    assert "adapters.targets names embed_tokens of qwen3_vl" in problem
+
+
+@first_stack_only
+def test_text_alone_trains_as_transformers(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+    reference = hf_reference(
+        parity_folder, checkpoint, token_lists(), STEPS, weights=True, image_token=TOKEN, frozen=[TOWER]
+    )
+    assert_equals(train_case(Case("single"), checkpoint, token_lists(), STEPS, True), reference, frozen=True)
+
+
+@first_stack_only
+def test_rank_without_pictures_changes_no_number(parity_folder: Path) -> None:
+    """Give one data parallel rank all pictures, and the other one text."""
+    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), picture_samples()
+    reference = picture_reference(parity_folder, checkpoint, frozen=False, steps=STEPS)
+
+    def on_rank() -> tuple[list[float], list[float]]:
+        losses, norms = [], []
+        with case_backend(Case("DP2", 2), checkpoint, vision_tower="train") as backend:
+            is_second = os.environ["RANK"] == "1"
+            share = [sample for sample in samples if (sample.images is None) == is_second]
+            for _ in range(STEPS):
+                losses.append(backend.forward_backward(share).loss)
+                norms.append(backend.optimizer_step().grad_norm)
+        return losses, norms
+
+    for losses, norms in run_distributed(on_rank, 2, init=False, timeout_s=120):
+        assert max(abs(a - b) for a, b in zip(losses, reference.losses, strict=True)) <= 1e-5
+        assert max(abs(a - b) for a, b in zip(norms, reference.grad_norms, strict=True)) <= 1e-4
+
+
+@first_stack_only
+@pytest.mark.parametrize("packing", [True, False])
+def test_picture_of_another_sample_changes_no_logprob(packing: bool, parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+    samples = picture_samples()
+    first = samples[0].images
+    assert isinstance(first, SampleImages)
+    other = dataclasses.replace(samples[0], images=SampleImages(first.pixel_values * -3.0 + 1.0, first.grids))
+
+    def on_rank() -> list[list[torch.Tensor]]:
+        case = Case("single", packing=packing, micro_batch_tokens=512)  # all samples in one micro batch
+        with case_backend(case, checkpoint) as backend:
+            return [backend.forward(batch).logprobs for batch in (samples, [other, *samples[1:]])]
+
+    before, after = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
+    assert not torch.equal(before[0], after[0])
+    assert [index for index in range(1, len(samples)) if not torch.equal(before[index], after[index])] == []
+
+
+@first_stack_only
+@pytest.mark.parametrize("arch", ["qwen3_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.nightly)])
+def test_export_loads_in_transformers(arch: str, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint, samples = case_checkpoint(parity_folder, arch), picture_samples()
+
+    def on_rank() -> list[torch.Tensor]:
+        with case_backend(Case("single"), checkpoint, vision_tower="train") as backend:
+            backend.export_hf(tmp_path / "before")
+            backend.forward_backward(samples)
+            backend.optimizer_step()
+            backend.export_hf(tmp_path / "after")
+            logits = backend.forward(samples, logits=True).logits
+            assert logits is not None
+            return logits
+
+    logits = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
+    source, before = (load_file(folder / "model.safetensors") for folder in (checkpoint, tmp_path / "before"))
+    assert before.keys() == source.keys()
+    assert [name for name, tensor in source.items() if not torch.equal(before[name], tensor)] == []
+    reference = picture_reference(parity_folder, tmp_path / "after", frozen=True, steps=0)
+    assert max(float((a - b).abs().max()) for a, b in zip(logits, reference.logits, strict=True)) <= 2e-5
+
+
+@first_stack_only
+@pytest.mark.nightly
+def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, tmp_path: Path) -> None:
+    """Train from experts stored as [experts, in, out] and as transformers 5 saves them: the same numbers, each its own form."""
+    plain = case_checkpoint(parity_folder, "qwen3_vl_moe", moe_intermediate_size=48)
+    transposed = tmp_path / "transposed"
+    shutil.copytree(plain, transposed)
+    tensors = load_file(plain / "model.safetensors")
+    fused = [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]
+    tensors |= {name: tensors[name].mT.contiguous() for name in fused}
+    save_file(tensors, transposed / "model.safetensors", metadata={"format": "pt"})
+    samples = picture_samples()
+
+    def on_rank() -> list[tuple[float, float]]:
+        figures = []
+        for checkpoint in (plain, transposed):
+            with case_backend(Case("EP2", 2, Parallel(expert=2)), checkpoint, vision_tower="train") as backend:
+                share = backend.shard(samples)
+                backend.export_hf(tmp_path / f"{checkpoint.name}-before")
+                figures.append((backend.forward_backward(share).loss, backend.optimizer_step().grad_norm))
+                backend.export_hf(tmp_path / f"{checkpoint.name}-after")
+        return figures
+
+    figures = run_distributed(on_rank, 2, init=False, timeout_s=120)[0]
+    assert figures[0] == figures[1]
+    reference = picture_reference(parity_folder, transposed, frozen=False, steps=1, weights=True)
+    assert abs(figures[1][0] - reference.losses[0]) <= 1e-5
+    assert abs(figures[1][1] - reference.grad_norms[0]) <= 1e-4
+    exports = {
+        (folder, when): load_file(tmp_path / f"{folder}-{when}" / "model.safetensors")
+        for folder in (plain.name, transposed.name)
+        for when in ("before", "after")
+    }
+    assert [name for name in tensors if not torch.equal(exports["transposed", "before"][name], tensors[name])] == []
+    for name, tensor in exports[plain.name, "after"].items():
+        other = exports["transposed", "after"][name]
+        assert torch.equal(other, tensor.mT if name in fused else tensor)
+    job = {"engine": "single", "checkpoint": transposed, "steps": 1, "tower": "train"}
+    weights = run_program(1, tmp_path, **job)["weights"]
+    for name, tensor in exports["transposed", "after"].items():
+        assert weights[name].shape == tensor.shape
+        assert float((weights[name] - tensor).abs().mean()) < 2e-5
+
+
+@first_stack_only
+def test_samples_and_settings_that_do_not_fit_are_refused(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+    samples = picture_samples()
+    images, tokens = samples[0].images, picture_tokens()[0]
+    assert isinstance(images, SampleImages)
+    text = Sample.causal(token_lists()[0])
+    short = Sample.causal([token for number, token in enumerate(tokens) if number != 3], images=images)
+    cases = {
+        "sample 1 has 5 tokens that stand for a picture (id 314), and its 1 pictures need 6 (6)": [text, short],
+        "sample 0 has 6 tokens that stand for a picture (id 314) and no images: set images": [Sample.causal(tokens)],
+        "sample 0 has patches of 48 numbers, and the model's have 96: use the image processor of this checkpoint": [
+            Sample.causal(tokens, images=SampleImages(images.pixel_values[:, :48], images.grids))
+        ],
+        "sample 0 has a picture of 3 x 8 patches, which 2 x 2 do not divide": [
+            Sample.causal(tokens, images=SampleImages(images.pixel_values, torch.tensor([[1, 3, 8]])))
+        ],
+    }
+
+    def on_rank() -> dict[str, str]:
+        problems = {}
+        with case_backend(Case("single"), checkpoint) as backend:
+            for expected, batch in cases.items():
+                with pytest.raises(DataError) as raised:
+                    backend.forward_backward(batch)
+                problems[expected] = str(raised.value)
+        return problems
+
+    for expected, problem in run_distributed(on_rank, 1, init=False, timeout_s=120)[0].items():
+        assert expected in problem
+
+
+@first_stack_only
+@pytest.mark.parametrize(
+    ("case", "settings", "message"),
+    [
+        (Case("CP2", 2, Parallel(context=2)), {}, "whose pictures are not divided over context parallel ranks: set 1"),
+        (
+            Case("PP4", 4, Parallel(pipeline=4)),
+            {},
+            "the first of 4 pipeline stages has 1: set parallel.pipeline or parallel.virtual_pipeline lower",
+        ),
+        (Case("tower"), {"vision_tower": "yes"}, "vision_tower must be frozen or train, got 'yes'"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else None,
+)
+def test_layouts_that_are_not_supported_are_refused(
+    case: Case, settings: dict[str, Any], message: str, parity_folder: Path
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+
+    def on_rank() -> str:
+        with pytest.raises(ConfigError) as raised:
+            case_backend(case, checkpoint, **settings)
+        return str(raised.value)
+
+    for problem in run_distributed(on_rank, case.world_size, init=False, timeout_s=120):
+        assert message in problem
+
+
+@first_stack_only
+def test_tower_of_a_text_model_is_refused(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with pytest.raises(DistributedTestError, match="vision_tower: train, but qwen3 has no vision tower"):
+        run_distributed(
+            lambda: case_backend(Case("single"), checkpoint, vision_tower="train"), 1, init=False, timeout_s=60
+        )
+
+
+@first_stack_only
+def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
+    checkpoint, samples = case_checkpoint(parity_folder, "qwen3_vl"), picture_samples()
+
+    def on_rank() -> tuple[list[str], float]:
+        with case_backend(Case("bf16", precision="bf16"), checkpoint) as backend:
+            visual = backend.engine.bare_chunks[0].visual  # type: ignore[attr-defined]
+            wrong = [name for name, buffer in visual.named_buffers() if buffer.dtype != torch.float32]
+            return wrong, backend.forward_backward(samples).loss
+
+    wrong, loss = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
+    assert wrong == []
+    reference = picture_reference(parity_folder, checkpoint, frozen=True, steps=STEPS)
+    assert abs(loss - reference.losses[0]) < 0.05

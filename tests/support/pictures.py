@@ -1,0 +1,82 @@
+"""Samples with pictures for tiny models of the Qwen3-VL family, and the same for the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megascend.batch.images import SampleImages
+from megascend.batch.sample import Sample
+from megascend.testing.parity import PROMPT, hf_reference, token_lists
+
+START, END, TOKEN = 312, 313, 314
+PATCH_WIDTH = 3 * 2 * 4 * 4
+MERGE = 2
+GRIDS = ([(1, 4, 6)], [(1, 4, 4), (1, 2, 6)], [], [(1, 8, 4)], [], [(1, 2, 2), (1, 2, 2), (1, 4, 2)], [], [(1, 6, 4)])
+"""Of the pictures of each sample: none, one or several, tall and wide."""
+TOWER = "model.visual."
+
+
+def with_pictures(tokens: list[int], grids: list[tuple[int, int, int]]) -> list[int]:
+    """Return tokens with those of pictures after the second, fifth and eighth."""
+    tokens = list(tokens)
+    for number, (frames, height, width) in reversed(list(enumerate(grids))):
+        position = 2 + 3 * number
+        tokens[position:position] = [START, *[TOKEN] * (frames * height * width // MERGE**2), END]
+    return tokens
+
+
+def picture_tokens() -> list[list[int]]:
+    """Return the token ids of every sample."""
+    return [with_pictures(ids, grids) for ids, grids in zip(token_lists(), GRIDS, strict=True)]
+
+
+def pixels(seed: int = 0) -> list[torch.Tensor | None]:
+    """Return the patches of every sample's pictures."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(sum(t * h * w for t, h, w in grids), PATCH_WIDTH, generator=generator) if grids else None
+        for grids in GRIDS
+    ]
+
+
+def weights_of(tokens: list[int]) -> list[float]:
+    """Return weights of the targets: 0 for the prompt and for pictures."""
+    return [float(number >= PROMPT and token != TOKEN) for number, token in enumerate(tokens)][1:]
+
+
+def picture_samples(seed: int = 0) -> list[Sample]:
+    """Return the samples, some with pictures."""
+    return [
+        Sample.causal(
+            tokens,
+            weights=[0.0, *weights_of(tokens)],
+            images=None if patches is None else SampleImages(patches, torch.tensor(grids)),
+        )
+        for tokens, grids, patches in zip(picture_tokens(), GRIDS, pixels(seed), strict=True)
+    ]
+
+
+def picture_fields() -> list[dict[str, Any]]:
+    """Return what the references get of each sample beside its tokens."""
+    fields: list[dict[str, Any]] = []
+    for tokens, grids, patches in zip(picture_tokens(), GRIDS, pixels(), strict=True):
+        images = {} if patches is None else {"pixel_values": patches.tolist(), "grids": [list(grid) for grid in grids]}
+        fields.append({"weights": weights_of(tokens), **images})
+    return fields
+
+
+def picture_reference(folder: Path, checkpoint: Path, *, frozen: bool, steps: int, **options: Any) -> Any:
+    """Return the trajectory of transformers' model on the same samples."""
+    return hf_reference(
+        folder,
+        checkpoint,
+        picture_tokens(),
+        steps,
+        fields=picture_fields(),
+        image_token=TOKEN,
+        frozen=[TOWER] if frozen else [],
+        **options,
+    )

@@ -1,0 +1,110 @@
+"""The files and commands of docs/images.md work in the order of the page, and a killed run resumes with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.covering import first_stack_only
+from support.forked_programs import run_command, run_forked
+
+PAGE = Path(__file__).parents[1] / "docs" / "images.md"
+ANSWER = "A green disc on the right."
+DEADLINE_S = 300
+
+
+def files_of_the_page() -> dict[str, str]:
+    """Return the page's files by the names in their first lines."""
+    blocks = re.findall(
+        r"^```(?:python|yaml)\n(# (\S+)\n.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return {name: text for text, name in blocks}
+
+
+def commands() -> list[str]:
+    text = re.sub(r"^```.*?^```", "", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return [line.strip() for line in text.splitlines() if line.startswith("    ")]
+
+
+def run(command: str, folder: Path) -> str:
+    """Run a command of the page and return its standard output."""
+    program, *arguments = command.split()
+    if program == "python":
+        completed = run_forked(folder / arguments[0], *arguments[1:], directory=folder, timeout_s=DEADLINE_S)
+    else:
+        completed = run_command(*arguments, directory=folder, timeout_s=DEADLINE_S)
+    assert completed.returncode == 0, f"{command}\n{completed.stdout}{completed.stderr}"
+    return completed.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a folder with the files of the page."""
+    path = tmp_path_factory.mktemp("images")
+    for name, text in files_of_the_page().items():
+        (path / name).write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[str, str]:
+    """Run the commands of the page, and return what they print."""
+    return {command: run(command, folder) for command in commands()}
+
+
+@pytest.mark.nightly
+def test_page_ends_with_its_answer(printed: dict[str, str]) -> None:
+    assert list(printed) == [
+        "python make_pictures.py",
+        "megascend new-model model --arch qwen3_vl --hidden 128 --layers 2 --context 512",
+        "megascend train pictures.yaml",
+        "python answer.py",
+    ]
+    last = printed["megascend train pictures.yaml"].rpartition("answers after step 120:")[2]
+    assert last.startswith(f"\n  > user: [new.png] What is this?\n    {ANSWER}\n")
+    assert printed["python answer.py"].strip() == ANSWER
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_killed_run_resumes_with_the_same_bits(printed: dict[str, str], folder: Path) -> None:
+    assert printed
+    ended = []
+    arguments = ("train", "pictures.yaml", "--set", "output=runs/killed")
+    thread = threading.Thread(
+        target=lambda: ended.append(run_command(*arguments, directory=folder, timeout_s=DEADLINE_S))
+    )
+    thread.start()
+    output, deadline = folder / "runs" / "killed", time.monotonic() + DEADLINE_S
+    metrics = output / "metrics.jsonl"
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 55):
+        assert thread.is_alive(), ended
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(json.loads((output / "events.jsonl").read_text(encoding="utf-8").splitlines()[0])["pid"], signal.SIGKILL)
+    thread.join(DEADLINE_S)
+    assert ended[0].returncode != 0
+    run("megascend train pictures.yaml --set output=runs/killed --resume auto", folder)
+    uninterrupted, resumed = (
+        load_file(folder / "runs" / name / "hf" / "model.safetensors") for name in ("pictures", "killed")
+    )
+    assert uninterrupted.keys() == resumed.keys()
+    assert [name for name, tensor in uninterrupted.items() if not torch.equal(tensor, resumed[name])] == []
+
+
+@first_stack_only
+def test_commands_of_the_page_work_with_few_steps(tmp_path: Path) -> None:
+    for name, text in files_of_the_page().items():
+        (tmp_path / name).write_text(text.replace("\nsteps: 120\n", "\nsteps: 12\n"), encoding="utf-8")
+    outputs = {command: run(command, tmp_path) for command in commands()}
+    assert "answers after step 12:" in outputs["megascend train pictures.yaml"]
+    assert outputs["python answer.py"].strip()
