@@ -150,8 +150,8 @@ def test_parquet_and_saved_data_sets_have_the_same_pictures(folder: Path, model:
 
 def test_several_pictures_and_none_in_one_file(folder: Path, model: Path) -> None:
     save(folder / "two.png", 1, (32, 64))
-    several = conversation({"type": "image", "image": PATH}, {"type": "image", "image": "two.png"})
-    path = write(folder / "data.jsonl", {"messages": several}, {"messages": conversation()})
+    two_pictures = conversation({"type": "image", "image": PATH}, {"type": "image", "image": "two.png"})
+    path = write(folder / "data.jsonl", {"messages": two_pictures}, {"messages": conversation()})
     store = samples_of(path, model)
     assert_same_images(store[0].images, expected_images(model, folder / PATH, folder / "two.png"))
     assert int((store[0].input_ids == PAD).sum()) == 6 + 8

@@ -30,13 +30,13 @@ def stage_parameters(checkpoint: Path, **parallel: Any) -> list[Any]:
 def test_tower_is_whole_on_the_first_stage(checkpoint: Path) -> None:
     info = inspect_checkpoint(checkpoint)
     tower = elements({name: header for name, header in info.tensors.items() if name.startswith("model.visual.")})
-    everything = elements(info.tensors)
+    total = elements(info.tensors)
     assert tower > 0
     [single] = stage_parameters(checkpoint)
-    assert (single.tower, single.total) == (tower, everything)
+    assert (single.tower, single.total) == (tower, total)
     first, last = stage_parameters(checkpoint, pipeline=2)
     assert (first.tower, last.tower) == (tower, 0)
-    assert first.total + last.total == everything
+    assert first.total + last.total == total
     [divided] = stage_parameters(checkpoint, tensor=2)
     assert divided.tower == tower
     assert divided.dense < single.dense

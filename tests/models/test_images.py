@@ -120,8 +120,8 @@ def test_training_with_pictures_equals_transformers(case: Case, tower: str, pari
 @pytest.mark.parametrize(
     ("engine", "arch", "tower", "processes"),
     [
-        pytest.param(engine, arch, tower, processes, marks=[] if (arch, tower) in few else pytest.mark.nightly)
-        for engine, processes, few in (
+        pytest.param(engine, arch, tower, processes, marks=[] if (arch, tower) in in_ci else pytest.mark.nightly)
+        for engine, processes, in_ci in (
             ("single", 1, [("qwen3_vl", "train")]),
             ("fsdp", 1, [("qwen3_vl", "frozen")]),
             ("fsdp", 2, [("qwen3_vl_moe", "train")]),
@@ -142,9 +142,9 @@ def test_engines_of_transformers_train_with_pictures(
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         assert float((logprobs - expected).abs().max()) <= 2e-5
     if processes == 1:
-        first, *others = result["moved"]
-        assert first > 0.01
-        assert others == [0.0] * len(others)
+        trained, *frozen_parts = result["moved"]
+        assert trained > 0.01
+        assert frozen_parts == [0.0] * len(frozen_parts)
 
 
 def run_program(processes: int, folder: Path, **job: Any) -> dict[str, Any]:
@@ -344,9 +344,9 @@ def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, t
     assert abs(figures[1][0] - reference.losses[0]) <= 1e-5
     assert abs(figures[1][1] - reference.grad_norms[0]) <= 1e-4
     exports = {
-        (folder, when): load_file(tmp_path / f"{folder}-{when}" / "model.safetensors")
+        (folder, stage): load_file(tmp_path / f"{folder}-{stage}" / "model.safetensors")
         for folder in (plain.name, transposed.name)
-        for when in ("before", "after")
+        for stage in ("before", "after")
     }
     assert [name for name in tensors if not torch.equal(exports["transposed", "before"][name], tensors[name])] == []
     for name, tensor in exports[plain.name, "after"].items():

@@ -209,17 +209,17 @@ class Prompts:
     """The prompts in turn, as token ids."""
 
     def __init__(self) -> None:
-        self._drawn = 0
+        self._prompt_count = 0
 
     def __next__(self) -> list[dict[str, Any]]:
-        self._drawn += 1
-        return [{"prompt": PROMPTS[self._drawn % len(PROMPTS)]}]
+        self._prompt_count += 1
+        return [{"prompt": PROMPTS[self._prompt_count % len(PROMPTS)]}]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"drawn": self._drawn}
+        return {"drawn": self._prompt_count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._drawn = state["drawn"]
+        self._prompt_count = state["drawn"]
 
 
 @pytest.mark.usefixtures("megatron_imported")
@@ -266,16 +266,16 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
                 collector.updated(1)
                 second = collector.take(1, 120)
                 assert second is not None
-                again = learn(backend, second, objective)
+                replayed = learn(backend, second, objective)
             collector.close()
         return {
             "groups": [[group.to_json() for group in groups] for groups in (first, second)],
             "changed": (
                 fresh.result.metrics["router_replay_changed"],
                 stale,
-                again.result.metrics["router_replay_changed"],
+                replayed.result.metrics["router_replay_changed"],
             ),
-            "mismatch": [learned.mismatch.max_abs for learned in (fresh, again) if learned.mismatch],
+            "mismatch": [learned.mismatch.max_abs for learned in (fresh, replayed) if learned.mismatch],
             "grad_norm": norm,
             "forced": logprobs[0],
             "plain": logprobs[1],
@@ -292,10 +292,10 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
         for group in groups:
             for response in group.responses:
                 assert_own_choices(model, [*group.prompt_tokens, *response.tokens], response.routed_experts)
-    fresh, stale, again = result["changed"]
+    fresh, stale, replayed = result["changed"]
     # Near ties may fall differently.
     assert fresh < 0.01
-    assert again < 0.01
+    assert replayed < 0.01
     assert stale > 0.05
     assert len(result["mismatch"]) == 2
     assert max(result["mismatch"]) < BOUND

@@ -34,12 +34,12 @@ KEYS = ("image", "path", "url", "base64", "bytes")
 # --- in records ---
 
 
-def picture_part(part: dict[str, Any], where: str) -> dict[str, Any]:
+def picture_part(part: dict[str, Any], label: str) -> dict[str, Any]:
     """Return a part of a message's content that is a picture; without a source, it takes the next one of the column of pictures.
 
     Args:
         part: ``{"type": "image", "image": ...}``, with another of :data:`KEYS`, or OpenAI's ``{"type": "image_url", ...}``.
-        where: begins every error.
+        label: begins every error.
     """
     if part["type"] == "image_url":
         url = part.get("image_url")
@@ -47,31 +47,31 @@ def picture_part(part: dict[str, Any], where: str) -> dict[str, Any]:
     else:
         values = [part[key] for key in KEYS if part.get(key) is not None]
     if len(values) > 1:
-        raise DataError(f"{where} names more than one picture: leave one of {', '.join(KEYS)}")
+        raise DataError(f"{label} names more than one picture: leave one of {', '.join(KEYS)}")
     if part["type"] == "image_url" and values == [None]:
-        raise DataError(f"{where} has no url")
-    return {"type": "image", "image": picture_source(values[0], where) if values else None}
+        raise DataError(f"{label} has no url")
+    return {"type": "image", "image": picture_source(values[0], label) if values else None}
 
 
-def picture_source(value: Any, where: str) -> PictureSource:
+def picture_source(value: Any, label: str) -> PictureSource:
     """Return the source of a picture: a path, base64 in a data URL or plain, bytes, or what parquet and datasets have."""
     if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
         content = value.get("bytes")
-        return picture_source(value["path"] if content is None else content, where)
+        return picture_source(value["path"] if content is None else content, label)
     if isinstance(value, bytes | bytearray | memoryview):
         return PictureSource(data=bytes(value))
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where} must be a path, a data: URL with base64, or bytes, found {value!r:.60}")
+        raise DataError(f"{label} must be a path, a data: URL with base64, or bytes, found {value!r:.60}")
     if match := DATA_URL.fullmatch(value):
         try:
             return PictureSource(data=base64.b64decode(match["data"], validate=True))
         except (binascii.Error, ValueError) as error:
-            raise DataError(f"{where} is not valid base64: {error}") from None
+            raise DataError(f"{label} is not valid base64: {error}") from None
     if value.startswith("file://"):
         value = value.removeprefix("file://")
     if re.match(r"[a-zA-Z][\w+.-]+:", value) and not re.match(r"[a-zA-Z]:[\\/]", value):
         raise DataError(
-            f"{where} is {value!r:.60}; pictures are read from files and data: URLs, never from a network: fetch them first"
+            f"{label} is {value!r:.60}; pictures are read from files and data: URLs, never from a network: fetch them first"
         )
     return PictureSource(path=value)
 
@@ -96,7 +96,7 @@ def with_pictures(document: Document, column: Any, source: str) -> Document:
     )
 
 
-def _placed(messages: Messages, pictures: Sequence[PictureSource], where: str) -> Messages:
+def _placed(messages: Messages, pictures: Sequence[PictureSource], label: str) -> Messages:
     """Put pictures into the parts that lack one or, if no message has such a part, in place of ``<image>`` in the texts."""
     parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
     if pictures and not parts:
@@ -105,7 +105,7 @@ def _placed(messages: Messages, pictures: Sequence[PictureSource], where: str) -
     missing = sum(part["image"] is None for part in parts)
     if missing != len(pictures):
         raise DataError(
-            f"{where} have {missing} places for pictures ({PLACEHOLDER} in a text, or parts of type 'image' without one), and "
+            f"{label} have {missing} places for pictures ({PLACEHOLDER} in a text, or parts of type 'image' without one), and "
             f"images has {len(pictures)}"
         )
     remaining = iter(pictures)

@@ -184,7 +184,7 @@ class _PictureWriter:
     """Writes the pictures of a store."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._at, self._files = path, 0, ExitStack()
+        self._path, self._offset, self._files = path, 0, ExitStack()
 
     def __enter__(self) -> _PictureWriter:
         self._content = self._files.enter_context((self._path / PICTURES).open("wb"))
@@ -207,9 +207,9 @@ class _PictureWriter:
             digest = _digest(content)
             state.update(digest.to_bytes(8, "little", signed=True))
             self._content.write(stored)
-            row = [kind, self._at, len(stored), digest, size, modified]
+            row = [kind, self._offset, len(stored), digest, size, modified]
             self._index.write(np.asarray(row, dtype=np.int64).tobytes())
-            self._at += len(stored)
+            self._offset += len(stored)
         return len(pictures.sources)
 
 

@@ -58,8 +58,8 @@ class PicturesOfText:
         )
         output = self._tower(black, grid_thw=grid)
         features = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
-        nothing = torch.stack([part.float().mean() * 0.0 for part in features]).sum()
-        return embeddings + nothing.to(embeddings.dtype)
+        zero = torch.stack([part.float().mean() * 0.0 for part in features]).sum()
+        return embeddings + zero.to(embeddings.dtype)
 
 
 def freeze_tower(model: nn.Module, images: Images | None, trained: VisionTower) -> None:

@@ -188,8 +188,8 @@ class MegatronEngine(Engine):
         if platform.implicit_causal_masks:
             attention_mask.install(chunks, self.config)
         if self.config.bridge._get_need_transpose() != info.transposed_experts:
-            why = "experts are stored as the checkpoint's headers have them"
-            patch(self.config.bridge, "_get_need_transpose", lambda: info.transposed_experts, why)
+            reason = "experts are stored as the checkpoint's headers have them"
+            patch(self.config.bridge, "_get_need_transpose", lambda: info.transposed_experts, reason)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
         weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh)
         if self.groups.rank == 0:

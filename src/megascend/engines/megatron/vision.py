@@ -71,8 +71,8 @@ def install(chunks: Sequence[Any], images: Images | None, token: int | None, tra
             module.requires_grad_(False)
         assert token is not None
         features = Features(module, token, chunk.config)
-        why = "features of a batch's pictures in the order of its tokens, and their complete gradient under sequence parallelism"
-        patch(chunk.visual, "get_inputs_embeds", features.insert, why)
+        reason = "features of a batch's pictures in the order of its tokens, and their complete gradient under sequence parallelism"
+        patch(chunk.visual, "get_inputs_embeds", features.insert, reason)
 
 
 class Features:
@@ -111,8 +111,8 @@ class Features:
                 return {"inputs_embeds": embeddings}
             # Every rank and micro batch gives the tower a gradient, which data parallel ranks reduce together: here one of zeros.
             final, inner = self._features(*self._black_picture(embeddings))
-            nothing = torch.stack([features.float().mean() * 0.0 for features in (final, *inner)]).sum()
-            return {"inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+            zero = torch.stack([features.float().mean() * 0.0 for features in (final, *inner)]).sum()
+            return {"inputs_embeds": embeddings + zero.to(embeddings.dtype)}
         assert image_grid_thw is not None
         final, inner = self._features(pixel_values, image_grid_thw)
         mask = input_ids == self._token
