@@ -71,7 +71,7 @@ def install(chunks: Sequence[Any], images: Images | None, token: int | None, tra
             module.requires_grad_(False)
         assert token is not None
         features = Features(module, token, chunk.config)
-        reason = "features of a batch's pictures in the order of its tokens, and their complete gradient under sequence parallelism"
+        reason = "features of a batch's pictures in the order of its tokens, and their complete gradient with SP"
         patch(chunk.visual, "get_inputs_embeds", features.insert, reason)
 
 
