@@ -64,6 +64,7 @@ LAYOUTS = (
     Case("TP2 + SP, padded", 2, Parallel(tensor=2, sequence=True), packing=False, micro_batch_tokens=200),
     Case("PP2", 2, Parallel(pipeline=2)),
     Case("DP2", 2),
+    Case("DP2, overlapped", 2, optimizer={"overlap_grad_reduce": True, "overlap_param_gather": True}),
     Case("TP2 x PP2 + SP", 4, Parallel(tensor=2, pipeline=2, sequence=True)),
 )
 WITH_EXPERTS = (
