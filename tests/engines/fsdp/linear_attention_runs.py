@@ -22,7 +22,7 @@ from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.selfcheck import in_process
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
-from support.lora_parity import write_adapter
+from support.lora_parity import PeftTrajectory, train_one, write_adapter
 
 
 def make(engine: str, checkpoint: str, **options: Any) -> megascend.Backend:
@@ -175,6 +175,12 @@ def write_adapters(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None
     with make("fsdp", checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
         for path, lora in adapters.items():
             write_adapter(backend, Path(path), lora)
+
+
+def trained_adapter(engine: str, checkpoint: str, adapter: str, steps: int, out: str) -> PeftTrajectory:
+    """Train an adapter; see :func:`support.lora_parity.train_one`."""
+    with make(engine, checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
+        return train_one(backend, Path(adapter), steps, Path(out))
 
 
 def sampled(
