@@ -20,6 +20,7 @@ from megascend.checkpoint import hf_slices
 from megascend.config import Adapters, Batching, CudaGraphs, Moe, Parallel, Recompute
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.huggingface.info import inspect_checkpoint
+from megascend.memory.parameters import stages
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint, first_of_equals
 from support.covering import first_stack_required
@@ -136,6 +137,20 @@ def test_head_beside_the_layers_trains_like_a_plain_one(
     # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
     assert max(float((exported[name] - weight).abs().mean()) for name, weight in trained.items()) < 1e-5
     assert [name for name in source if torch.equal(exported[name], source[name])] == []
+
+
+def test_parameters_of_a_head_beside_the_layers_are_those_of_the_last_stage(parity_folder: Path) -> None:
+    checkpoint, case = checkpoint_with_head(parity_folder, "qwen3_5_text"), LAYOUTS["PP2"]
+
+    def on_rank() -> tuple[int, list[int]]:
+        with head_backend(case, checkpoint) as backend:
+            info, topology = inspect_checkpoint(checkpoint, mtp="train"), backend.topology
+            parameters = stages(info.tensors, topology, info.shape.num_layers, tied=False, prediction_head=True)
+            built = sum(p.numel() for chunk in backend.engine.bare_chunks for p in chunk.parameters())
+            return built, [stage.total for stage in parameters]
+
+    (first, estimate), (last, _) = run_distributed(on_rank, 2, init=False, timeout_s=120)
+    assert estimate == [first, last]
 
 
 @pytest.mark.parametrize(

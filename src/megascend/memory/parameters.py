@@ -96,7 +96,8 @@ def _stage(
     embeds = first or (last and (tied or prediction_head))
     dense = experts = vocabulary = embedding = matrix = 0
     for name, header in headers.items():
-        layer = layer_of(name)
+        # Heads that are named beside the layers are numbered from 0.
+        layer = layers if ".mtp." in f".{name}" else layer_of(name)
         if layer is not None:
             if layer not in stage_layers:
                 continue

@@ -18,11 +18,12 @@ import torch
 import megascend
 import megascend.engines.fsdp.engine  # ranks find it imported
 from megascend import reference_fla
+from megascend.engines.fsdp import compilation
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.selfcheck import in_process
 from megascend.testing import run_distributed
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
-from support.lora_parity import write_adapter
+from support.lora_parity import PeftTrajectory, train_one, write_adapter
 
 
 def make(engine: str, checkpoint: str, **options: Any) -> megascend.Backend:
@@ -42,6 +43,7 @@ def trained(
     engine: str, ranks: int, checkpoint: str, steps: int, folder: str, **options: Any
 ) -> tuple[list[float], list[float], str]:
     """Train and export to ``folder``; return the losses, the gradient norms, and the self-check's status."""
+    compilation.BACKEND = "aot_eager"  # without code generation
 
     def on_rank() -> Any:
         with make(engine, checkpoint, **options) as backend:
@@ -175,6 +177,12 @@ def write_adapters(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None
     with make("fsdp", checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
         for path, lora in adapters.items():
             write_adapter(backend, Path(path), lora)
+
+
+def trained_adapter(engine: str, checkpoint: str, adapter: str, steps: int, out: str) -> PeftTrajectory:
+    """Train an adapter; see :func:`support.lora_parity.train_one`."""
+    with make(engine, checkpoint, adapters=megascend.Adapters(), self_check=False) as backend:
+        return train_one(backend, Path(adapter), steps, Path(out))
 
 
 def sampled(

@@ -10,9 +10,10 @@ import torch
 from jobs import run_jobs
 from safetensors.torch import load_file
 
-from megascend import Batching, Fsdp, Recompute
+from megascend import Batching, Fsdp, Lora, Recompute
 from megascend.testing.parity import Case, Trajectory, bounds, case_checkpoint, differences, hf_reference, token_lists
 from support.covering import FIRST_STACK
+from support.lora_parity import adapter_differences, peft_reference
 
 pytestmark = pytest.mark.skipif(not FIRST_STACK, reason="older versions of transformers have other modules")
 
@@ -115,6 +116,26 @@ def test_self_check_runs_on_the_cpu_beside_kernels_of_other_devices(parity_folde
         ((verdicts, error),) = run_jobs(RUNS, folder, job)
         assert [(verdict.status, verdict.not_shown) for verdict in verdicts] == [("agrees", "")], engine
         assert error == "a kernel was called on the CPU"
+
+
+@pytest.mark.parametrize("arch", ["qwen3_next", pytest.param("qwen3_5_text", marks=pytest.mark.nightly)])
+def test_adapter_of_engine_single_equals_peft(arch: str, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint, start = checkpoint_of(arch, parity_folder), tmp_path / "start"
+    _, trained = run_jobs(
+        RUNS,
+        tmp_path,
+        ("write_adapters", (str(checkpoint), {str(start): Lora(rank=8, alpha=12.0, seed=7)}), {}),
+        ("trained_adapter", ("single", str(checkpoint), str(start), STEPS, str(tmp_path / "out")), {}),
+    )
+    assert any("linear_attn.in_proj" in name for name in trained.factors)
+    difference = adapter_differences(
+        trained, peft_reference(parity_folder, checkpoint, start, token_lists(), steps=STEPS)
+    )
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    assert difference.factors <= 1e-3, difference
+    assert difference.logits is not None
+    assert difference.logits <= 3e-5, difference
 
 
 def test_packing_without_kernels_is_refused_with_their_packages(parity_folder: Path, tmp_path: Path) -> None:

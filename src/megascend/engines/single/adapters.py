@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.sample import Sample
+from megascend.changes import patched
 from megascend.config import Lora
 from megascend.engines.base import DTYPES
 from megascend.engines.context import EngineContext, EngineSpec
@@ -135,7 +137,8 @@ class ActiveAdapter:
         )
         # peft's new modules are in training mode, whatever the model's mode is.
         training = model.training
-        self._tuner, self._rank = LoraModel(model, config, ACTIVE), lora.rank
+        with _literal_names():
+            self._tuner, self._rank = LoraModel(model, config, ACTIVE), lora.rank
         model.train(training)
         self._weights = {name: _weights(model, name) for name in factors}
         for name, (a, b) in self._weights.items():
@@ -158,6 +161,18 @@ class ActiveAdapter:
     def deactivate(self) -> None:
         """Make the model the base model again."""
         self._tuner.unload()
+
+
+@contextlib.contextmanager
+def _literal_names() -> Iterator[None]:
+    """Stop peft from taking gate_proj and others of shared experts and dense layers for experts of transformers 4."""
+    module = import_module("peft.utils.transformers_weight_conversion")
+    name = "convert_peft_config_for_transformers"
+    if not hasattr(module, name):
+        yield
+        return
+    with patched(module, name, lambda *args, **options: None, "names of adapted layers are those of transformers 5"):
+        yield
 
 
 def _weights(model: Any, name: str) -> tuple[Tensor, Tensor]:
