@@ -15,6 +15,7 @@ import tempfile
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from packaging.specifiers import SpecifierSet
@@ -321,6 +322,22 @@ def deviation(rows: dict[str, Any], name: str, layout: str, figure: str) -> str:
     return "-" if row.get(figure) is None else f"{row[figure]:.1e}"
 
 
+def family_speed() -> str:
+    """Format what scripts/bench_train.py --family has measured on one GPU, as ratios to mcore-bridge's bare loop."""
+    stored = json.loads((DOCS.parent / "benchmarks" / "families" / "speed.json").read_text(encoding="utf-8"))
+    medians = {(row["family"], row["run"]): median(row["ms"]) / 1000 for row in stored["rows"]}
+    lines = []
+    for row in stored["rows"]:
+        seconds = medians[row["family"], row["run"]]
+        speed, share = stored["tokens"] / seconds, row["flops"] / seconds / stored["peak_flops"]
+        memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
+        ratio = medians[row["family"], "bare"] / seconds
+        lines.append([f"`{row['family']}`", row["run"], f"{speed:,.0f}", f"{share:.1%}", memory, f"{ratio:.2f}"])
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    header = ("shapes", "run", "tokens/s", "MFU", "GiB", "times bare")
+    return f"One {stored['device']}, {stored['tokens']:,} tokens a step; {versions}.\n\n" + table(header, lines)
+
+
 def ratio_text(entry: dict[str, float] | None) -> str:
     """Format a stored ratio; empty if there is none."""
     return "" if entry is None else f"{entry['ratio']:.3f}"
@@ -340,6 +357,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "families": families,
     "published models": published_models,
     "stored ratios": stored_ratios,
+    "speed of families": family_speed,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }

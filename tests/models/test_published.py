@@ -16,7 +16,7 @@ from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint
 from megascend.memory.estimate import Estimate
 from megascend.models import architecture_of, expert_layers, text_config
-from megascend.models.base import LatentAttention
+from megascend.models.base import LatentAttention, LinearAttention
 from megascend.models.registry import BUILT_IN
 from megascend.topology.topology import Topology
 from support.described import describe_checkpoint, published_plan
@@ -111,6 +111,7 @@ def _meaning(config: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
         "architecture": architecture,
         "shape": ModelShape.from_hf_config({"tie_word_embeddings": info.shape.tied, **config}),
         "latent": LatentAttention.from_config(text),
+        "linear": LinearAttention.from_config(text),
         "expert layers": None if layers is None or all(layers) else layers,
         "experts of a token": text.get("num_experts_per_tok"),
         "attention width": architecture.attention_width(text),

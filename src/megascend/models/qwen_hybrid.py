@@ -17,6 +17,14 @@ LINEAR_SIZES = {
     "rms_norm_eps": 0.1,
 }
 """Of tiny models."""
+DEFAULT_SIZES = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""transformers' defaults for all of these models."""
 TINY_LAYERS = [LINEAR, LINEAR, LINEAR, "full_attention"]
 
 
@@ -30,6 +38,10 @@ class QwenHybrid(Architecture):
     packages: tuple[str, ...] = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
     prediction_head: bool = True
     prediction_layers: str = "mtp.layers"
+
+    def normalise(self, config: Config) -> dict[str, Any]:
+        # transformers leaves sizes that are its defaults out of the files that it writes.
+        return DEFAULT_SIZES | super().normalise(config)
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         settings = super().megatron_settings(config) | {
