@@ -99,6 +99,32 @@ def use_convolution_of_fla(model: nn.Module) -> None:
         patch(owner, CONVOLUTION, _convolution_of_fla(before, convolve), "fla's convolution knows samples' borders")
 
 
+def compute_fp32_exactly(model: nn.Module) -> None:
+    """Let the linear attention of a transformers model compute fp32 by :mod:`megascend.reference_fla` where ``fla`` computes it.
+
+    Its kernels multiply fp32 in TF32. The functions are those of the process: models in other dtypes keep the kernels.
+    """
+    for owner in dict.fromkeys(map(forward_owner, delta_rule_modules(model))):
+        before = getattr(owner, DELTA_RULE)
+        implementation = (_replacement(before) or {}).get("implementation")
+        if getattr(implementation, "__module__", "").split(".")[0] in KERNEL_PACKAGES:
+            patch(owner, DELTA_RULE, _exact_in_fp32(before), "fp32 is computed in fp32, not in TF32")
+
+
+def _exact_in_fp32(before: Callable[..., Any]) -> Callable[..., Any]:
+    known = inspect.signature(chunk_gated_delta_rule).parameters
+
+    def by_dtype(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        if query.dtype != torch.float32:
+            return before(query, key, value, **kwargs)
+        # transformers passes the keywords of the model's forward on, and drops those that a function does not have.
+        options = {name: option for name, option in kwargs.items() if name in known}
+        return chunk_gated_delta_rule(query, key, value, **options)
+
+    setattr(by_dtype, MARK, True)
+    return by_dtype
+
+
 def _convolution_of_fla(before: Callable[..., Any], convolve: Callable[..., Any]) -> Callable[..., Any]:
     def causal_conv1d(
         x: Tensor,

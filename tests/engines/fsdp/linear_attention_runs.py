@@ -169,7 +169,7 @@ def checked_beside_kernels(
             backend.forward(causal_samples(token_lists()))
     except AssertionError as error:
         return verdicts, str(error)
-    raise RuntimeError("the engine did not call the kernels")
+    return verdicts, "no kernel was called"
 
 
 def write_adapters(checkpoint: str, adapters: dict[str, megascend.Lora]) -> None:

@@ -100,22 +100,35 @@ def test_samples_of_a_micro_batch_do_not_see_each_other(arch: str, parity_folder
     assert "log-probabilities 2" in merged_samples["0: other tokens"]  # the comparison shows it where it happens
 
 
-def test_self_check_runs_on_the_cpu_beside_kernels_of_other_devices(parity_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "packing", "packages"),
+    [
+        ("fsdp", True, ["fla", "causal_conv1d"]),
+        ("fsdp", True, ["fla"]),
+        ("fsdp", False, ["fla"]),
+        ("single", False, ["fla", "causal_conv1d"]),
+    ],
+)
+def test_self_check_runs_on_the_cpu_beside_kernels_of_other_devices(
+    engine: str, packing: bool, packages: list[str], parity_folder: Path, tmp_path: Path
+) -> None:
     checkpoint = str(checkpoint_of("qwen3_5_moe_text", parity_folder))
-    fla, convolution = ["fla"], ["causal_conv1d"]
-    for engine, packing, packages in (
-        ("fsdp", True, fla + convolution),
-        ("fsdp", True, fla),
-        ("fsdp", False, fla),
-        ("single", False, fla + convolution),
-    ):
-        folder = tmp_path / f"{engine} {packing} {len(packages)}"
-        folder.mkdir()
-        batching = Batching(packing=packing, micro_batch_tokens=256)
-        job = ("checked_beside_kernels", (engine, checkpoint, str(folder), packages), {"batching": batching})
-        ((verdicts, error),) = run_jobs(RUNS, folder, job)
-        assert [(verdict.status, verdict.not_shown) for verdict in verdicts] == [("agrees", "")], engine
-        assert error == "a kernel was called on the CPU"
+    options = {"batching": Batching(packing=packing, micro_batch_tokens=256), "precision": "bf16"}
+    job = ("checked_beside_kernels", (engine, checkpoint, str(tmp_path), packages), options)
+    ((verdicts, error),) = run_jobs(RUNS, tmp_path, job)
+    assert [(verdict.status, verdict.not_shown) for verdict in verdicts] == [("agrees", "")]
+    assert error == "a kernel was called on the CPU"
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "single"])
+def test_fp32_is_not_computed_by_kernels_that_multiply_in_tf32(
+    engine: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = str(checkpoint_of("qwen3_5_moe_text", parity_folder))
+    options = {"batching": Batching(packing=engine == "fsdp", micro_batch_tokens=256), "precision": "fp32"}
+    job = ("checked_beside_kernels", (engine, checkpoint, str(tmp_path), ["fla"]), options)
+    ((_, error),) = run_jobs(RUNS, tmp_path, job)
+    assert error == "no kernel was called"
 
 
 @pytest.mark.parametrize("arch", ["qwen3_next", pytest.param("qwen3_5_text", marks=pytest.mark.nightly)])

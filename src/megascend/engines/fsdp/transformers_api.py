@@ -103,6 +103,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
             "that the engine cannot keep samples apart; use engine single"
         ) from error
     linear_attention.use_convolution_of_fla(model)
+    linear_attention.compute_fp32_exactly(model)
     model.tie_weights()
     without_bias(model, scalar_head)
     head = output_layer(model)

@@ -11,7 +11,7 @@ import torch
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
-from megascend.engines import pictures
+from megascend.engines import linear_attention, pictures
 from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import OnOutput, ScalarOutput, check_head, longest_sample, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
@@ -72,6 +72,7 @@ class SingleEngine(TransformersEngine):
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
         self.check_slice(model_config(self.model_dir), SingleSubject(info.scalar_head), enabled=spec.self_check)
         self.model = load_model(self.model_dir, self.dtype, self.device, info, fresh)
+        linear_attention.compute_fp32_exactly(self.model)
         if info.scalar_head is None:
             check_plain_head(self.model, info.shape.vocab_size)
         self._rotary = RotaryByLength(self.model)
