@@ -32,6 +32,38 @@ TINY_TOKENS = {
 """Beyond those that tests draw, in a vocabulary of 320."""
 
 
+def with_tower(text: Config, text_type: str, tower: Mapping[str, Any], rotated: float = 1.0) -> dict[str, Any]:
+    """Return the ``config.json`` of a tiny model with pictures.
+
+    Args:
+        text: settings of its language model; those of the tower and of special tokens may be among them.
+        text_type: ``model_type`` of its ``text_config``.
+        tower: default of ``vision_config``.
+        rotated: share of a head that rotary embeddings rotate.
+    """
+    text = dict(text)
+    outer = {
+        "model_type": text.pop("model_type"),
+        "architectures": text.pop("architectures", None),
+        "tie_word_embeddings": text.get("tie_word_embeddings", False),
+        "torch_dtype": text.get("torch_dtype", "float32"),
+    }
+    vision = text.pop("vision_config", tower) | {"out_hidden_size": text["hidden_size"]}
+    tokens = {name: text.pop(name, token) for name, token in TINY_TOKENS.items()}
+    # Height and width get 5 of 16 frequencies each, as in the models of this family.
+    frequencies = int(text["head_dim"] * rotated) // 2
+    side = max(1, frequencies * 5 // 16)
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": text.pop("rope_theta", 10000.0),
+        "mrope_section": [frequencies - 2 * side, side, side],
+        "mrope_interleaved": True,
+    }
+    if rotated < 1:
+        text["rope_parameters"]["partial_rotary_factor"] = rotated
+    return outer | tokens | {"text_config": text | {"model_type": text_type}, "vision_config": vision}
+
+
 @dataclass(frozen=True)
 class Qwen3VL(Architecture):
     """Qwen3-VL. Its text model is Qwen3's, with rotary angles by time, height and width (interleaved MRoPE)."""
@@ -40,25 +72,7 @@ class Qwen3VL(Architecture):
     text_type: str = "qwen3_vl_text"
 
     def full_config(self, text: Config) -> dict[str, Any]:
-        text = dict(text)
-        outer = {
-            "model_type": text.pop("model_type"),
-            "architectures": text.pop("architectures", None),
-            "tie_word_embeddings": text.get("tie_word_embeddings", False),
-            "torch_dtype": text.get("torch_dtype", "float32"),
-        }
-        tower = text.pop("vision_config", TINY_TOWER) | {"out_hidden_size": text["hidden_size"]}
-        tokens = {name: text.pop(name, token) for name, token in TINY_TOKENS.items()}
-        # Height and width get 5 of 16 frequencies each, as in the models of this family.
-        frequencies = text["head_dim"] // 2
-        side = frequencies * 5 // 16
-        text["rope_parameters"] = {
-            "rope_type": "default",
-            "rope_theta": text.pop("rope_theta", 10000.0),
-            "mrope_section": [frequencies - 2 * side, side, side],
-            "mrope_interleaved": True,
-        }
-        return outer | tokens | {"text_config": text | {"model_type": self.text_type}, "vision_config": tower}
+        return with_tower(text, self.text_type, TINY_TOWER)
 
 
 @dataclass(frozen=True)

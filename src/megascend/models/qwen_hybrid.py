@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megascend.models.base import ATTENTION_LAYERS, LINEAR, Architecture, Config, LinearAttention, expert_count
+from megascend.models.base import ATTENTION_LAYERS, LINEAR, Architecture, Config, Images, LinearAttention, expert_count
+from megascend.models.qwen3_vl import PICTURES, TINY_TOWER, with_tower
 
 LINEAR_SIZES = {
     "linear_conv_kernel_dim": 4,
@@ -76,6 +77,18 @@ class QwenHybrid(Architecture):
         return problems
 
 
+@dataclass(frozen=True)
+class Qwen35(QwenHybrid):
+    """Qwen3.5 with its vision tower, which is Qwen3-VL's without features for inner layers."""
+
+    inputs: Images | None = PICTURES
+    text_type: str = "qwen3_5_text"
+
+    def full_config(self, text: Config) -> dict[str, Any]:
+        tower = {name: value for name, value in TINY_TOWER.items() if name != "deepstack_visual_indexes"}
+        return with_tower(text, self.text_type, tower, rotated=0.5)
+
+
 FAMILIES = (
     QwenHybrid(
         ("qwen3_next",),
@@ -89,6 +102,27 @@ FAMILIES = (
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+            "layer_types": TINY_LAYERS,
+        }
+        | LINEAR_SIZES,
+    ),
+    Qwen35(
+        ("qwen3_5",),
+        proven_with_pictures=True,
+        model_class="Qwen3_5ForConditionalGeneration",
+        tiny={"layer_types": TINY_LAYERS} | LINEAR_SIZES,
+    ),
+    Qwen35(
+        ("qwen3_5_moe",),
+        proven_with_pictures=True,
+        model_class="Qwen3_5MoeForConditionalGeneration",
+        text_type="qwen3_5_moe_text",
+        tiny={
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
             "router_aux_loss_coef": 0.0,
             "layer_types": TINY_LAYERS,
         }

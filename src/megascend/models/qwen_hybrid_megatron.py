@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from mcore_bridge.model.gpts.qwen3_next_gdn import Qwen3NextGDNBridgeMixin, Qwen3NextLoader
+from mcore_bridge.model.mm_gpts.qwen3_5_gdn import Qwen3_5Bridge
 from mcore_bridge.model.modules import GatedDeltaNet, gated_delta_net
 from mcore_bridge.model.register import ModelMeta, register_model
 from torch import Tensor
@@ -55,5 +56,11 @@ class Qwen35TextBridge(Qwen3NextGDNBridgeMixin):
 if gated_delta_net.chunk_gated_delta_rule is not None and not reference_fla.is_installed():
     exact = exact_in_fp32(gated_delta_net.chunk_gated_delta_rule)
     patch(gated_delta_net, "chunk_gated_delta_rule", exact, "fp32 is computed in fp32, not in TF32")
+patch(
+    Qwen3_5Bridge,
+    "_get_hf_experts_attr",
+    lambda self, is_mtp=False: (False, False),
+    "experts are exported one by one; megascend joins them where the checkpoint has them fused",
+)
 patch(Qwen3NextLoader, "gated_delta_net", TensorParallelGatedDeltaNet, "gradients of its norms are right with TP")
 register_model(ModelMeta("megascend_qwen3_5_text", TEXT_TYPES, bridge_cls=Qwen35TextBridge, loader=Qwen3NextLoader))
