@@ -127,12 +127,12 @@ def refusal(arch: str, recipe: str) -> str | None:
     architecture = BUILT_IN[arch]
     if recipe == "moe_ep" and not expert_count(architecture.tiny):
         return NO_EXPERTS
+    if recipe == "long_context_cp" and architecture.undivided(architecture.tiny, tensor=1, context=2):
+        return WHOLE_SEQUENCES
     if recipe == "long_context_cp" and architecture.inputs is not None:
         return WITH_PICTURES
     if not (architecture.proven or architecture.proven_with_pictures):
         return NOT_BUILT
-    if recipe == "long_context_cp" and architecture.undivided(architecture.tiny, tensor=1, context=2):
-        return WHOLE_SEQUENCES
     tensor = recipe in ("dense_tp_pp_dp", "multi_lora")
     return BIASES if tensor and architecture.biases == "all" and expert_count(architecture.tiny) else None
 
