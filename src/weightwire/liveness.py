@@ -67,6 +67,7 @@ class HeartbeatObserver(Generic[B]):
             if record is None:
                 continue
             last = self.records.get(rank)
+            # Any other number, not a larger one: records are compared, never ordered.
             advanced = last is not None and last.heartbeat != record.heartbeat
             if advanced:
                 self._advanced[rank] = now

@@ -141,6 +141,7 @@ class Peers:
                 f"the rank of {self.describe(self.rank)} in group {self._group} is taken: it was assigned twice, or the group "
                 "is used again"
             )
+        # After the claim: of two members with one rank, the others must see the process of the one that has it.
         self._records.write(f"here/{self.rank}", json.dumps(Identity.current().to_json()))
         pause = 0.002
         while missing := self._missing():
@@ -208,7 +209,9 @@ class Peers:
         """Set ``lost`` if a member has failed or gone. An ended process is seen at once, silence after :data:`SILENCE_S`."""
         if self.lost is not None:
             return
+        # Processes first: the store is in the sender's process, and does not answer once that has ended.
         for rank, state in self.halted().items():
+            # Only an end is final: a stopped process is lost below, once its heartbeats are overdue.
             if state == "ended":
                 # Its last record may say that it has left; a store that does not answer cannot tell.
                 with contextlib.suppress(RuntimeError):

@@ -200,6 +200,7 @@ def run(
             training.check(config, launch)
         self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
+        # A stack of its own, which the first step closes early; an error before that closes it with the run.
         kernel_compilation = stack.enter_context(ExitStack())
         kernel_compilation.enter_context(compiling_kernels(plan, launch))
         phases.ended("settings")
@@ -309,6 +310,7 @@ def train_steps(
                     in_step = True
                     record = training.step(number, batch)
                     in_step = False
+                    # The earlier run's files go when this one has done a step; a skipped one has changed no weights.
                     if not record.skipped:
                         directory.take_over()
                     log.write(record)
@@ -323,6 +325,7 @@ def train_steps(
         except Exception as error:
             # Neither an incomplete step is saved, nor one that other ranks may still be in.
             complete = not in_step or backend.step_count == number
+            # A checkpoint is a collective, and after an error of this rank alone the others are in another one.
             everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
             last = not isinstance(error, (CheckpointError, NonFiniteError))
             if complete and everywhere and last and backend.step_count > steps_done:
@@ -434,6 +437,7 @@ def write_results(
 ) -> Path | None:
     """Export what was trained, plot the run and report its end; return the export's directory, if there is one. Collective."""
     config = run.config
+    # First: what was trained must not depend on a plot.
     exported = export(run, saves, step) if config.export else None
     if run.main_rank and config.plot:
         path = config.output / "metrics.png"

@@ -239,6 +239,7 @@ class SupervisedTraining(Training[RunConfig]):
         run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
         config, backend = run.config, run.backend
         share = backend.shard(batch)
+        # Of this rank's share only, on several threads: the checks in forward_backward would decode one after the other.
         decode_together([sample.images for sample in share])
         result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)
         # On a GPU the host runs ahead: this is the time to issue the work; the rest of the step waits for the device.

@@ -89,6 +89,7 @@ class DeferredImages(SampleImages):
     """Pictures that are decoded when they are first used, on the ranks that use them."""
 
     def __init__(self, load: Callable[[], SampleImages]) -> None:
+        # Not super().__init__(): __getattr__ is called for missing attributes only, so the fields stay unset until they are read.
         self._load = load
 
     def __getattr__(self, name: str) -> Any:
@@ -107,6 +108,7 @@ def decode_together(images: Sequence[SampleImages | PictureSources | None]) -> N
     deferred = [item for item in images if isinstance(item, DeferredImages)]
 
     def decode(item: DeferredImages) -> None:
+        # Raised again in the checks of the step, whose result all ranks exchange; an error here would leave the others waiting.
         with contextlib.suppress(DataError):
             _ = item.grids
 
@@ -183,6 +185,7 @@ def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> T
         begin = start + frames * height * width
         grid = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
         rows[:, start:begin] = torch.stack(grid).flatten(1) + position
+        # One more than the largest row or column; frames do not count, as in transformers.
         position += max(height, width)
         used += frames * height * width
     rows[:, begin:] = torch.arange(position, position + length - begin)
@@ -191,6 +194,7 @@ def positions(input_ids: Tensor, grids: Tensor | None, layout: ImageLayout) -> T
 
 def joined(images: Sequence[SampleImages | PictureSources | None], device: torch.device) -> ImageBatch | None:
     """Return the pictures of samples on a device; None if no sample has any."""
+    # None: each engine decides what a micro batch of text has to compute with the tower.
     present = [item for item in images if isinstance(item, SampleImages)]
     if not present:
         return None

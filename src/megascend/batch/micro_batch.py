@@ -216,6 +216,7 @@ def build(
             padded_choices = F.pad(routed[number], (0, 0, 0, 0, 0, total - len(sample)), value=-1)
             routed_parts.append(torch.cat([padded_choices[chunk] for chunk in chunks]))
         if image_layout is not None:
+            # A sample of text has three rows too, equal ones: one tensor holds the positions of all samples.
             ids = F.pad(sample.input_ids, (0, total - len(sample)))
             grids = sample.images.grids if isinstance(sample.images, SampleImages) else None
             rows = pictures.positions(ids, grids, image_layout)

@@ -56,6 +56,7 @@ def picture_part(part: dict[str, Any], label: str) -> dict[str, Any]:
 def picture_source(value: Any, label: str) -> PictureSource:
     """Return the source of a picture: a path, base64 in a data URL or plain, bytes, or what parquet and datasets have."""
     if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
+        # datasets stores both keys; where bytes are set, path is only the name that the file once had.
         content = value.get("bytes")
         return picture_source(value["path"] if content is None else content, label)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -69,6 +70,7 @@ def picture_source(value: Any, label: str) -> PictureSource:
             raise DataError(f"{label} is not valid base64: {error}") from None
     if value.startswith("file://"):
         value = value.removeprefix("file://")
+    # A drive letter of Windows is no scheme.
     if re.match(r"[a-zA-Z][\w+.-]+:", value) and not re.match(r"[a-zA-Z]:[\\/]", value):
         raise DataError(
             f"{label} is {value!r:.60}; pictures are read from files and data: URLs, never from a network: fetch them first"
@@ -85,6 +87,7 @@ def with_pictures(document: Document, column: Any, source: str) -> Document:
     values = [] if column is None or column == [] else column if isinstance(column, list) else [column]
     pictures = [picture_source(value, f"{source}: images[{number}]") for number, value in enumerate(values)]
 
+    # Each side of a preference pair has the prompt with its pictures, and takes all of them.
     def side(messages: Any, name: str) -> Any:
         return _placed(messages, pictures, f"{source}: {name}") if isinstance(messages, tuple) else messages
 
@@ -99,6 +102,7 @@ def with_pictures(document: Document, column: Any, source: str) -> Document:
 def _placed(messages: Messages, pictures: Sequence[PictureSource], label: str) -> Messages:
     """Put pictures into the parts that lack one or, if no message has such a part, in place of ``<image>`` in the texts."""
     parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
+    # Only without such parts: in data that mark pictures by parts, <image> is ordinary text.
     if pictures and not parts:
         messages = tuple(_split(message) for message in messages)
         parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
@@ -193,6 +197,7 @@ def decode(content: bytes, name: str, limits: Pictures) -> Image:
 
     try:
         with warnings.catch_warnings():
+            # The limit below is checked instead, before any pixel is decoded.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(content), formats=FORMATS)
             width, height = image.size
@@ -248,10 +253,11 @@ class PictureProcessor:
         return None if layout is None else cls(model, layout, limits or Pictures())
 
     def features(self, source: PictureSource, folder: Path | None = None) -> tuple[int, bytes]:
-        """Return the tokens that stand for a picture, which is decoded to see that it is complete, and its file."""
+        """Return the number of a picture's tokens, and the bytes of its file. Decodes it, so that a damaged one is refused."""
         content = encoded(source, self.limits, folder)
         image = decode(content, source.name, self.limits)
         try:
+            # Counted, not made: samples are stored without patches, which are made again when a batch needs them.
             patches = self._processor.get_number_of_image_patches(image.height, image.width)
         except ValueError as error:
             raise DataError(f"picture {source.name} of {image.width} x {image.height} pixels: {error}") from error
@@ -318,5 +324,6 @@ class EncodedPictures:
         for number, weight in zip(ids, weights, strict=True):
             copies = next(features) if number == token else 1
             all_ids += [number] * copies
+            # Also with train_on_prompt: the token is the same for every feature, and what it stands for is input only.
             all_weights += [0.0 if number == token else weight] * copies
         return all_ids, all_weights

@@ -199,6 +199,7 @@ class Encoder:
         weights = token_weights(offsets, spans, elsewhere=float(learn_all))
         if self._pictures is None or pictures is None:
             return tokens, weights, None
+        # After the weights: their spans are those of the template's text, which has one token for each picture.
         tokens, weights = pictures.expand(tokens, weights, self._pictures.layout.token)
         return tokens, weights, pictures.sources if pictures.tokens else None
 

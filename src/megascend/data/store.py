@@ -89,7 +89,9 @@ class SampleStore(Sequence[Sample]):
             kind, start, length, expected, *_ = self._picture_index[picture].tolist()
             stored = self._pictures[start : start + length].tobytes()
             source = PictureSource(path=stored.decode()) if kind == PATH else PictureSource(data=stored)
+            # Limits apply here too: the file may have changed since the sample was made.
             content = encoded(source, self._processor.limits)
+            # Another picture may not fit the sample's tokens, and would not be the data that the fingerprint names.
             if _digest(content) != expected:
                 raise DataError(f"picture {source.name} has changed since its sample was made; start the run again")
             contents.append(content)
@@ -97,9 +99,10 @@ class SampleStore(Sequence[Sample]):
         return self._processor.images(contents, names)
 
     def changed_files(self) -> list[list[Any]] | None:
-        """Return path, size and time of change of every picture that is a file, if one of them is not as it was; else None."""
+        """Return [path, size, time of change] of all pictures that are files, if any has changed since the writing; else None."""
         files, changed = [], False
         for kind, start, length, _, size, modified in self._picture_index.tolist():
+            # By size and time, without reading: every start of a run looks at all pictures of its data.
             if kind == PATH:
                 path = self._pictures[start : start + length].tobytes().decode()
                 now = _stat(Path(path))
@@ -201,10 +204,12 @@ class _PictureWriter:
             if source.data is not None:
                 kind, stored, content = CONTENT, source.data, source.data
             else:
+                # Absolute: the store is in the cache, and the next run may start in another working directory.
                 file = (pictures.folder / str(source.path)).resolve()
                 size, modified = _stat(file)
                 kind, stored, content = PATH, str(file).encode(), file.read_bytes()
             digest = _digest(content)
+            # Tokens say how large a picture is, not what it shows.
             state.update(digest.to_bytes(8, "little", signed=True))
             self._content.write(stored)
             row = [kind, self._offset, len(stored), digest, size, modified]

@@ -119,6 +119,7 @@ class KeyValues:
         longest = max(self.lengths) + 1
         for layer in self._layers:
             self._reserve(layer, longest)
+        # Once for all layers and for the micro batches of all pipeline stages, so that each layer copies nothing from the host.
         self._positions = torch.tensor(self.lengths, device=self._device)
         # Rows differ in length: behind the end of a shorter one are zeros, which are no keys.
         self._visible = torch.arange(longest, device=self._device) <= self._positions[:, None]
@@ -151,6 +152,7 @@ class KeyValues:
         keys, *rest = (cache[rows] for cache in self._layers[layer])
         positions, visible = self._positions[rows], self._visible[rows]
         indices, longest = torch.arange(len(query), device=query.device), visible.shape[1]
+        # Rows differ in length, so that each one's token is written at a position of its own.
         keys[indices, :, positions] = key
         if isinstance(value, Tensor):
             (values,) = rest

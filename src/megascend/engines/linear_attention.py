@@ -61,6 +61,7 @@ def delta_rule_modules(root: nn.Module) -> list[nn.Module]:
 
 
 def _calls_both(code: CodeType | None) -> bool:
+    # By the names that the code calls, not by class: families copy the module, and what has to be replaced are these functions.
     return code is not None and {CONVOLUTION, DELTA_RULE} <= set(code.co_names)
 
 
@@ -69,6 +70,7 @@ def packing_problem(module: nn.Module) -> Literal["none", "package", "module"]:
     code = forward_code(module)
     if code is None or not _calls_both(code):
         return "module"
+    # The forward pass takes the delta rule's borders out of its keywords by name, and passes seq_idx on with the rest of them.
     if BORDERS_KEYWORD not in code.co_consts or not code.co_flags & inspect.CO_VARKEYWORDS:
         return "module"
     problem: Literal["none", "package"] = "none"
@@ -90,11 +92,13 @@ def use_convolution_of_fla(model: nn.Module) -> None:
     for owner in dict.fromkeys(map(forward_owner, delta_rule_modules(model))):
         before = getattr(owner, CONVOLUTION)
         variables = _replacement(before)
+        # Not transformers' wrapper: ours, from an earlier model. A new implementation: causal_conv1d, or the reference.
         if variables is None or variables["is_new_implementation"]:
             continue
         try:
             convolve = import_module("fla.modules.convolution").causal_conv1d
         except ImportError:
+            # Not refused here: without packing no borders are needed, and with it packing_problem() names the package.
             return
         patch(owner, CONVOLUTION, _convolution_of_fla(before, convolve), "fla's convolution knows samples' borders")
 
@@ -135,7 +139,10 @@ def _convolution_of_fla(before: Callable[..., Any], convolve: Callable[..., Any]
         seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        # By the tensor's device: the self-check computes a slice of the model on the CPU in a process whose model is on a GPU.
         if x.device.type != "cpu":
+            # transformers' modules pass the delta rule's keywords to the convolution, too: fla takes starts where causal_conv1d
+            # takes seq_idx. Its tokens come before channels.
             starts = kwargs.get(BORDERS_KEYWORD)
             out = convolve(x=x.transpose(1, 2), weight=weight, bias=bias, activation=activation, cu_seqlens=starts)
             return out[0].transpose(1, 2)
@@ -148,7 +155,8 @@ def _convolution_of_fla(before: Callable[..., Any], convolve: Callable[..., Any]
 
 
 def _replacement(function: Any) -> Mapping[str, Any] | None:
-    """Return what transformers has in place of one of its functions, the closure of its wrapper; None for another function."""
+    """Return the closure of transformers' wrapper of a function, which holds its implementation; None for another function."""
+    # transformers chooses at import, and the choice is nowhere but in the wrapper's closure.
     variables = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     return variables if {"is_new_implementation", "applicable_params"} <= variables.keys() else None
 
@@ -164,6 +172,7 @@ def on_the_cpu(model: nn.Module) -> Iterator[None]:
             for function in BORDERS:
                 variables = _replacement(getattr(owner, function)) or {}
                 if getattr(variables.get("implementation"), "__module__", "").split(".")[0] in KERNEL_PACKAGES:
+                    # Other implementations, transformers' own and the reference, run on the CPU as they are.
                     portable = _portable(function, variables["torch_function"])
                     stack.enter_context(patched(owner, function, portable, "self-check: the slice is on the CPU"))
         yield
@@ -182,8 +191,9 @@ def _portable(function: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def covered_kinds(model: Any) -> tuple[str, ...]:
-    """Return :data:`KIND` if all such layers of a model are gated delta rules, whose state :func:`cached` keeps."""
+    """Return :data:`KIND` if all such layers of a model are gated delta rules, whose state :func:`cached_delta_rules` keeps."""
     kinds: list[str] = list(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    # Other kinds of linear attention have the same entry in layer_types, and states that nothing here would keep.
     return (KIND,) if len(delta_rule_modules(model)) == kinds.count(KIND) else ()
 
 
@@ -211,6 +221,7 @@ class LayerState:
         cached, key = self.cached, (self.layer, "convolution")
         if isinstance(cached, Growing):
             count = cached.rows.stop - cached.rows.start
+            # Tokens after the rows' are padding, copies of the last one: they must not enter its state a second time.
             new = x.flatten(0, 1)
             out = causal_conv1d_update(
                 new[:count].unsqueeze(-1), cached.cache.state(key, cached.rows), weight, bias, activation
@@ -244,6 +255,7 @@ class LayerState:
         cached, key = self.cached, (self.layer, "delta rule")
         if isinstance(cached, Growing):
             count = cached.rows.stop - cached.rows.start
+            # A view of the cache, which copy_() below writes to; each row's token is a sequence of length 1.
             state = cached.cache.state(key, cached.rows)
             rows: list[Any] = [x.flatten(0, 1)[:count].unsqueeze(1) for x in (q, k, v, g, beta)]
             out, after = fused_recurrent_gated_delta_rule(
@@ -259,6 +271,7 @@ class LayerState:
             padding = torch.cat([torch.arange(padded) >= length for length, padded in pairs])
             padding = to_device(padding, g.device).view(g.shape[:2]).unsqueeze(-1)
             g, beta = g.masked_fill(padding, 0), beta.masked_fill(padding, 0)
+        # Complete samples are computed as in training, whose kernels return the states on demand.
         out, final = compute(g, beta)
         assert final is not None
         for row, state, length in zip(cached.rows, final, cached.lengths, strict=True):
@@ -291,6 +304,7 @@ class CurrentLayer:
         with contextlib.ExitStack() as stack:
             for module in modules:
                 stack.callback(module.register_forward_pre_hook(enter).remove)
+                # Also after an error: another model's layer that runs next must not write to this one's state.
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
 
@@ -355,6 +369,7 @@ def delta_rule(current: CurrentLayer, before: Callable[..., Any]) -> Callable[..
 
         if current.state is None:
             return compute(g, beta, output_final_state)
+        # Nobody reads the second value: transformers' own cache is off, and mcore-bridge ignores it.
         return current.state.delta_rule(q, k, v, g, beta, compute, normalise=use_qk_l2norm_in_kernel), None
 
     return chunk_gated_delta_rule

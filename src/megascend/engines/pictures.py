@@ -16,6 +16,7 @@ def arguments(batch: MicroBatch) -> dict[str, Tensor]:
     """Return the pictures of a micro batch as arguments of transformers' models; none without pictures."""
     if batch.images is None:
         return {}
+    # Without mm_token_type_ids: transformers computes positions from these, and every micro batch has positions already.
     return {"pixel_values": batch.images.pixel_values, "image_grid_thw": batch.images.grids}
 
 
@@ -25,14 +26,15 @@ def tower(model: nn.Module, images: Images) -> nn.Module:
 
 
 def attention_of(name: str, images: Images | None) -> str | dict[str, str]:
-    """Return ``attn_implementation`` by which the language model has the attention function ``name``, and the tower torch's."""
+    """Return the ``attn_implementation`` that gives the language model the attention function ``name``, and the tower torch's."""
+    # The tower attends within a picture in both directions (is_causal=False), which engine fsdp's causal function refuses.
     return name if images is None else {"": name, "text_config": name, "vision_config": "sdpa"}
 
 
 class PicturesOfText:
-    """Runs the vision tower for micro batches without pictures too, and adds nothing to their embeddings.
+    """Runs the vision tower on a black picture for micro batches without pictures, and adds 0 times its features to their text.
 
-    Ranks gather a sharded tower together, and reduce the same gradients, whichever of them has pictures.
+    So all ranks gather a sharded tower together, and reduce the same gradients, whichever of them has pictures.
 
     Args:
         model: a transformers model; call :meth:`enter` before each forward pass.
@@ -40,6 +42,8 @@ class PicturesOfText:
 
     def __init__(self, model: Any, images: Images) -> None:
         self._tower, self._runs = tower(model, images), False
+        # On the embeddings, of which every loss is a function: the backward pass then reaches the tower, and FSDP reduces its
+        # gradients. A frozen tower runs too: it is sharded as well, so that its forward pass is a collective.
         model.get_input_embeddings().register_forward_hook(self._after_embedding)
 
     def enter(self, batch: MicroBatch) -> None:
@@ -52,11 +56,13 @@ class PicturesOfText:
         config: Any = self._tower.config
         side = config.spatial_merge_size
         width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        # The smallest picture that has a feature: one square of patches, which the merger joins.
         black, grid = (
             embeddings.new_zeros(side * side, width),
             torch.tensor([[1, side, side]], device=embeddings.device),
         )
         output = self._tower(black, grid_thw=grid)
+        # Features of inner layers come from mergers of their own, whose parameters would else be left without a gradient.
         features = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
         zero = torch.stack([part.float().mean() * 0.0 for part in features]).sum()
         return embeddings + zero.to(embeddings.dtype)

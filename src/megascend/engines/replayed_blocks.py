@@ -74,6 +74,7 @@ class BlockReplay(RouterReplay):
         choice = _Choice(self, current.routed[:, column], None if current.complete else current.real)
         with choice:
             result = forward(*args, **options)
+        # Without a call the model has chosen by other means, and the recorded experts would silently have been ignored.
         if choice.calls != 1:
             raise MegascendError(
                 f"router replay: the block of layer {self.layers.numbers[column]} chose {self.layers.topk} of "
@@ -103,4 +104,5 @@ class _Choice(TorchFunctionMode):
         self.calls += 1
         indices = result.indices.reshape(-1, layers.topk)
         chosen = self._replay.choose(indices, self._replayed, self._real).view_as(result.indices)
+        # The model's own scores of the replayed experts, so that gradients reach the router; a named tuple, as of torch.topk.
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))

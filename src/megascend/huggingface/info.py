@@ -151,8 +151,8 @@ class ModelInfo:
         scalar_head: head that replaces the output layer; None for a causal language model.
         extra: headers of weights that the model does not have and an export copies.
         mtp: what becomes of heads for multi-token prediction.
-        copies: weights of the trained head that repeat one of :attr:`tensors`: its name by theirs. The model has one of the two,
-            and an export writes it under both names.
+        copies: weights of the trained head that repeat one of :attr:`tensors`: the name of the repeated one by the head's. The
+            model has one of the two, and an export writes it under both names.
         architecture: the declaration of its family.
         linear: sizes of linear attention; None if all layers have softmax attention.
         image_layout: sizes of its pictures; None for a model of text.
@@ -268,6 +268,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
     tensors = scalar_heads.with_head(tensors, scalar_head, config)
     copies: dict[str, str] = {}
     if mtp == "train":
+        # Left out of the tensors, or they would be counted, built and trained twice.
         copies = shared_weights(heads, tensors, shape.num_layers)
         tensors |= {name: header for name, header in heads.items() if name not in copies}
     shapes = {name: header.shape for name, header in tensors.items()}
@@ -333,6 +334,7 @@ def check_prediction_head(
     layers = {int(match[1]) for name in heads if (match := LAYER.search(name))}
     if architecture.prediction_layers != "model.layers":
         _check_separate_head(kind, config, heads, layers)
+    # In this form a head is stored as the layer after the model's last.
     elif count != 1 or layers != {shape.num_layers}:
         raise ConfigError(
             f"mtp: train: one head for multi-token prediction can be trained, and {kind} has {count} "
@@ -343,7 +345,8 @@ def check_prediction_head(
 def _check_separate_head(
     kind: Any, config: Mapping[str, Any], heads: Mapping[str, TensorHeader], layers: Collection[int]
 ) -> None:
-    """Raise ConfigError if heads that are no layers of the model's list, and that no key need count, cannot be trained."""
+    """Raise ConfigError if a head that is stored beside the model's layers, as Qwen3.5's, cannot be trained."""
+    # Counted by the tensors: config.json need not state the number of such heads.
     if len(layers) != 1:
         raise ConfigError(
             f"mtp: train: one head for multi-token prediction can be trained, and the checkpoint of {kind} has "

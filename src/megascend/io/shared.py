@@ -39,7 +39,8 @@ def cached(path: Path, make: Callable[[Path], object], timeout_s: float = TIMEOU
     Raises:
         TimeoutError: another process has been making it for ``timeout_s``.
     """
-    # Marks the use, for prune(); another user's entry in a shared folder cannot be marked.
+    # Marks the use, for prune(); another user's entry in a shared folder cannot be marked. Before the entry is looked for:
+    # prune() in another process reads the time again before it removes an entry.
     with contextlib.suppress(OSError):
         os.utime(path)
     if path.exists():
@@ -102,6 +103,7 @@ def replace(path: Path, make: Callable[[Path], object]) -> None:
         )
         if time.time() - newest > IN_USE_S:  # left by a process that was killed
             remove(left)
+    # Beside the path: a rename is atomic within one file system only. The leading dot hides it from prune().
     with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
         fresh = Path(folder) / path.name
         make(fresh)

@@ -101,6 +101,7 @@ def norm_bytes(width: float, kind: LayerKind) -> float:
     """Return the bytes that a norm saves besides its output."""
     if kind.fused:
         return kind.bytes * width + FP32  # the input, which is the residual
+    # A product saves its other factor for the weight's gradient only: a frozen weight saves the normalised input.
     return FP32 * width * (1 if kind.frozen else 2) + FP32
 
 
@@ -115,6 +116,7 @@ def _attention(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
         total += b * query + FP32 * 2 * heads  # queries are copied, keys are read where they are
     elif sizes.qk_norm:
         steps = 1 if kind.frozen else 2
+        # Keys are normalised where they are: in fp32 in the projection, which is counted already, in 16 bits in a copy.
         total += FP32 * (steps * query + (steps if kind.wide else steps - 1) * keys) + FP32 * 2 * heads
     total += b * (query + keys)  # rotated
     if kind.fused:
@@ -181,6 +183,7 @@ def probability_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) ->
     """Return the bytes that attention saves only without a flash kernel."""
     if not kind.keeps_probabilities:
         return 0.0
+    # Keys and values, each as wide as the query once grouped heads are repeated.
     repeated = 2 * sizes.query if sizes.key_value < sizes.query else 0
     return kind.bytes * (sizes.heads * kind.longest + repeated) / topology.tensor
 

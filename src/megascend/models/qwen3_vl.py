@@ -83,6 +83,7 @@ class Qwen3VLMoe(Qwen3VL):
         hidden, width = config["hidden_size"], config["moe_intermediate_size"]
         plain = {".experts.gate_up_proj": (2 * width, hidden), ".experts.down_proj": (hidden, width)}
         for name, shape in shapes.items():
+            # A square tensor does not tell; of the two kinds at most one is square.
             expected = next((dims for end, dims in plain.items() if name.endswith(end)), None)
             if expected is not None and expected[0] != expected[1]:
                 return tuple(shape[1:]) != expected

@@ -47,6 +47,7 @@ class QwenHybrid(Architecture):
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         settings = super().megatron_settings(config) | {
             "qk_layernorm": True,
+            # Norms of these families multiply by 1 + weight.
             "layernorm_zero_centered_gamma": True,
             "attention_output_gate": True,
             "experimental_attention_variant": "gated_delta_net",
@@ -69,6 +70,7 @@ class QwenHybrid(Architecture):
                 f"parallel.context={context}: Megatron-Core computes linear attention (gated delta nets) of whole sequences "
                 "only; set context to 1"
             )
+        # Value heads need no check: each key head serves the same number of them, so they are divided along with the key heads.
         if linear.key_heads % tensor:
             problems.append(
                 f"parallel.tensor={tensor} does not divide the {linear.key_heads} key heads of linear attention "

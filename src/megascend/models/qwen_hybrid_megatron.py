@@ -37,6 +37,7 @@ class TensorParallelGatedDeltaNet(GatedDeltaNet):
             return
         if self.config.sequence_parallel:
             # Read by this layer's forward pass alone: the projections have been built with the original.
+            # A copy: the configuration is shared with all layers.
             self.config = copy.copy(self.config)
             self.config.sequence_parallel = False
         else:
@@ -44,6 +45,7 @@ class TensorParallelGatedDeltaNet(GatedDeltaNet):
             self.out_norm.weight.register_hook(self._sum_over_tensor_ranks)
 
     def _sum_over_tensor_ranks(self, gradient: Tensor) -> Tensor:
+        # A hook must not change its argument, which autograd may use elsewhere.
         total = gradient.clone()
         dist.all_reduce(total, group=self.pg_collection.tp)
         return total
@@ -53,6 +55,7 @@ class Qwen35TextBridge(Qwen3NextGDNBridgeMixin):
     """Names of the text models' checkpoints, which are those of a plain decoder."""
 
 
+# None where fla is missing; the reference is exact already.
 if gated_delta_net.chunk_gated_delta_rule is not None and not reference_fla.is_installed():
     exact = exact_in_fp32(gated_delta_net.chunk_gated_delta_rule)
     patch(gated_delta_net, "chunk_gated_delta_rule", exact, "fp32 is computed in fp32, not in TF32")

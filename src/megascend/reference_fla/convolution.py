@@ -67,6 +67,7 @@ def causal_conv1d_fn(
     """
     positions = torch.arange(x.shape[2], device=x.device)
     if seq_idx is not None:
+        # The start of a token's sequence is the last position up to it at which the number changes.
         first = torch.ones_like(seq_idx, dtype=torch.bool)
         first[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
         positions = positions - torch.where(first, positions, 0).cummax(dim=1).values
@@ -93,9 +94,10 @@ def causal_conv1d_update(
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor) -> Tensor:
-    """Sum the taps; ``positions`` of tokens within their sequences, [tokens] or [batch, tokens], say what is before one."""
+    """Sum the taps within a token's sequence; ``positions``: of tokens in their sequences, [tokens] or [batch, tokens]."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     taps, x, dtype = weight.shape[1], x.to(wide), x.dtype
+    # Tap by tap, where conv1d would read the tokens of the sequence before: each tap has its own mask.
     result = x * weight[:, -1].to(wide)
     for distance in range(1, min(taps, x.shape[1])):
         shifted = torch.nn.functional.pad(x[:, :-distance], (0, 0, distance, 0))

@@ -162,6 +162,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     size = CHUNK if tokens > CHUNK else tokens
     q, k, v = (_chunks(torch.nn.functional.pad(x, (0, 0, 0, padding)), size) for x in (q, k, v))
     g, beta = (_chunks(torch.nn.functional.pad(x, (0, padding)), size) for x in (g, beta))
+    # All exponents below are sums of g over consecutive tokens, at most 0: no factor exceeds 1, however strong the decay.
     decay = g.cumsum(dim=-1)  # from the chunk's start, inclusive
     later = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     # exp() of the other half would overflow, and its gradient would be 0 * inf.
@@ -178,6 +179,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     from_state = q * decay.exp().unsqueeze(-1)
     to_end = (decay[..., -1:] - decay).exp().unsqueeze(-1) * k
     outputs = []
+    # Only the state passes from chunk to chunk; everything above is computed for all chunks at once.
     for chunk in range(q.shape[2]):
         values = writes[:, :, chunk] - erasures[:, :, chunk] @ state
         outputs.append(from_state[:, :, chunk] @ state + scores[:, :, chunk] @ values)

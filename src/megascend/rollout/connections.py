@@ -45,12 +45,14 @@ class BoundedServer(uvicorn.Server):
             _reporting(application), http="h11", ws="none", access_log=False, server_header=False, **options
         )
         config.load()  # sets the class of uvicorn's protocol
+        # uvicorn constructs its protocol with arguments of its own, so the limits are attributes of a class made for this server.
         bounds = {"inner": config.http_protocol_class, "limit": max_connections, "connections": set()}
         config.http_protocol_class = type("Bounded", (BoundedProtocol,), bounds)
         super().__init__(config)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        # uvicorn would replace the program's handlers of SIGINT and SIGTERM, and raise the signal again at its end.
         yield
 
 
@@ -70,6 +72,7 @@ def listen(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
     listening = socket.socket(family, kind, protocol)
     try:
+        # So that a server that is started again gets its port while the kernel still keeps closed connections of the last one.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(2048)
@@ -115,6 +118,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._read_timer = self._loop.call_later(WRITE_S, self._check_reading)
         self._await_head()
         if len(self.connections) > self.limit:
+            # Only now: the new one counts too, and may be the one that is closed.
             connections = list(self.connections)
             connections[choose_victim([OpenConnection(c.owner, c.idle, c.since) for c in connections])]._drop()
 
@@ -174,6 +178,7 @@ class BoundedProtocol(asyncio.Protocol):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
+            # Further bytes do not start it again: a client that sends one now and then would keep its connection for ever.
             self._head_timer = self._loop.call_later(HEAD_S, self._drop)
 
     def _stop_awaiting(self) -> None:
@@ -201,6 +206,7 @@ class BoundedProtocol(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         # Not close(), which would wait until the client has read everything.
         self._transport.abort()
+        # connection_lost() follows in a later turn of the loop, and until then this one would count against the limit.
         self.connections.discard(self)
 
 

@@ -108,6 +108,7 @@ def _add_borders(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             f"engine fsdp: the layers of this model do not pass keywords on to {type(module).__name__}, so that samples in one "
             "micro batch would affect each other; use another engine"
         )
+    # One sample in each row has no borders within it.
     if lengths.starts is None:
         return args, kwargs
     return args, kwargs | {BORDERS_KEYWORD: lengths.starts, "seq_idx": lengths.sample_index}

@@ -57,6 +57,7 @@ def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, p
     for chunk in chunks:
         for layer in chunk.decoder.layers:
             if is_delta_rule(getattr(layer, "self_attention", None)):
+                # With it mcore-bridge calls torch's convolution and Megatron's delta rule, neither of which is replaced here.
                 if config.deterministic_mode:
                     return "linear attention with deterministic_mode"
                 continue
@@ -120,6 +121,7 @@ class CachedAttention:
                     stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), reason))
                 for layer in chunk.decoder.layers:
                     if is_delta_rule(layer.self_attention):
+                        # It has no core attention: its functions are replaced for all such layers together.
                         delta_rules[layer.self_attention] = layer.layer_number
                         continue
                     core = layer.self_attention.core_attention
@@ -179,9 +181,11 @@ class CachedAttention:
         def take(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
             out, bias, latents = split_output(module, inputs, output)
             if self._cached is not None:
+                # The projection gathers its input inside, and shows this rank's tokens only; attention computes all ranks'.
                 if self._config.sequence_parallel and self._config.tensor_model_parallel_size > 1:
                     latents = gather_from_sequence_parallel_region(latents)
                 self._latents = latents
+            # The layer's caller expects two values, as without the patch.
             return (out, bias) if hidden else None
 
         # Before adapters' hooks, which take the norm's output away.
@@ -216,6 +220,7 @@ class CachedAttention:
         if attention.from_latent is not None:
             # In place of keys and values: latents and the rotated part of keys, [..., 1, latent + rotated width].
             assert self._latents is not None
+            # The same for all heads, so that the first one's stands for all.
             rotated = key[..., :1, self._config.qk_head_dim :]
             latents = torch.cat([self._latents.unsqueeze(-2), rotated], -1)
         if isinstance(cached, Growing):  # [tokens, 1, heads, head dim]
@@ -233,6 +238,8 @@ class CachedAttention:
                 )
             # Megatron's core attention returns [tokens, batch, heads * head dim].
             return mixed.flatten(1)[:, None]
+        # Prompts are computed as in training, by the layer's own attention; the cache takes samples before tokens, where a padded
+        # batch of Megatron's is [sequence, batch, heads, head dim].
         states = (key, value) if latents is None else (latents,)
         cached.keep(attention.layer, *(tokens if tokens.dim() == 3 else tokens.transpose(0, 1) for tokens in states))
         return attention.forward(query, key, value, *args, **kwargs)

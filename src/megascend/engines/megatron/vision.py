@@ -34,6 +34,7 @@ def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_
             f"adapters.targets names {EMBEDDING} of {config.hf_model_type}, whose embeddings engine megatron replaces by "
             "features of pictures before adapters see them: leave it out, or use engine fsdp or single"
         )
+    # Pipeline stages pass on hidden states only: the features of inner layers have to be added on the stage that has the tower.
     deepest = len(getattr(config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
     first = config.num_layers // (topology.pipeline * topology.virtual_pipeline)
     if deepest > first:
@@ -72,6 +73,8 @@ def install(chunks: Sequence[Any], images: Images | None, token: int | None, tra
         assert token is not None
         features = Features(module, token, chunk.config)
         reason = "features of a batch's pictures in the order of its tokens, and their complete gradient with SP"
+        # mcore-bridge calls it within the embedding layer, before sequence parallelism divides the tokens: every tensor parallel
+        # rank inserts all features, and receives their complete gradient.
         patch(chunk.visual, "get_inputs_embeds", features.insert, reason)
 
 
@@ -107,14 +110,18 @@ class Features:
             input_ids: [batch, sequence].
         """
         if pixel_values is None:
+            # In contrast to engine fsdp, the tower is not sharded: a frozen one does nothing together with other ranks.
             if not any(parameter.requires_grad for parameter in self._tower.parameters()):
                 return {"inputs_embeds": embeddings}
             # Every rank and micro batch gives the tower a gradient, which data parallel ranks reduce together: here one of zeros.
+            # With overlap_grad_reduce Megatron starts a bucket's reduction once all of its parameters have gradients, and
+            # asserts at the end of the step that it has been started.
             final, inner = self._features(*self._black_picture(embeddings))
             zero = torch.stack([features.float().mean() * 0.0 for features in (final, *inner)]).sum()
             return {"inputs_embeds": embeddings + zero.to(embeddings.dtype)}
         assert image_grid_thw is not None
         final, inner = self._features(pixel_values, image_grid_thw)
+        # masked_scatter takes features in the order of [batch, sequence], which is that of the samples and so of their pictures.
         mask = input_ids == self._token
         inputs: dict[str, Any] = {
             "inputs_embeds": embeddings.masked_scatter(
@@ -122,10 +129,13 @@ class Features:
             )
         }
         if inner:
+            # mcore-bridge's block selects tokens by a mask [sequence, batch], in whose order the tokens of a batch's samples
+            # alternate. Each token therefore carries the number of its feature, by which the features are then sorted.
             numbers = torch.full_like(input_ids, -1)
             numbers[mask] = torch.arange(len(final), device=mask.device)
             numbers = numbers.mT  # hidden states are [sequence, batch, h]
             if self._divides_sequence:
+                # Identity forward, sum over ranks backward: each rank adds only its own tokens' features of the same tower.
                 inner = [copy_to_tensor_model_parallel_region(features) for features in inner]
                 size = parallel_state.get_tensor_model_parallel_world_size()
                 numbers = numbers.chunk(size)[parallel_state.get_tensor_model_parallel_rank()]
@@ -135,6 +145,7 @@ class Features:
         return inputs
 
     def _features(self, pixel_values: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        # Patches are fp32 in every precision, as the image processor makes them.
         output = self._tower(pixel_values.to(next(self._tower.parameters()).dtype), grid_thw=grids)
         return output.pooler_output, list(getattr(output, "deepstack_features", None) or [])
 
@@ -150,6 +161,7 @@ def frequencies_in_fp32(chunk: Any, images: Images | None) -> Iterator[None]:
     """Keep the rotary frequencies of the tower as they are while the model is cast to 16 bits, as transformers does."""
     module = tower(chunk, images)
     buffers = {} if module is None else dict(module.named_buffers())
+    # Float16Module's cast puts other tensors in the buffers' place, so that these keep their values until they are put back.
     yield
     for name, buffer in buffers.items():
         owner, _, attribute = name.rpartition(".")
