@@ -292,7 +292,7 @@ def test_model_of_text_takes_no_pictures(folder: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "qwen3", ModelSize(hidden=32, layers=1))
     path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
     data = Data(path=path)
-    with pytest.raises(DataError, match="the conversation has 1 pictures, and this model takes none"):
+    with pytest.raises(DataError, match="the conversation has 1 picture, and this model takes none"):
         prepare_samples(path, data, byte_tokenizer(2048), LIMITS, tmp_path / "qwen3")
 
 

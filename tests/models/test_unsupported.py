@@ -54,7 +54,6 @@ REFUSED = [
     ("moe_layer_freq: 2", {"moe_layer_freq": 2}, ("deepseek_v3",)),
     ("attention_out_bias: true", {"attention_out_bias": True}, ("seed_oss",)),
     ("use_qk_norm: false", {"use_qk_norm": False}, ("minimax_m2",)),
-    ("linear_attention (36 of 48 layers of qwen3_next)", {}, ("qwen3_next",)),
 ]
 HONOURED = [
     ({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, ("deepseek_v2",)),

@@ -8,7 +8,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.batch.images import PictureSources, SampleImages
+from megascend.batch.images import SampleImages
+from megascend.batch.picture_sources import PictureSources
 from megascend.config import Data, Generation, Prompt
 from megascend.data.chat import ChatTemplate
 from megascend.data.messages import parse_message
@@ -158,10 +159,17 @@ def _tokens(
         text = template.rendering(messages, prompt=True).text
         tokens: list[int] = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])  # type: ignore[arg-type]
         sources = sources_of(messages)
-        if pictures is None or not sources:
-            if sources:
-                raise ConfigError(f"generation: a prompt has {len(sources)} pictures, and this model takes none")
+        if not sources:
             return tokens, None
+        count = f"generation: a prompt has {len(sources)} picture{'s' * (len(sources) > 1)}"
+        if pictures is None:
+            raise ConfigError(f"{count}, and this model takes none")
+        if len(sources) > pictures.limits.max_count:
+            raise ConfigError(f"{count}; at most {pictures.limits.max_count} are possible (data.pictures.max_count)")
+        if None in sources:
+            raise ConfigError(
+                'generation: a part of a prompt is a picture without a source: {"type": "image", "image": PATH}'
+            )
         chosen = PictureSources(tuple(sources), Path())
         counts = tuple(pictures.features(source, chosen.folder)[0] for source in sources)
         tokens, _ = EncodedPictures(chosen, counts).expand(tokens, [0.0] * len(tokens), pictures.layout.token)

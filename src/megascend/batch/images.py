@@ -5,48 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megascend.batch.picture_sources import PictureSources
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
 from megascend.models import ImageLayout
 
 DECODING_THREADS = 8
 """Threads on which a rank decodes the pictures of a step."""
-
-
-@dataclass(frozen=True)
-class PictureSource:
-    """A picture that is not decoded yet: its file's path, or its bytes.
-
-    Attributes:
-        path: absolute, or relative to the file that names it.
-    """
-
-    path: str | None = None
-    data: bytes | None = field(default=None, repr=False)
-
-    @property
-    def name(self) -> str:
-        """Return what to call it in a message."""
-        return repr(self.path) if self.path is not None else f"of {len(self.data or b'')} bytes"
-
-
-@dataclass(frozen=True)
-class PictureSources:
-    """Pictures of a sample that the data reader turns into :class:`SampleImages` when the sample is used.
-
-    Attributes:
-        folder: that their paths are relative to.
-    """
-
-    sources: tuple[PictureSource, ...]
-    folder: Path
 
 
 @dataclass(eq=False)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.batch.images import PictureSources, SampleImages
+from megascend.batch.images import SampleImages
+from megascend.batch.picture_sources import PictureSources
 from megascend.errors import DataError
 
 TOKEN_FIELDS = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.batch.images import PictureSource, PictureSources, SampleImages
+from megascend.batch.picture_sources import PictureSource, PictureSources
 from megascend.config import Pictures
 from megascend.data.document import Document, Message, Messages
 from megascend.errors import DataError, MissingDependencyError
@@ -21,6 +21,8 @@ from megascend.models import ImageLayout, architecture_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from megascend.batch.images import SampleImages
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 """Pillow's names of the formats that are decoded."""
@@ -265,6 +267,8 @@ class PictureProcessor:
 
     def images(self, contents: Sequence[bytes], names: Sequence[str]) -> SampleImages:
         """Return the patches of a sample's pictures, from their files."""
+        from megascend.batch.images import SampleImages  # here: it needs torch
+
         images = [decode(content, name, self.limits) for content, name in zip(contents, names, strict=True)]
         outputs = self._processor(images=images, return_tensors="pt")
         return SampleImages(outputs["pixel_values"], outputs["image_grid_thw"])

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
-from megascend.batch.images import PictureSources
 from megascend.batch.packing import round_up
+from megascend.batch.picture_sources import PictureSources
 from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
@@ -208,7 +208,9 @@ class Encoder:
         sources, processor = sources_of(messages), self._pictures
         if processor is None:
             if sources:
-                raise DataError(f"the conversation has {len(sources)} pictures, and this model takes none")
+                raise DataError(
+                    f"the conversation has {len(sources)} picture{'s' * (len(sources) > 1)}, and this model takes none"
+                )
             return None
         if len(sources) > processor.limits.max_count:
             raise DataError(

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import xxhash
 
-from megascend.batch.images import DeferredImages, PictureSource, PictureSources, SampleImages
+from megascend.batch.images import DeferredImages, SampleImages
+from megascend.batch.picture_sources import PictureSource, PictureSources
 from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
 from megascend.data.order import add_to_fingerprint

@@ -214,6 +214,9 @@ class Architecture:
         tower, kind = config.get("vision_config"), config.get("model_type")
         if not isinstance(tower, Mapping) or not isinstance(config.get(self.inputs.token), int):
             raise ConfigError(f"the model config ({kind}) has no vision_config, or no {self.inputs.token}")
+        missing = {self.inputs.merge, "temporal_patch_size", "patch_size"} - tower.keys()
+        if missing:
+            raise ConfigError(f"the model config ({kind}): vision_config has no {', '.join(sorted(missing))}")
         channels = tower.get("in_channels", tower.get("in_chans", 3))
         width = channels * tower["temporal_patch_size"] * tower["patch_size"] ** 2
         return ImageLayout(config[self.inputs.token], tower[self.inputs.merge], width)

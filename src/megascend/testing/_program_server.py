@@ -1,9 +1,9 @@
 """Run programs in forks of one process that has imported their packages. A script; imports no megascend.
 
 Reads a JSON request a line: ``imports`` (modules to have before the fork), ``program`` (a file, or None with its ``text``),
-``modules`` (imported in the fork, before it runs), ``arguments``, ``directory`` (to run in), ``environment`` (its variables) and
-``files`` (paths of the standard input, output and error output). Answers each with a line: the exit code, or minus the signal.
-Ends at the end of its input, with whoever started it.
+``modules`` (imported in the fork, before it runs), ``hidden`` (packages that it finds missing), ``arguments``, ``directory`` (to
+run in), ``environment`` (its variables) and ``files`` (paths of the standard input, output and error output). Answers each with a
+line: the exit code, or minus the signal. Ends at the end of its input, with whoever started it.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def _program(request: dict[str, Any]) -> int:
     sys.modules["__main__"] = module
     code = 0
     try:
+        for name in request["hidden"]:
+            sys.modules[name] = None  # importing it raises ModuleNotFoundError
         for name in request["modules"]:
             importlib.import_module(name)
         exec(compile(request["text"], path or "<string>", "exec"), vars(module))

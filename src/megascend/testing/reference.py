@@ -33,6 +33,8 @@ IMPORTED = {
 """By package that a program imports: the modules that are imported for all programs."""
 
 
+KERNEL_PACKAGES = ("fla", "causal_conv1d")
+"""Where they are installed, transformers calls their kernels for linear attention, which run on accelerators only."""
 READ_AT_START = (
     *("PYTHON", "LD_", "LANG", "LC_", "PATH", "HOME", "XDG_", "TMP", "MPL"),
     *("OMP_", "MKL_", "ONEDNN_", "ATEN_", "TORCH", "CUDA", "NVTE_", "ASCEND", "SIMNPU", "HF_", "TRANSFORMERS_"),
@@ -66,6 +68,7 @@ class ProgramServer:
         timeout_s: float = 240.0,
         modules: Sequence[str] = (),
         directory: Path | None = None,
+        hidden: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
         """Run a Python script, or a program given as text, and wait for its end.
 
@@ -76,6 +79,7 @@ class ProgramServer:
             stdin: its standard input.
             timeout_s: deadline in seconds, imports included.
             modules: imported before the program runs, by it alone: those that make an architecture known to transformers.
+            hidden: packages that the program finds missing.
 
         Raises:
             subprocess.TimeoutExpired: the program took longer; it is killed.
@@ -88,6 +92,7 @@ class ProgramServer:
             request = {
                 "imports": self._imports + [module for name in _packages(text) for module in IMPORTED[name]],
                 "modules": [*modules],
+                "hidden": [*hidden],
                 "program": str(program) if isinstance(program, Path) else None,
                 "text": text,
                 "arguments": [str(argument) for argument in arguments],
@@ -173,7 +178,7 @@ def run_reference(
         subprocess.TimeoutExpired: the program took longer; it is killed.
     """
     environment = {name: value for name, value in plain_environment().items() if name != "PYTEST_CURRENT_TEST"}
-    return _SERVER.run(program, arguments, environment, stdin, timeout_s, ["megascend.testing._no_kernels", *modules])
+    return _SERVER.run(program, arguments, environment, stdin, timeout_s, modules, hidden=KERNEL_PACKAGES)
 
 
 def _packages(text: str) -> list[str]:

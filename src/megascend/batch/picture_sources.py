@@ -1,0 +1,35 @@
+"""Pictures of samples before they are decoded. Without torch: data is read before it is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PictureSource:
+    """A picture that is not decoded yet: its file's path, or its bytes.
+
+    Attributes:
+        path: absolute, or relative to the file that names it.
+    """
+
+    path: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Return what to call it in a message."""
+        return repr(self.path) if self.path is not None else f"of {len(self.data or b'')} bytes"
+
+
+@dataclass(frozen=True)
+class PictureSources:
+    """Pictures of a sample that the data reader turns into :class:`megascend.batch.images.SampleImages` when the sample is used.
+
+    Attributes:
+        folder: that their paths are relative to.
+    """
+
+    sources: tuple[PictureSource, ...]
+    folder: Path
