@@ -25,6 +25,7 @@ from megascend.huggingface.scalar_head import ScalarHead
 from megascend.selfcheck import check, in_process
 from megascend.selfcheck.in_process import Subject
 from megascend.selfcheck.process import BOUND
+from megascend.selfcheck.slicing import CannotSliceError
 from megascend.testing import run_distributed, tiny_config
 from megascend.topology.topology import plan
 
@@ -164,10 +165,16 @@ def test_slice_supports_aliased_names_and_nested_configs() -> None:
     assert (part.config["n_layer"], part.config["n_head"], part.config["n_embd"]) == (2, 4, 256)
     assert part.config["activation_function"] == "relu"
     assert "hidden_size" not in part.config
-    text = {"model_type": "qwen3_5_text", "hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 8}
-    nested = json.loads(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    text = {"model_type": "gemma3_text", "hidden_size": 1024, "num_attention_heads": 8, "num_hidden_layers": 12}
+    nested = json.loads(json.dumps({"model_type": "gemma3", "text_config": text}))
     part = in_process.slice_here(nested, config_of(nested), 10**6)
-    assert (part.config["model_type"], part.config["num_hidden_layers"]) == ("qwen3_5_text", 4)
+    assert (part.config["model_type"], part.config["num_hidden_layers"]) == ("gemma3_text", 6)
+
+
+def test_model_with_a_tower_has_no_slice() -> None:
+    raw = {"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text", "num_hidden_layers": 8}}
+    with pytest.raises(CannotSliceError, match="no slice is made of a model with a vision tower"):
+        in_process.slice_here(raw, config_of(raw), 10**6)
 
 
 class FailingLater(Padded):
