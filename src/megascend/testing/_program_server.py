@@ -71,7 +71,8 @@ def _program(request: dict[str, Any]) -> int:
     code = 0
     try:
         for name in request["hidden"]:
-            sys.modules[name] = None  # importing it raises ModuleNotFoundError
+            # Importing it then raises ModuleNotFoundError.
+            sys.modules[name] = None  # type: ignore[assignment]
         for name in request["modules"]:
             importlib.import_module(name)
         exec(compile(request["text"], path or "<string>", "exec"), vars(module))
