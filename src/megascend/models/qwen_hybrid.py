@@ -91,63 +91,44 @@ class Qwen35(QwenHybrid):
         return with_tower(text, self.text_type, tower, rotated=0.5)
 
 
+TINY = {"layer_types": TINY_LAYERS} | LINEAR_SIZES
+TINY_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "router_aux_loss_coef": 0.0,
+}
 FAMILIES = (
     QwenHybrid(
         ("qwen3_next",),
         proven=True,
         model_class="Qwen3NextForCausalLM",
-        tiny={
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
-            "layer_types": TINY_LAYERS,
-        }
-        | LINEAR_SIZES,
+        tiny=TINY | TINY_EXPERTS | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ),
     Qwen35(
         ("qwen3_5",),
         proven_with_pictures=True,
         model_class="Qwen3_5ForConditionalGeneration",
-        tiny={"layer_types": TINY_LAYERS} | LINEAR_SIZES,
+        tiny=TINY,
     ),
     Qwen35(
         ("qwen3_5_moe",),
         proven_with_pictures=True,
         model_class="Qwen3_5MoeForConditionalGeneration",
         text_type="qwen3_5_moe_text",
-        tiny={
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "router_aux_loss_coef": 0.0,
-            "layer_types": TINY_LAYERS,
-        }
-        | LINEAR_SIZES,
+        tiny=TINY | TINY_EXPERTS,
     ),
     QwenHybrid(
         ("qwen3_5_text",),
         proven=True,
         model_class="Qwen3_5ForCausalLM",
-        tiny={"layer_types": TINY_LAYERS} | LINEAR_SIZES,
+        tiny=TINY,
     ),
     QwenHybrid(
         ("qwen3_5_moe_text",),
         proven=True,
         model_class="Qwen3_5MoeForCausalLM",
-        tiny={
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 32,
-            "router_aux_loss_coef": 0.0,
-            "layer_types": TINY_LAYERS,
-        }
-        | LINEAR_SIZES,
+        tiny=TINY | TINY_EXPERTS,
     ),
 )
