@@ -17,6 +17,9 @@ A run is one of these, with options after colons:
     fsdp        micro_batch_tokens=8192  recompute=full  packing=false  expert=2  compile=true  reshard=false
     plain       micro_batch=2  recompute=full
 
+With ``--pictures`` every sequence of a family with a vision tower begins with so many pictures of 448 x 448 pixels (196
+tokens each, never learned); ``tower=train`` trains the tower too. There is no ``bare`` run with pictures.
+
 The bare loop uses megatron-core, mcore-bridge and Transformer Engine only: padded [batch, sequence] micro batches,
 Transformer Engine's fused cross entropy, Megatron DDP with fp32 gradients, Megatron's optimizer (fp32 main parameters,
 TE FusedAdam) and Megatron's schedule. ``fusions`` enables further fusions of Megatron-Core. On a CPU there is
@@ -39,6 +42,7 @@ counted.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import os
@@ -173,8 +177,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "tie_word_embeddings": False,
     },
+    "qwen3_vl": {  # Qwen3-VL-4B: 36 layers, and the whole vision tower of 24
+        "vision_start_token_id": CUT_VOCABULARY - 4,
+        "vision_end_token_id": CUT_VOCABULARY - 3,
+        "image_token_id": CUT_VOCABULARY - 2,
+        "video_token_id": CUT_VOCABULARY - 1,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "vocab_size": CUT_VOCABULARY,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 120,
+            "num_hidden_layers": 20,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000000.0,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": 24,
+            "hidden_size": 1024,
+            "num_heads": 16,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+    },
 }
 """Published shapes of other families, of which layers, experts and vocabulary are cut so that all parameters train on 80 GB."""
+PIXELS: dict[int, torch.Tensor] = {}
+"""Pixel values of the sequences so far, by a number made from their tokens."""
 TINY = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -202,6 +239,8 @@ class Work:
     seed: int
     ranks: int = 1
     family: str | None = None
+    pictures: int = 0
+    """Pictures at the beginning of every sequence."""
     batches: int = 2
     """Distinct batches, used in turn, so that the loss falls and a wrong update shows."""
 
@@ -209,6 +248,17 @@ class Work:
     def tokens(self) -> int:
         """Tokens of one optimizer step."""
         return self.sequences * self.length
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """Shape of the language model."""
+        return self.shape.get("text_config", self.shape)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of a picture's patches; four patches are a token."""
+        side = 4 if self.length < 512 else 28
+        return 1, side, side
 
     @property
     def flops(self) -> float:
@@ -362,7 +412,7 @@ class PlainSteps(Steps):
         import torch
         import torch.distributed as dist
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
         self.work, self.micro_batch = work, int(options.get("micro_batch", 2))
         on_gpu, self.rank = work.platform == "cuda", int(os.environ.get("RANK", "0"))
@@ -374,10 +424,15 @@ class PlainSteps(Steps):
         dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         placement = {"device_map": {"": self.rank}} if on_gpu else {}
-        model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, **placement)
+        auto: Any = AutoModelForImageTextToText if work.pictures else AutoModelForCausalLM
+        model: Any = auto.from_pretrained(model_dir, dtype=torch.float32, **placement)
         if options.get("recompute"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in model.model.layers:
+        layers = model.model.language_model.layers if work.pictures else model.model.layers
+        if work.pictures:
+            model.model.visual.requires_grad_(options.get("tower") == "train")
+            layers = [*model.model.visual.blocks, *layers]
+        for layer in layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
         model.config.use_cache = False
@@ -391,9 +446,16 @@ class PlainSteps(Steps):
 
         parts, losses = batch[self.rank :: self.work.ranks].split(self.micro_batch), []
         for part in parts:
-            tokens = part.to(self.device, non_blocking=True)
-            logits = self.model(input_ids=tokens[:, :-1]).logits
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            tokens, weights = part.to(self.device, non_blocking=True), weights_of(self.work, part[:, 1:])
+            inputs: dict[str, torch.Tensor] = {"input_ids": tokens[:, :-1]}
+            if self.work.pictures:
+                pixels, grids = zip(*(make_pictures(self.work, row) for row in part), strict=True)
+                inputs["pixel_values"] = torch.cat(pixels).to(self.device)
+                inputs["image_grid_thw"] = torch.cat(grids).to(self.device)
+                inputs["mm_token_type_ids"] = (tokens[:, :-1] == self.work.shape["image_token_id"]).int()
+            logits = self.model(**inputs).logits
+            targets = tokens[:, 1:].masked_fill(weights.to(self.device) == 0, -100)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
             (loss / len(parts)).backward()
             losses.append(loss.detach())
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -413,7 +475,7 @@ class MegascendSteps(Steps):
         import megascend
 
         megascend.bootstrap(work.platform, engine=self.engine)
-        extra = self.settings(options)
+        extra = self.settings(options) | ({"vision_tower": options.get("tower", "frozen")} if work.pictures else {})
         budget = int(options.get("micro_batch_tokens", 2 * work.length))
         kind: Any = megascend.MegatronBackend if self.engine == "megatron" else megascend.FsdpBackend
         self.backend = kind(
@@ -430,7 +492,7 @@ class MegascendSteps(Steps):
             seed=work.seed,
             **extra,
         )
-        self.sample = megascend.Sample
+        self.sample, self.images, self.work = megascend.Sample, megascend.SampleImages, work
 
     def settings(self, options: dict[str, str]) -> dict[str, Any]:
         """Return the settings that only this engine has, or has in its own way."""
@@ -445,10 +507,11 @@ class MegascendSteps(Steps):
         return settings | {"recompute": megascend.Recompute(granularity="full")}
 
     def step(self, batch: torch.Tensor) -> tuple[float, float]:
-        import torch
-
-        weights = torch.ones(batch.shape[1] - 1)
-        samples = [self.sample(input_ids=row[:-1], target_ids=row[1:], weights=weights) for row in batch]
+        samples = []
+        for row in batch:
+            images = self.images(*make_pictures(self.work, row)) if self.work.pictures else None
+            weights = weights_of(self.work, row[1:])
+            samples.append(self.sample(input_ids=row[:-1], target_ids=row[1:], weights=weights, images=images))
         result = self.backend.forward_backward(self.backend.shard(samples))
         step = self.backend.optimizer_step()
         if step.skipped:
@@ -514,14 +577,18 @@ def recompute_options(options: dict[str, str]) -> dict[str, Any]:
 def write_family_checkpoint(work: Work, directory: Path) -> None:
     """Write a random checkpoint of another family, as transformers initialises it."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
     # transformers zeroes the row of a padding token and drops its gradient; the samples here use every token.
-    config = AutoConfig.for_model(work.family, **{**work.shape, "pad_token_id": None}, dtype=dtype)
+    shape: dict[str, Any] = {"pad_token_id": None, **work.shape}
+    if "text_config" in shape:
+        shape["text_config"] = {**shape["text_config"], "pad_token_id": None}
+    config = AutoConfig.for_model(work.family, **shape, dtype=dtype)
+    auto: Any = AutoModelForImageTextToText if "vision_config" in shape else AutoModelForCausalLM
     torch.manual_seed(work.seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto.from_config(config, dtype=dtype)
     model.save_pretrained(directory)
 
 
@@ -584,7 +651,37 @@ def make_batches(work: Work) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(work.seed)
     size = (work.batches, work.sequences, work.length + 1)
     uniform = torch.rand(size, generator=generator, dtype=torch.float64)
-    return list((work.shape["vocab_size"] * uniform**3).long())
+    if not work.pictures:
+        return list((work.text["vocab_size"] * uniform**3).long())
+    shape, features = work.shape, math.prod(work.grid) // 4
+    special = [shape[name] for name in shape if name.endswith("_token_id")]
+    tokens = (min(special) * uniform**3).long()
+    picture = [shape["vision_start_token_id"], *[shape["image_token_id"]] * features, shape["vision_end_token_id"]]
+    tokens[..., : work.pictures * len(picture)] = torch.tensor(picture * work.pictures)
+    return list(tokens)
+
+
+def make_pictures(work: Work, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return pixel values [patches, numbers of a patch] and grids [pictures, 3] of one sequence, made from its tokens."""
+    import torch
+
+    vision = work.shape["vision_config"]
+    patch = 3 * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 16) ** 2
+    key = int(tokens[-64:].sum())
+    if key not in PIXELS:  # made once: the making is not part of the second and later steps of a batch
+        generator = torch.Generator().manual_seed(key)
+        PIXELS[key] = torch.randn(work.pictures * math.prod(work.grid), patch, generator=generator)
+    return PIXELS[key], torch.tensor([work.grid] * work.pictures)
+
+
+def weights_of(work: Work, targets: torch.Tensor) -> torch.Tensor:
+    """Return 1 for every target that is learned and 0 for tokens of pictures, in the shape of ``targets``."""
+    import torch
+
+    if not work.pictures:
+        return torch.ones(targets.shape)
+    special = [work.shape[name] for name in work.shape if name.endswith("_token_id")]
+    return (~torch.isin(targets, torch.tensor(special))).float()
 
 
 def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Result:
@@ -673,9 +770,9 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
     options = dict(pair.partition("=")[::2] for pair in pairs)
     allowed = {
         "bare": {"micro_batch", "fusions", "recompute"},
-        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts", "graphs"},
-        "fsdp": {"micro_batch_tokens", "recompute", "packing", "expert", "compile", "reshard"},
-        "plain": {"micro_batch", "recompute"},
+        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts", "graphs", "tower"},
+        "fsdp": {"micro_batch_tokens", "recompute", "packing", "expert", "compile", "reshard", "tower"},
+        "plain": {"micro_batch", "recompute", "tower"},
     }
     if name not in allowed or not options.keys() <= allowed[name]:
         raise SystemExit(f"--run {text}: use one of {allowed}")
@@ -751,6 +848,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a model and batch for a CPU, seconds a run")
     parser.add_argument("--moe", action="store_true", help="Qwen3-30B-A3B's shapes, or with --tiny a few experts")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="its shapes, or with --tiny those of its tiny model")
+    parser.add_argument("--pictures", type=int, default=0, help="pictures of every sequence, of a family with a tower")
     parser.add_argument("--ranks", type=int, default=1, help="processes of every run, a GPU each")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
@@ -781,7 +879,8 @@ def work_from(arguments: argparse.Namespace) -> Work:
         shape = tiny_config(arguments.family)
         del shape["model_type"], shape["torch_dtype"]
     elif arguments.family:
-        shape = {"vocab_size": CUT_VOCABULARY, **FAMILIES[arguments.family]}
+        shape = copy.deepcopy(FAMILIES[arguments.family])
+        shape.get("text_config", shape).setdefault("vocab_size", CUT_VOCABULARY)
     for option, key in {
         "layers": "num_hidden_layers",
         "hidden": "hidden_size",
@@ -790,7 +889,7 @@ def work_from(arguments: argparse.Namespace) -> Work:
         "vocab": "vocab_size",
     }.items():
         if (value := getattr(arguments, option)) is not None:
-            shape[key] = value
+            shape.get("text_config", shape)[key] = value
     tiny = arguments.tiny
 
     def default(value: Any, usual: Any, if_tiny: Any) -> Any:
@@ -808,6 +907,7 @@ def work_from(arguments: argparse.Namespace) -> Work:
         seed=arguments.seed,
         ranks=arguments.ranks,
         family=arguments.family,
+        pictures=arguments.pictures,
     )
 
 
@@ -825,8 +925,10 @@ def main() -> int:
         return 0
     runs = arguments.run or ["bare", "megascend"]
     for run in runs:
-        if parse_run(run)[0] == "bare" and work.ranks > 1:
-            raise SystemExit("--run bare is for one rank")
+        if parse_run(run)[0] == "bare" and (work.ranks > 1 or work.pictures):
+            raise SystemExit("--run bare is for one rank and text")
+    if work.pictures and "vision_config" not in work.shape:
+        raise SystemExit(f"--pictures {work.pictures} needs a family with a vision tower (--family qwen3_vl)")
     with tempfile.TemporaryDirectory(prefix="bench_train_") as folder:
         model_dir = arguments.model_dir or Path(folder) / "model"
         model_dir.mkdir(parents=True, exist_ok=True)

@@ -323,18 +323,18 @@ def deviation(rows: dict[str, Any], name: str, layout: str, figure: str) -> str:
 
 
 def family_speed() -> str:
-    """Format what scripts/bench_train.py --family has measured on one GPU, as ratios to mcore-bridge's bare loop."""
+    """Format what scripts/bench_train.py --family has measured on one GPU, as ratios to the first run of the shapes."""
     stored = json.loads((DOCS.parent / "benchmarks" / "families" / "speed.json").read_text(encoding="utf-8"))
-    medians = {(row["family"], row["run"]): median(row["ms"]) / 1000 for row in stored["rows"]}
+    first: dict[str, float] = {}
     lines = []
     for row in stored["rows"]:
-        seconds = medians[row["family"], row["run"]]
+        seconds = median(row["ms"]) / 1000
+        ratio = first.setdefault(row["family"], seconds) / seconds
         speed, share = stored["tokens"] / seconds, row["flops"] / seconds / stored["peak_flops"]
         memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
-        ratio = medians[row["family"], "bare"] / seconds
         lines.append([f"`{row['family']}`", row["run"], f"{speed:,.0f}", f"{share:.1%}", memory, f"{ratio:.2f}"])
     versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    header = ("shapes", "run", "tokens/s", "MFU", "GiB", "times bare")
+    header = ("shapes", "run", "tokens/s", "MFU", "GiB", "times the first")
     return f"One {stored['device']}, {stored['tokens']:,} tokens a step; {versions}.\n\n" + table(header, lines)
 
 

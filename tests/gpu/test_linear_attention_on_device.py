@@ -10,12 +10,18 @@ from torch import Tensor
 
 from megascend.reference_fla import convolution, delta_rule
 
-fla = pytest.importorskip("fla.ops.gated_delta_rule", reason="needs flash-linear-attention")
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
 
 LENGTHS = (200, 1, 63, 312)
 ENDS = torch.tensor([0, *LENGTHS]).cumsum(0)
 HEADS, KEY, VALUE = 4, 128, 128
+
+
+@pytest.fixture
+def chunked() -> Any:
+    """Return the kernels' delta rule. Its package uses the GPU when it is imported, which tests that fork must precede."""
+    package = pytest.importorskip("fla.ops.gated_delta_rule", reason="needs flash-linear-attention")
+    return package.chunk_gated_delta_rule
 
 
 def inputs() -> dict[str, Tensor]:
@@ -48,11 +54,11 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.cpu().double() - expected).norm() / expected.norm())
 
 
-def test_chunked_delta_rule_equals_the_reference() -> None:
+def test_chunked_delta_rule_equals_the_reference(chunked: Any) -> None:
     exact = {name: tensor.double() for name, tensor in inputs().items()}
     expected, expected_gradients = gradients(delta_rule.chunk_gated_delta_rule, exact, cu_seqlens=ENDS)
     on_device = {name: tensor.cuda() for name, tensor in inputs().items()}
-    output, actual = gradients(fla.chunk_gated_delta_rule, on_device, cu_seqlens=ENDS.cuda())
+    output, actual = gradients(chunked, on_device, cu_seqlens=ENDS.cuda())
     errors = {"output": relative(output, expected)} | {
         name: relative(actual[name], gradient) for name, gradient in expected_gradients.items()
     }
@@ -61,6 +67,7 @@ def test_chunked_delta_rule_equals_the_reference() -> None:
 
 
 def test_convolution_and_norm_equal_the_reference() -> None:
+    pytest.importorskip("fla", reason="needs flash-linear-attention")
     from fla.modules.convolution import causal_conv1d
     from fla.modules.l2norm import l2norm
 
@@ -79,14 +86,14 @@ def test_convolution_and_norm_equal_the_reference() -> None:
     assert relative(l2norm(x.cuda()), delta_rule.l2norm(x.double())) < 1e-2
 
 
-def test_packed_samples_do_not_see_each_other() -> None:
+def test_packed_samples_do_not_see_each_other(chunked: Any) -> None:
     first = {name: tensor.cuda() for name, tensor in inputs().items()}
     second = {name: tensor.clone() for name, tensor in first.items()}
     start, end = int(ENDS[0]), int(ENDS[1])
     second["v"][:, start:end] = 100.0
     second["k"][:, start:end] = second["k"][:, start:end].flip(1)
     (first_gradient, _), (second_gradient, _) = (
-        gradients(fla.chunk_gated_delta_rule, tensors, cu_seqlens=ENDS.cuda()) for tensors in (first, second)
+        gradients(chunked, tensors, cu_seqlens=ENDS.cuda()) for tensors in (first, second)
     )
     assert not torch.equal(first_gradient[:, start:end], second_gradient[:, start:end])
     assert torch.equal(first_gradient[:, end:], second_gradient[:, end:])
