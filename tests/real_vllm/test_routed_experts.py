@@ -30,6 +30,7 @@ from megascend.config.rl import Objective, RlConfig
 from megascend.errors import EngineError
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
+from megascend.rollout.episodes import GradedResponses
 from megascend.rollout.group import Group
 from megascend.testing import run_distributed
 from megascend.testing.tiny_models import write_tiny_checkpoint
@@ -225,10 +226,17 @@ class Prompts:
 @pytest.mark.usefixtures("megatron_imported")
 def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path) -> None:
     """Push, roll out and learn twice: with the same weights no choice differs, with a step between them some do."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        return " ".join(map(str, tokens))
+
     task = Task(
-        encode=lambda prompt: list(prompt["prompt"]),
-        decode=lambda tokens: " ".join(map(str, tokens)),
-        reward=lambda response, prompt: sum(int(token) % 2 for token in response.split()) / 9,
+        GradedResponses(
+            encode=lambda prompt: list(prompt["prompt"]),
+            decode=decode,
+            reward=lambda response, prompt: sum(int(token) % 2 for token in response.split()) / 9,
+        ),
+        decode,
         sampling=Sampling(9, routed_experts=True),
         group_size=GROUP,
         drop_equal=False,
@@ -290,8 +298,8 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
     for weights, groups in ((before, first), (after, second)):
         model = reference.load(weights)
         for group in groups:
-            for response in group.responses:
-                assert_own_choices(model, [*group.prompt_tokens, *response.tokens], response.routed_experts)
+            for response in group.trajectories:
+                assert_own_choices(model, [*response.prompt_tokens, *response.tokens], response.routed_experts)
     fresh, stale, replayed = result["changed"]
     # Near ties may fall differently.
     assert fresh < 0.01
@@ -301,10 +309,10 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
     assert max(result["mismatch"]) < BOUND
     assert result["grad_norm"] > 0
 
-    model, responses = reference.load(after), [(group, response) for group in first for response in group.responses]
+    model, responses = reference.load(after), [response for group in first for response in group.trajectories]
     difference, errors = 0.0, []
-    for (group, response), forced, plain in zip(responses, result["forced"], result["plain"], strict=True):
-        tokens = [*group.prompt_tokens, *response.tokens]
+    for response, forced, plain in zip(responses, result["forced"], result["plain"], strict=True):
+        tokens = [*response.prompt_tokens, *response.tokens]
         assert response.routed_experts is not None
         errors.append(far(forced, forced_logprobs(model, tokens, response.routed_experts.numbers())))
         errors.append(far(plain, reference.logprobs(after, tokens)))

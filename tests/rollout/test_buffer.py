@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.buffer import RolloutBuffer
-from megascend.rollout.group import Group, Response
+from megascend.rollout.group import Group, Trajectory
 
 
 def group(number: int, version: int) -> Group:
-    response = Response((1, 2), (-0.5, -0.1), 1.0, "stop", version, version + 1)
-    return Group(number, (5, 6), (response,))
+    response = Trajectory((5, 6), (1, 2), (-0.5, -0.1), 1.0, "stop", version, version + 1)
+    return Group(number, (response,))
 
 
 def fill(buffer: RolloutBuffer, step: int, version: int) -> list[int]:
@@ -124,8 +124,8 @@ def test_no_group_is_older_than_the_bound_and_every_prompt_is_accounted_for(
 def test_the_state_survives_json_exactly() -> None:
     buffer = RolloutBuffer(batch=2, max_lag=1)
     fill(buffer, 0, 0)
-    odd = Response((7,), (-0.1 - 0.2,), 1 / 3, "length", 0, 0)
-    buffer.finished(Group(2, (9, 9), (odd, odd)))
+    odd = Trajectory((9, 9), (7,), (-0.1 - 0.2,), 1 / 3, "length", 0, 0, sampled=(True,), rewards={"exact": 0.1})
+    buffer.finished(Group(2, (odd, odd)))
     state: dict[str, Any] = json.loads(json.dumps(buffer.state_dict()))
     repeated = RolloutBuffer(batch=2, max_lag=1)
     repeated.load_state_dict(state)
@@ -147,4 +147,4 @@ def test_invalid_buffer_calls_raise_errors() -> None:
     with pytest.raises(DataError, match="answered twice"):
         buffer.finished(group(0, 3))
     with pytest.raises(DataError, match="one log-probability a token"):
-        Response((1, 2), (-0.5,), 0.0, "stop", 0, 0)
+        Trajectory((5,), (1, 2), (-0.5,), 0.0, "stop", 0, 0)

@@ -7,7 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from megascend.rollout import collector
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
 from megascend.rollout.controller import client
+from megascend.rollout.episodes import GradedResponses
 from weightwire.engine import Completion, Sampling
 
 DEADLINE_S = 60.0
@@ -60,14 +61,14 @@ class Engine:
 @contextmanager
 def collecting(monkeypatch: pytest.MonkeyPatch, *engines: Engine, **changes: Any) -> Iterator[RolloutCollector]:
     monkeypatch.setattr(collector, "BACKOFF_S", 0.01)
-    task = Task(
-        encode=lambda prompt: [prompt["prompt"]],
-        decode=lambda tokens: str(tokens[0]),
-        reward=lambda response, prompt: float(response),
-        sampling=Sampling(max_tokens=1),
-        group_size=2,
-    )
-    task = replace(task, **changes)
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokens[0])
+
+    grading: dict[str, Any] = {"reward": lambda response, prompt: float(response)}
+    grading |= {name: changes.pop(name) for name in ("reward", "locate") if name in changes}
+    episodes = GradedResponses(lambda prompt: [prompt["prompt"]], decode, **grading)
+    task = Task(episodes, decode, sampling=Sampling(max_tokens=1), group_size=2, **changes)
     rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
     try:
         rollouts.start(step=0, offset=0)
@@ -202,13 +203,13 @@ def test_a_reward_that_never_returns_is_named(monkeypatch):
     with collecting(monkeypatch, Engine("one")) as rollouts:
         assert rollouts.take(0, DEADLINE_S) is not None
         assert rollouts.describe_wait() == "no engine has answered"
-        assert rollouts.graded() >= 4
+        assert rollouts.ended() >= 4
 
 
 def test_a_reward_that_never_returns_keeps_no_process_alive():
     program = """
 import time
-from megascend.rollout.collector import Graders
+from megascend.rollout.episodes import Graders
 graders = Graders(2)
 for _ in range(3):
     graders.submit({}, lambda: time.sleep(1000))

@@ -245,15 +245,19 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
 
 
 def check_rollouts(config: RlConfig) -> None:
-    """Check that prompts can be read, that the reward function is there, and that engines are addresses with a key."""
+    """Check that prompts can be read, that the reward function or environment is there, and that engines have addresses and keys."""
     from megascend.app.rl.engines import check_engines
     from megascend.rollout.prompts import read_prompts
     from megascend.rollout.rewards import check_name
 
-    read_prompts(config.rollout.prompts)
+    free = config.rollout.environment is not None
+    read_prompts(config.rollout.prompts, free=free)
     if config.evaluation is not None:
-        read_prompts(config.evaluation.prompts)
-    check_name(config.rollout.reward)
+        read_prompts(config.evaluation.prompts, free=free)
+    if config.rollout.reward is not None:
+        check_name(config.rollout.reward)
+    if config.rollout.environment is not None:
+        check_name(config.rollout.environment.name, "rollout.environment")
     check_engines(config.engines, config.rollout.controller)
 
 

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 
 
+class EnvironmentSettings(Section):
+    """Episodes of several turns, in place of one response and a reward function."""
+
+    name: str = Field(
+        description="class, function that makes one, or object with async run(policy, example), as package.module:name or "
+        "path/to/file.py:name"
+    )
+    options: dict[str, Any] = Field({}, description="keyword arguments of the class or function")
+    timeout_s: Size = Field(600, description="seconds after which an episode is cancelled and counted as timed out")
+    concurrency: Size = Field(256, description="episodes at a time, over all engines")
+    max_failed: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="end the run when a larger share of the last 100 episodes timed out or raised an exception",
+    )
+
+
 class Rollout(Section):
     """Sampling by the rollout engines, and their allowed lag."""
 
     prompts: Path = Field(description="JSONL file with prompt or messages, and fields for the reward function")
-    reward: str = Field(
-        description="function (response, example) -> float, as package.module:function or path/to/file.py:function"
+    reward: str | None = Field(
+        None,
+        description="function (response, example) -> float, as package.module:function or path/to/file.py:function",
+    )
+    environment: EnvironmentSettings | None = Field(
+        None, description="episodes of several turns with tools, in place of a reward function"
     )
     prompts_per_step: Size = Field(16, description="prompts (groups) per optimizer step")
     group_size: int = Field(8, ge=2, description="responses per prompt")
-    max_tokens: Size = Field(256, description="longest response in tokens")
+    max_tokens: Size = Field(256, description="longest response in tokens; of an environment, of one turn")
     max_lag: Count = Field(
         1,
         description="largest number of steps between the weights that sampled a response and those that learn from it; 0: "
@@ -122,6 +144,12 @@ class RlConfig(TrainerConfig):
     objective: Objective = Objective()
     sync: Sync = Sync()
     evaluation: Evaluation | None = Field(None, description="measure rewards on other prompts at intervals")
+
+    @model_validator(mode="after")
+    def _graded(self) -> RlConfig:
+        if (self.rollout.reward is None) == (self.rollout.environment is None):
+            raise ValueError("set either rollout.reward or rollout.environment")
+        return self
 
     @model_validator(mode="after")
     def _versions(self) -> RlConfig:

@@ -28,16 +28,26 @@ class Counts:
         learned: groups given to the trainer.
         stale: groups dropped because they were too old.
         equal: groups dropped because all their rewards were equal.
-        responses: graded responses of all groups.
+        discarded: groups dropped because fewer than two of their episodes succeeded.
+        responses: trajectories of all groups.
         reward: sum of their rewards.
+        timed_out, failed: episodes without a trajectory: at their deadline, or by an exception.
     """
 
     dispatched: int = 0
     learned: int = 0
     stale: int = 0
     equal: int = 0
+    discarded: int = 0
     responses: int = 0
     reward: float = 0.0
+    timed_out: int = 0
+    failed: int = 0
+
+    @property
+    def episodes(self) -> int:
+        """Number of episodes that have ended, whatever their outcome; one with several trajectories counts for each."""
+        return self.responses + self.timed_out + self.failed
 
 
 @dataclass
@@ -59,8 +69,8 @@ class EqualStreak:
     def add(self, group: Group) -> None:
         """Count a group."""
         self.groups += 1
-        self.responses += len(group.responses)
-        self.cut_off += sum(response.finish_reason == "length" for response in group.responses)
+        self.responses += len(group.trajectories)
+        self.cut_off += sum(trajectory.finish_reason == "length" for trajectory in group.trajectories)
         self.least, self.largest = min(self.least, *group.rewards), max(self.largest, *group.rewards)
 
 
@@ -155,7 +165,7 @@ class RolloutBuffer:
                 f"{dispatched} when it was dispatched: an engine has missed an update"
             )
         self._pop_in_flight(group.number)
-        self.counts.responses += len(group.responses)
+        self.counts.responses += len(group.trajectories)
         self.counts.reward += sum(group.rewards)
         if equal:
             self.equal_streak.add(group)
@@ -166,6 +176,11 @@ class RolloutBuffer:
             self.counts.equal += 1
         else:
             self._ready[group.number] = group
+
+    def discarded(self, number: int) -> None:
+        """Record that too few episodes of this prompt succeeded to learn from them."""
+        self._pop_in_flight(number)
+        self.counts.discarded += 1
 
     def take(self, step: int) -> list[Group] | None:
         """Return a batch to learn from, the oldest groups first; None if there are too few. Drops groups that are too old.

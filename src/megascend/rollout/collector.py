@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import queue
-import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -17,12 +13,11 @@ from megascend.errors import ConfigError, DataError, EngineError
 from megascend.rollout.advantages import MIN_RANGE, without_signal
 from megascend.rollout.availability import Availability
 from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
-from megascend.rollout.group import Group, Response
+from megascend.rollout.episodes import Episodes
+from megascend.rollout.group import Group
 from megascend.rollout.prompts import Prompt
-from megascend.rollout.rewards import Reward, checked, reward_name
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import InferenceEngine, Sampling
 from weightwire.engine_calls import LoopThread
-from weightwire.errors import UnsupportedCallError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,27 +46,23 @@ class PromptStream(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """Settings of rollouts: tokenization, sampling and grading.
+    """Settings of rollouts: episodes, sampling, and what is dropped.
 
     Attributes:
-        encode: returns the token ids of a prompt.
-        decode: returns the text of a response's token ids, for the reward function.
-        reward: see :data:`megascend.rollout.rewards.Reward`.
+        episodes: what happens between a prompt and its trajectories.
+        decode: returns the text of token ids, for messages.
         sampling: sampling parameters of training rollouts, at temperature 1; ``seed`` is the run's.
-        group_size: responses to one prompt.
+        group_size: episodes of one prompt.
         drop_equal: drop groups whose rewards are all equal, and sample other prompts instead.
         max_equal_groups: number of them in a row that ends the run; half of it logs a warning; 0: no limit.
-        locate: returns file and line of a prompt, for messages.
     """
 
-    encode: Callable[[Prompt], list[int]]
+    episodes: Episodes
     decode: Callable[[Sequence[int]], str]
-    reward: Reward
     sampling: Sampling
     group_size: int
     drop_equal: bool = True
     max_equal_groups: int = 0
-    locate: Callable[[Prompt], str] = lambda prompt: ""
 
     def __post_init__(self) -> None:
         if self.sampling.temperature != 1:
@@ -92,8 +83,6 @@ class RolloutCollector:
         prompts: PromptStream,
         buffer: RolloutBuffer,
         task: Task,
-        *,
-        reward_threads: int = 8,
     ) -> None:
         """
         Args:
@@ -108,7 +97,6 @@ class RolloutCollector:
         self._problem: BaseException | None = None
         self._batches_taken = self._version = self._offset = 0
         self._started = False
-        self._graders = Graders(reward_threads)
         # Only the event loop's thread touches the state; the trainer's thread submits coroutines to it.
         self._changed = asyncio.Event()
         self._thread = LoopThread("rollouts")
@@ -169,25 +157,19 @@ class RolloutCollector:
 
         async def copy() -> Counts:
             # A copy: the event loop counts on.
-            return replace(self._buffer.counts)
+            episodes = self._task.episodes
+            return replace(self._buffer.counts, timed_out=episodes.timed_out, failed=episodes.failed)
 
         return self._run(copy())
 
-    def graded(self) -> int:
-        """Return the number of graded groups, including those of evaluations."""
-        return self._graders.completed
+    def ended(self) -> int:
+        """Return the number of episodes that have ended, including those of evaluations."""
+        return self._task.episodes.completed
 
     def describe_wait(self) -> str:
-        """Describe what the collector waits for: a reward function that has not returned, with its prompt, or the engines."""
-        call = self._graders.oldest()
-        if call is None:
-            return "no engine has answered"
-        prompt, seconds = call
-        source = self._task.locate(prompt)
-        return (
-            f"the reward function {reward_name(self._task.reward)} has not returned for {seconds:.0f} s"
-            f"{f' for the prompt at {source}' if source else ''}, and nothing else has arrived"
-        )
+        """Describe what the collector waits for: the user's code, with its prompt, or the engines."""
+        waiting = self._task.episodes.describe_wait()
+        return "no engine has answered" if waiting is None else f"{waiting}, and nothing else has arrived"
 
     def state_dict(self) -> dict[str, Any]:
         """Return a consistent state of prompt stream and buffer, as JSON."""
@@ -219,7 +201,7 @@ class RolloutCollector:
             log.warning("the rollout engines did not close within %g s and are abandoned; their leases expire", CLOSE_S)
         finally:
             self._thread.close()
-            self._graders.close()
+            self._task.episodes.close()
 
     # --- on the event loop ---
 
@@ -275,10 +257,13 @@ class RolloutCollector:
             else:
                 # Kept only as long as the prompt may be tried again.
                 del self._failed[number]
-                equal = without_signal(group.rewards)
-                self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
-                if equal:
-                    self._check_streak(group)
+                if group is None:
+                    self._buffer.discarded(number)
+                else:
+                    equal = without_signal(group.rewards)
+                    self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
+                    if equal:
+                        self._check_streak(group)
         except asyncio.CancelledError:
             raise
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
@@ -292,12 +277,12 @@ class RolloutCollector:
         """Warn of consecutive groups without signal, ending with ``group``; raise DataError at the limit."""
         task, streak = self._task, self._buffer.equal_streak
         limit = task.max_equal_groups if task.drop_equal else 0
-        last = task.decode(group.responses[-1].tokens)
+        last = task.decode(group.trajectories[-1].tokens)
         same = streak.largest - streak.least <= MIN_RANGE
         values = f"{streak.largest:g} to all of them" if same else f"{streak.least:g} to {streak.largest:g}"
         description = (
             f"step {self._batches_taken + 1}: the last {streak.groups} groups have no learning signal: within each, all rewards "
-            f"are equal (to {MIN_RANGE:g}); {reward_name(task.reward)} gave the {streak.responses} responses {values}, "
+            f"are equal (to {MIN_RANGE:g}); {task.episodes.name} gave the {streak.responses} responses {values}, "
             f"{streak.cut_off} of them were cut off at max_tokens: {task.sampling.max_tokens}; the last one is {last!r:.100}"
         )
         if limit and streak.groups >= limit:
@@ -313,24 +298,18 @@ class RolloutCollector:
 
     async def _group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, failed: list[int] | None = None
-    ) -> Group:
-        """Sample and grade a group on the least busy engine that is not in ``failed`` and has not failed recently.
+    ) -> Group | None:
+        """Run the episodes of a prompt on the least busy engine that is not in ``failed`` and has not failed recently.
 
-        An engine that fails is added to ``failed``.
+        An engine that fails is added to ``failed``. None: too few episodes have a trajectory to compare them.
         """
-        tokens = self._task.encode(prompt)
         failed = [] if failed is None else failed
         # If all have failed at this prompt, any of them may be retried.
         candidates = [index for index in range(len(self._engines)) if index not in failed]
         index = self._availability.best(candidates or range(len(self._engines)), self._load)
         self._load[index] += n
         try:
-            completions = await self._engines[index].generate(tokens, sampling, n)
-            # A group with fewer responses would have other advantages.
-            if len(completions) != n:
-                raise EngineError(f"{self._engines[index].name} gave {len(completions)} responses instead of {n}")
-            if sampling.routed_experts and any(completion.routed_experts is None for completion in completions):
-                raise UnsupportedCallError(f"{self._engines[index].name} returned no routed experts")
+            trajectories = await self._task.episodes.run(self._engines[index], prompt, sampling, n)
         except EngineError:
             failed.append(index)
             # Other prompts avoid the engine for a while, too.
@@ -339,40 +318,25 @@ class RolloutCollector:
         finally:
             self._load[index] -= n
         self._availability.answered(index)
-        # On another thread: a reward function may take seconds, and the loop serves all engines.
-        responses = await asyncio.wrap_future(self._graders.submit(prompt, lambda: self._grade(prompt, completions)))
-        return Group(number, tuple(tokens), responses)
-
-    def _grade(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Response, ...]:
-        def grade(completion: Completion) -> Response:
-            # In the trainer's count, in which staleness is measured.
-            versions = completion.first_version - self._offset, completion.last_version - self._offset
-            reward = self._reward(self._task.decode(completion.tokens), prompt)
-            return Response(
-                completion.tokens,
-                completion.logprobs,
-                reward,
-                completion.finish_reason,
-                *versions,
-                completion.routed_experts,
+        if len(trajectories) < min(n, 2):
+            return None
+        # In the trainer's count, in which staleness is measured.
+        counted = (
+            replace(
+                trajectory,
+                first_version=trajectory.first_version - self._offset,
+                last_version=trajectory.last_version - self._offset,
             )
-
-        return tuple(map(grade, completions))
-
-    def _reward(self, response: str, prompt: Prompt) -> float:
-        try:
-            return checked(self._task.reward, response, prompt)
-        except DataError as error:
-            if source := self._task.locate(prompt):
-                raise DataError(f"{source}: {error}") from error.__cause__
-            raise
+            for trajectory in trajectories
+        )
+        return Group(number, tuple(counted))
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[Group]:
         def seeded(number: int) -> Sampling:
             return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False)
 
         groups = (self._group(number, prompt, seeded(number), n) for number, prompt in enumerate(prompts))
-        return list(await asyncio.gather(*groups))
+        return [group for group in await asyncio.gather(*groups) if group is not None]
 
     async def _close(self) -> None:
         for task in self._running:
@@ -380,62 +344,6 @@ class RolloutCollector:
         await asyncio.gather(*self._running, return_exceptions=True)
         # After the tasks, which use them.
         await asyncio.gather(*(engine.close() for engine in self._engines))
-
-
-class Graders:
-    """Daemon threads that call the reward function: one that never returns does not keep the process alive.
-
-    Attributes:
-        completed: number of calls that have ended.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._threads, self._calls = threads, queue.SimpleQueue[tuple[Prompt, Callable[[], Any], Future[Any]] | None]()
-        self._started: list[threading.Thread] = []
-        self._running: dict[int, tuple[float, Prompt]] = {}  # by thread
-        self.completed = 0
-
-    def submit(self, prompt: Prompt, grade: Callable[[], T]) -> Future[T]:
-        """Call ``grade`` on one of the threads, which are started on demand."""
-        future: Future[T] = Future()
-        self._calls.put((prompt, grade, future))
-        if len(self._started) < self._threads:
-            self._started.append(threading.Thread(target=self._work, name="reward", daemon=True))
-            self._started[-1].start()
-        return future
-
-    def oldest(self) -> tuple[Prompt, float] | None:
-        """Return prompt and age in seconds of the longest running call; None if no call is running."""
-        # A copy: threads change it meanwhile.
-        running = list(self._running.values())
-        if not running:
-            return None
-        start, prompt = min(running, key=lambda call: call[0])
-        return prompt, time.monotonic() - start
-
-    def close(self) -> None:
-        """Cancel waiting calls, and end the threads after their current ones."""
-        with contextlib.suppress(queue.Empty):
-            while (call := self._calls.get_nowait()) is None or call[2].cancel():
-                pass
-        # One end for each thread. They are daemons: a call that does not return is left behind.
-        for _ in self._started:
-            self._calls.put(None)
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            prompt, grade, future = call
-            # Cancelled by close() while it waited.
-            if not future.set_running_or_notify_cancel():
-                continue
-            self._running[threading.get_ident()] = time.monotonic(), prompt
-            try:
-                future.set_result(grade())
-            except BaseException as error:  # noqa: BLE001  raised in the waiter of the future
-                future.set_exception(error)
-            finally:
-                del self._running[threading.get_ident()]
-                self.completed += 1
 
 
 def _seed(seed: int | None, number: int) -> int | None:

@@ -1,8 +1,9 @@
-"""The responses to one prompt, with their rewards and weight versions."""
+"""The trajectories of one prompt, with their rewards and weight versions."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megascend.errors import DataError
@@ -10,24 +11,35 @@ from weightwire.engine import RoutedExperts, response_fields
 
 
 @dataclass(frozen=True)
-class Response:
-    """One sampled response.
+class Trajectory:
+    """Tokens of one rollout: a response to a prompt, or several with what an environment wrote between them.
 
     Attributes:
-        tokens: token ids, with the stop token if there is one.
-        logprobs: the engine's log-probability of each token, under the distribution from which it was sampled.
-        reward: result of the reward function.
-        finish_reason: ``stop`` if the response is complete, ``length`` if it was cut off.
+        prompt_tokens: token ids before the first sampled one.
+        tokens: token ids after the prompt, as sampled, with stop tokens.
+        logprobs: the engine's log-probability of each sampled token, under the distribution from which it was sampled; 0 for
+            tokens that were not sampled.
+        sampled: whether the model sampled each token; the trainer learns from no other. None: it sampled all of them.
+        reward: of the whole trajectory.
+        rewards: parts of the reward by name, as the environment reports them.
+        finish_reason: ``stop`` if the last response is complete, ``length`` if it was cut off.
         first_version, last_version: versions of the weights that sampled the first and the last token.
-        routed_experts: experts of the tokens of the prompt and of the response except for the last one; None: not requested.
+        turns: number of responses.
+        engine: name of the engine that sampled it.
+        routed_experts: experts of all tokens except for the last one; None: not requested.
     """
 
+    prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     reward: float
     finish_reason: str
     first_version: int
     last_version: int
+    sampled: tuple[bool, ...] | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    turns: int = 1
+    engine: str = ""
     routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
@@ -37,32 +49,47 @@ class Response:
                 f"a response must have one log-probability a token and at least one token, got {len(self.tokens)} tokens and "
                 f"{len(self.logprobs)} log-probabilities"
             )
+        if not self.prompt_tokens:
+            raise DataError("a trajectory must begin with a prompt of at least one token")
+        if self.sampled is not None and (len(self.sampled) != len(self.tokens) or not any(self.sampled)):
+            raise DataError(
+                f"a trajectory must say of each token whether it was sampled, and one must be; got {len(self.tokens)} tokens and "
+                f"{len(self.sampled)} marks, {sum(self.sampled)} of them true"
+            )
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        """Return whether the model sampled each token."""
+        return (True,) * len(self.tokens) if self.sampled is None else self.sampled
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Return the number of tokens that the model sampled."""
+        return sum(self.mask)
 
 
 @dataclass(frozen=True)
 class Group:
-    """All responses to one prompt.
+    """All trajectories of one prompt.
 
     Attributes:
         number: index of the prompt in the order of prompts.
-        prompt_tokens: token ids of the prompt.
-        responses: sampled responses, at least one.
+        trajectories: at least one.
     """
 
     number: int
-    prompt_tokens: tuple[int, ...]
-    responses: tuple[Response, ...]
+    trajectories: tuple[Trajectory, ...]
 
     @property
     def version(self) -> int:
         """Return the oldest version that sampled any of its tokens."""
         # The oldest: staleness is bounded for every token of the group.
-        return min(response.first_version for response in self.responses)
+        return min(trajectory.first_version for trajectory in self.trajectories)
 
     @property
     def rewards(self) -> list[float]:
-        """Return the rewards of the responses, in order."""
-        return [response.reward for response in self.responses]
+        """Return the rewards of the trajectories, in order."""
+        return [trajectory.reward for trajectory in self.trajectories]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; floats are exact in JSON."""
@@ -71,5 +98,14 @@ class Group:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Group:
         """Rebuild a group from :meth:`to_json`."""
-        responses = tuple(Response(**response_fields(fields)) for fields in values["responses"])
-        return cls(values["number"], tuple(values["prompt_tokens"]), responses)
+        return cls(values["number"], tuple(map(_trajectory, values["trajectories"])))
+
+
+def _trajectory(values: Mapping[str, Any]) -> Trajectory:
+    fields = response_fields(values)
+    sampled = fields["sampled"]
+    fields |= {
+        "prompt_tokens": tuple(fields["prompt_tokens"]),
+        "sampled": None if sampled is None else tuple(sampled),
+    }
+    return Trajectory(**fields)

@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 Prompt = dict[str, Any]
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Read all lines of a JSONL file, as objects."""
-    return [prompt for _, prompt in numbered_prompts(path)]
+def read_prompts(path: Path, *, free: bool = False) -> list[Prompt]:
+    """Read all lines of a JSONL file, as objects; ``free`` as in :func:`numbered_prompts`."""
+    return [prompt for _, prompt in numbered_prompts(path, free=free)]
 
 
-def numbered_prompts(path: Path, findings: Findings | None = None) -> list[tuple[int, Prompt]]:
+def numbered_prompts(path: Path, findings: Findings | None = None, *, free: bool = False) -> list[tuple[int, Prompt]]:
     """Read all lines of a JSONL file, with their line numbers from 1.
 
     Args:
         findings: collects malformed lines, which are then skipped; default: they raise.
+        free: lines need neither ``prompt`` nor ``messages``: an environment begins its conversations itself.
     """
     if not path.is_file():
         raise DataError(f"no prompts at {path.absolute()}: not a file")
@@ -42,7 +43,7 @@ def numbered_prompts(path: Path, findings: Findings | None = None) -> list[tuple
     for number, line in enumerate(lines, 1):
         if line.strip():
             with malformed.collecting():
-                prompts.append((number, parse_prompt(line, f"{path}:{number}")))
+                prompts.append((number, parse_prompt(line, f"{path}:{number}", free=free)))
     if findings is None:
         malformed.raise_problems("prompts")
     if not prompts and not malformed.problems:
@@ -50,9 +51,11 @@ def numbered_prompts(path: Path, findings: Findings | None = None) -> list[tuple
     return prompts
 
 
-def parse_prompt(line: str, source: str) -> Prompt:
-    """Parse one line: an object with exactly one of ``prompt`` (a string) and ``messages`` (of a chat)."""
+def parse_prompt(line: str, source: str, *, free: bool = False) -> Prompt:
+    """Parse one line: an object with exactly one of ``prompt`` (a string) and ``messages`` (of a chat), or ``free`` of both."""
     record = parse_json(line, source)
+    if free and isinstance(record, dict) and not {"prompt", "messages"} & record.keys():
+        return record
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
     if "prompt" in record and (not isinstance(record["prompt"], str) or not record["prompt"]):

@@ -24,21 +24,36 @@ a 0-dimensional array.
 """
 
 
-def check_name(name: str) -> tuple[str, str]:
+def check_name(name: str, setting: str = "reward") -> tuple[str, str]:
     """Split ``name`` into module (or file) and function, without importing anything.
 
     Raises:
-        ConfigError: the name is malformed, or the file does not exist.
+        ConfigError: the name is malformed, or the file does not exist; it begins with ``setting``.
     """
     module, separator, attribute = name.rpartition(":")
     if not separator or not module or not attribute:
         raise ConfigError(
-            f"reward: {name!r} must name a function as package.module:function or path/to/file.py:function"
+            f"{setting}: {name!r} must name a function as package.module:function or path/to/file.py:function"
         )
     # Without an import, which may load torch: this runs before anything is started.
     if module.endswith(".py") and not Path(module).is_file():
-        raise ConfigError(f"reward: file {Path(module).absolute()} does not exist")
+        raise ConfigError(f"{setting}: file {Path(module).absolute()} does not exist")
     return module, attribute
+
+
+def load_object(name: str, setting: str, usable: Callable[[Any], bool] = callable) -> Any:
+    """Import ``package.module:name`` or ``path/to/file.py:name``.
+
+    Raises:
+        ConfigError: the module, the file or the name in it does not exist, or cannot be imported; it begins with ``setting``.
+    """
+    source, attribute = check_name(name, setting)
+    module = _import_file(Path(source), setting) if source.endswith(".py") else _import_package(source, setting)
+    value = getattr(module, attribute, None)
+    if not usable(value):
+        functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise ConfigError(f"{setting}: {source} has no function {attribute!r}; functions there: {functions}")
+    return value
 
 
 def load_reward(name: str) -> Reward:
@@ -47,12 +62,7 @@ def load_reward(name: str) -> Reward:
     Raises:
         ConfigError: the module, file or function does not exist, cannot be imported, does not take two arguments, or is async.
     """
-    source, attribute = check_name(name)
-    module = _import_file(Path(source)) if source.endswith(".py") else _import_package(source)
-    reward: Any = getattr(module, attribute, None)
-    if not callable(reward):
-        functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise ConfigError(f"reward: {source} has no function {attribute!r}; functions there: {functions}")
+    reward = load_object(name, "reward")
     if inspect.isclass(reward):
         raise ConfigError(f"reward: {name} is a class; name a function, or an instance of it that can be called")
     # An instance is async if its __call__ is.
@@ -124,15 +134,15 @@ def as_number(value: Any) -> float | None:
         return math.nan
 
 
-def _import_package(name: str) -> Any:
+def _import_package(name: str, setting: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise ConfigError(f"reward: {name} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _import_file(path: Path) -> Any:
-    name = f"megascend_reward_{path.stem}"
+def _import_file(path: Path, setting: str) -> Any:
+    name = f"megascend_{setting.rpartition('.')[2]}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -143,5 +153,5 @@ def _import_file(path: Path) -> Any:
     except Exception as error:
         # Half a module must not be found by a second import.
         del sys.modules[name]
-        raise ConfigError(f"reward: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{setting}: {path} cannot be imported: {type(error).__name__}: {error}") from error
     return module

@@ -16,7 +16,7 @@ import torch
 import megascend
 from megascend.app.rl.learn import corrected, group_samples, learn
 from megascend.config.rl import Objective
-from megascend.rollout.group import Group, Response
+from megascend.rollout.group import Group, Trajectory
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from support.forked_programs import run_forked
 from weightwire.engine import RoutedExperts
@@ -36,8 +36,8 @@ def recorded(seed: int = 0) -> list[Group]:
         for _ in range(4):
             tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 7)))
             logprobs = tuple(-draw.uniform(3.5, 6.5) for _ in tokens)
-            responses.append(Response(tokens, logprobs, draw.random(), "stop", number, number))
-        groups.append(Group(number, prompt, tuple(responses)))
+            responses.append(Trajectory(prompt, tokens, logprobs, draw.random(), "stop", number, number))
+        groups.append(Group(number, tuple(responses)))
     return groups
 
 
@@ -47,10 +47,10 @@ def reference(model: Any, groups: list[Group], loss: str, correction: str, avera
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        for response, advantage in zip(group.responses, advantages, strict=True):
-            ids = torch.tensor([[*group.prompt_tokens, *response.tokens]])
+        for response, advantage in zip(group.trajectories, advantages, strict=True):
+            ids = torch.tensor([[*response.prompt_tokens, *response.tokens]])
             logits = model(ids).logits[0].float()
-            start = len(group.prompt_tokens)
+            start = len(response.prompt_tokens)
             now = torch.stack([logits[start + i - 1].log_softmax(-1)[token] for i, token in enumerate(response.tokens)])
             engine = torch.tensor(response.logprobs)
             old, factor = engine, torch.ones_like(engine)
@@ -98,18 +98,18 @@ def test_gradients_equal_plain_pytorch(checkpoint: Path, tmp_path: Path) -> None
         for name, parameter in expected.named_parameters():
             scale = float(parameter.grad.abs().max())
             assert float((result["gradients"][name] - parameter.grad).abs().max()) <= 1e-4 * scale + 1e-8, (case, name)
-        assert result["tokens"] == sum(len(response.tokens) for group in groups for response in group.responses)
+        assert result["tokens"] == sum(len(response.tokens) for group in groups for response in group.trajectories)
         assert 0 < result["truncated"] < result["tokens"]
 
 
 def test_samples_have_advantages_only_on_responses() -> None:
     group = recorded()[0]
-    for sample, response in zip(group_samples(group, Objective(advantages="rloo")), group.responses, strict=True):
-        prompt = len(group.prompt_tokens) - 1
+    for sample, response in zip(group_samples(group, Objective(advantages="rloo")), group.trajectories, strict=True):
+        prompt = len(response.prompt_tokens) - 1
         assert sample.weights.tolist() == [0.0] * prompt + [1.0] * len(response.tokens)
         assert sample.target_ids[prompt:].tolist() == list(response.tokens)
         assert sample.old_logprobs[prompt:].tolist() == pytest.approx(list(response.logprobs))
-        other_rewards = [member.reward for member in group.responses if member is not response]
+        other_rewards = [member.reward for member in group.trajectories if member is not response]
         expected = response.reward - sum(other_rewards) / len(other_rewards)
         assert sample.advantages[prompt:].tolist() == pytest.approx([expected] * len(response.tokens), abs=1e-6)
         assert not any(sample.advantages[:prompt].tolist())
@@ -138,9 +138,12 @@ def test_ranks_share_a_batch_and_agree_on_its_metrics(checkpoint: Path) -> None:
 def test_samples_carry_the_experts_of_every_input_token() -> None:
     numbers = np.random.default_rng(0).integers(0, 8, (5, 4, 2)).astype("uint8")
     experts = RoutedExperts.of(numbers)
-    responses = tuple(Response((7, 8, 9), (-1.0, -2.0, -3.0), reward, "stop", 0, 0, experts) for reward in (0.0, 1.0))
-    group = Group.from_json(json.loads(json.dumps(Group(0, (4, 5, 6), responses).to_json())))
-    assert group.responses == responses
+    responses = tuple(
+        Trajectory((4, 5, 6), (7, 8, 9), (-1.0, -2.0, -3.0), reward, "stop", 0, 0, routed_experts=experts)
+        for reward in (0.0, 1.0)
+    )
+    group = Group.from_json(json.loads(json.dumps(Group(0, responses).to_json())))
+    assert group.trajectories == responses
     for sample in group_samples(group, Objective()):
         assert sample.input_ids.tolist() == [4, 5, 6, 7, 8]  # the last sampled token is a target only
         assert torch.equal(sample.routed_experts, torch.from_numpy(numbers.astype("int16")))
@@ -165,16 +168,17 @@ def test_rollout_experts_are_replayed_token_by_token(tmp_path: Path) -> None:
 
         # The last sampled token is not computed.
         return [
-            [chosen([*group.prompt_tokens, *response.tokens[:-1]]) for response in group.responses] for group in groups
+            [chosen([*response.prompt_tokens, *response.tokens[:-1]]) for response in group.trajectories]
+            for group in groups
         ]
 
     def with_experts(shift: int) -> list[Group]:
         return [
             replace(
                 group,
-                responses=tuple(
+                trajectories=tuple(
                     replace(response, routed_experts=RoutedExperts.of((numbers + shift) % 4))
-                    for response, numbers in zip(group.responses, choices, strict=True)
+                    for response, numbers in zip(group.trajectories, choices, strict=True)
                 ),
             )
             for group, choices in zip(groups, routes, strict=True)

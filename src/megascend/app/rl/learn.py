@@ -50,7 +50,7 @@ def learn(
         cap = objective.cap
         parts = []
         for sample, logprobs in zip(shard, trainer, strict=True):
-            # The response only: targets of the prompt have weight 0, and no log-probability of an engine.
+            # Sampled tokens only: all others have weight 0, and no log-probability of an engine.
             sampled = sample.weights > 0
             parts.append(measure(sample.old_logprobs[sampled], logprobs.cpu()[sampled], cap))
         # Sums, not means: ranks have different numbers of tokens.
@@ -61,26 +61,28 @@ def learn(
 
 
 def group_samples(group: Group, objective: Objective) -> list[Sample]:
-    """Convert the responses of a group to samples, with advantages and the engine's own log-probabilities as the old ones.
+    """Convert the trajectories of a group to samples, with advantages and the engine's own log-probabilities as the old ones.
 
-    A response of n tokens has n targets with a weight: 1 each, or 1 / n where every response counts alike.
+    A trajectory of n sampled tokens has n targets with a weight: 1 each, or 1 / n where every trajectory counts alike. What an
+    environment wrote between them has weight 0.
     """
-    prompt = len(group.prompt_tokens)
     samples = []
-    for response, advantage in zip(group.responses, advantages(group.rewards, objective.advantages), strict=True):
+    for trajectory, advantage in zip(group.trajectories, advantages(group.rewards, objective.advantages), strict=True):
+        prompt = len(trajectory.prompt_tokens)
         sample = Sample.causal(
-            [*group.prompt_tokens, *response.tokens],
+            [*trajectory.prompt_tokens, *trajectory.tokens],
             prompt_length=prompt,
             routed_experts=None
-            if response.routed_experts is None
-            else response.routed_experts.numbers().astype("int16"),
+            if trajectory.routed_experts is None
+            else trajectory.routed_experts.numbers().astype("int16"),
         )
-        count = len(response.tokens)
         before = torch.zeros(prompt - 1)  # targets that belong to the prompt
-        sample.old_logprobs = torch.cat([before, torch.tensor(response.logprobs, dtype=torch.float32)])
-        sample.advantages = torch.cat([before, torch.full((count,), advantage)])
+        sampled = torch.cat([before, torch.tensor(trajectory.mask, dtype=torch.float32)])
+        sample.weights = sample.weights * sampled
+        sample.old_logprobs = torch.cat([before, torch.tensor(trajectory.logprobs, dtype=torch.float32)])
+        sample.advantages = advantage * sampled
         if objective.average == "responses":
-            sample.weights = sample.weights / count
+            sample.weights = sample.weights / trajectory.sampled_tokens
         samples.append(sample)
     return samples
 

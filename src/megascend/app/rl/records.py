@@ -23,9 +23,9 @@ class RlRecord(MetricsRecord):
 
     reward: Annotated[
         float,
-        Metric("reward", "mean over the responses graded since the previous step, those of dropped groups included"),
+        Metric("reward", "mean over the trajectories graded since the previous step, those of dropped groups included"),
     ]
-    reward_learned: Annotated[float, Metric("reward", "mean over the responses that the step learned from")]
+    reward_learned: Annotated[float, Metric("reward", "mean over the trajectories that the step learned from")]
     eval_reward: Annotated[
         float | None, Metric("reward", "mean on the evaluation prompts after the step; null where it was not measured")
     ]
@@ -47,7 +47,12 @@ class RlRecord(MetricsRecord):
             "fraction", "replayed choices of experts that the trainer's routers make differently; null without replay"
         ),
     ]
-    response_tokens: Annotated[float, Metric("tokens", "mean length of the responses that the step learned from")]
+    response_tokens: Annotated[
+        float, Metric("tokens", "mean number of sampled tokens in the trajectories that the step learned from")
+    ]
+    turns: Annotated[
+        float, Metric("responses", "mean number of responses in such a trajectory; 1 without an environment")
+    ]
     cut_off: Annotated[float, Metric("fraction", "responses of the step that reached rollout.max_tokens")]
     tokens: Annotated[int, Metric("tokens", "tokens of the step that carry loss, over all ranks")]
     tokens_per_s: Annotated[float, Metric("tokens/s", "tokens divided by the duration of the step, waiting included")]
@@ -55,6 +60,16 @@ class RlRecord(MetricsRecord):
         int, Metric("groups", "groups dropped since the previous step because they exceeded rollout.max_lag")
     ]
     equal: Annotated[int, Metric("groups", "groups dropped since the previous step because their rewards were equal")]
+    discarded: Annotated[
+        int,
+        Metric("groups", "groups dropped since the previous step because fewer than two of their episodes succeeded"),
+    ]
+    timed_out: Annotated[
+        int, Metric("episodes", "episodes of the environment since the previous step that ran out of time")
+    ]
+    failed: Annotated[
+        int, Metric("episodes", "episodes of the environment since the previous step that raised an exception")
+    ]
     prompts: Annotated[int, Metric("prompts", "prompts dispatched since the run began")]
     wait_s: Annotated[float, Metric("s", "time that the trainer waited for rollouts")]
     sync_s: Annotated[float, Metric("s", "time that the trainer spent on updating the engines")]
@@ -87,14 +102,16 @@ def group_figures(groups: Sequence[Group], step: int) -> dict[str, Any]:
     Args:
         step: steps done before it, which is the version of the trainer's weights.
     """
-    responses = [response for group in groups for response in group.responses]
-    lags = [step - response.first_version for response in responses]
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    count = len(trajectories)
+    lags = [step - trajectory.first_version for trajectory in trajectories]
     return {
-        "reward_learned": sum(response.reward for response in responses) / len(responses),
+        "reward_learned": sum(trajectory.reward for trajectory in trajectories) / count,
         "lag": sum(lags) / len(lags),
         "max_lag": max(lags),
-        "response_tokens": sum(len(response.tokens) for response in responses) / len(responses),
-        "cut_off": sum(response.finish_reason == "length" for response in responses) / len(responses),
+        "response_tokens": sum(trajectory.sampled_tokens for trajectory in trajectories) / count,
+        "turns": sum(trajectory.turns for trajectory in trajectories) / count,
+        "cut_off": sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count,
     }
 
 
@@ -105,6 +122,9 @@ def count_figures(before: Counts, now: Counts) -> dict[str, Any]:
         "reward": (now.reward - before.reward) / graded if graded else math.nan,
         "stale": now.stale - before.stale,
         "equal": now.equal - before.equal,
+        "discarded": now.discarded - before.discarded,
+        "timed_out": now.timed_out - before.timed_out,
+        "failed": now.failed - before.failed,
         "prompts": now.dispatched,
     }
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megascend.errors import EngineTimeoutError
+from megascend.errors import DataError, EngineTimeoutError
 from megascend.rollout.buffer import Counts
 from megascend.rollout.group import Group
 from megascend.rollout.prompts import Prompt
@@ -52,13 +52,13 @@ class SharedRollouts:
             EngineError, DataError: as :meth:`RolloutCollector.take`, on every rank.
             EngineTimeoutError: not one group has arrived within the patience.
         """
-        last, since = self.counts().responses, time.monotonic()
+        last, since = self.counts().episodes, time.monotonic()
         with self._backend.groups.monitor.phase("rollout"):
             while True:
                 groups = self.on_rank_0(lambda collector: collector.take(step, self._slice_s))
                 if groups is not None:
                     return groups
-                arrived = self.counts().responses
+                arrived = self.counts().episodes
                 # Patience is for silence: slow engines that answer may take any time.
                 if arrived > last:
                     last, since = arrived, time.monotonic()
@@ -80,7 +80,7 @@ class SharedRollouts:
             EngineTimeoutError: nothing has been graded within the patience.
         """
         running: list[Future[list[Group]]] = []
-        progress = [0, time.monotonic()]  # groups graded, and since when
+        progress = [0, time.monotonic()]  # episodes ended, and since when
 
         def wait(collector: RolloutCollector) -> float | None:
             if not running:
@@ -91,8 +91,8 @@ class SharedRollouts:
                 # The engine's own timeout is of the same class as that of this wait.
                 if running[0].done():
                     raise
-                if collector.graded() > progress[0]:
-                    progress[:] = collector.graded(), time.monotonic()
+                if collector.ended() > progress[0]:
+                    progress[:] = collector.ended(), time.monotonic()
                 patience_s = self._patience_s + self._slice_s  # engines' own deadlines come first
                 if time.monotonic() - progress[1] > patience_s:
                     raise EngineTimeoutError(
@@ -100,6 +100,8 @@ class SharedRollouts:
                     ) from None
                 return None
             rewards = [reward for group in groups for reward in group.rewards]
+            if not rewards:
+                raise DataError("evaluation: no episode succeeded")
             return sum(rewards) / len(rewards)
 
         # Named for the hang monitor, which would otherwise report a collective that takes long.

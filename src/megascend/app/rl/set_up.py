@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import xxhash
 
@@ -17,8 +18,16 @@ from megascend.data.samples import SampleLimits
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import PromptStream, RolloutCollector, Task
+from megascend.rollout.environments import (
+    Environment,
+    EnvironmentEpisodes,
+    EpisodeLimits,
+    PromptRenderer,
+    load_environment,
+)
+from megascend.rollout.episodes import Episodes, GradedResponses
 from megascend.rollout.prompts import Prompt, numbered_prompts, prompt_tokens
-from megascend.rollout.rewards import Reward
+from megascend.rollout.rewards import Reward, load_reward
 from weightwire.engine import InferenceEngine, Sampling
 
 if TYPE_CHECKING:
@@ -36,19 +45,37 @@ def make_collector(
     engines: Sequence[InferenceEngine],
     prompts: PromptStream,
     tokenizer: PreTrainedTokenizerBase,
-    reward: Reward,
+    grader: Reward | Environment,
+    max_length: int,
     sources: Sequence[tuple[str, Prompt]] = (),
 ) -> RolloutCollector:
     """Build the collector from a run's settings.
 
     Args:
+        grader: result of :func:`load_grader`.
+        max_length: most tokens of a trajectory.
         sources: prompts with file and line, for messages.
     """
     rollout = config.rollout
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def locate(prompt: Prompt) -> str:
+        return next((source for source, candidate in sources if candidate == prompt), "")
+
+    episodes: Episodes
+    settings = rollout.environment
+    if settings is not None:
+        limits = EpisodeLimits(settings.timeout_s, settings.concurrency, settings.max_failed, max_length)
+        renderer = PromptRenderer(tokenizer, config.template_date)
+        episodes = EnvironmentEpisodes(cast("Environment", grader), renderer, limits, locate)
+    else:
+        encode = partial(prompt_tokens, tokenizer=tokenizer, template_date=config.template_date)
+        episodes = GradedResponses(encode, decode, cast("Reward", grader), locate)
     task = Task(
-        encode=lambda prompt: prompt_tokens(prompt, tokenizer, config.template_date),
-        decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
-        reward=reward,
+        episodes,
+        decode,
         sampling=Sampling(
             rollout.max_tokens,
             stop_token_ids=stop_tokens(tokenizer, rollout.stop),
@@ -58,10 +85,18 @@ def make_collector(
         group_size=rollout.group_size,
         drop_equal=rollout.drop_equal,
         max_equal_groups=rollout.max_equal_groups,
-        locate=lambda prompt: next((source for source, candidate in sources if candidate == prompt), ""),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task)
+
+
+def load_grader(config: RlConfig) -> Reward | Environment:
+    """Import what grades responses: the reward function, or the environment."""
+    settings = config.rollout.environment
+    if settings is not None:
+        return load_environment(settings.name, settings.options)
+    assert config.rollout.reward is not None
+    return load_reward(config.rollout.reward)
 
 
 def check_router_replay(engine: Engine) -> None:
@@ -96,7 +131,7 @@ def read_and_check(
         numbered, digest = [], xxhash.xxh3_64()
         if path is not None:
             with findings.collecting():
-                numbered = numbered_prompts(path, findings)
+                numbered = numbered_prompts(path, findings, free=config.rollout.environment is not None)
         # All lines are checked before any problem is raised, so that one attempt shows every mistake.
         for number, prompt in numbered:
             with findings.collecting():
@@ -119,6 +154,9 @@ def _check_prompt(
     findings: Findings,
 ) -> list[int]:
     """Return a prompt's tokens; DataError if there are none, or too many."""
+    # An environment makes its own prompt, and may give a line any meaning.
+    if config.rollout.environment is not None and "prompt" not in prompt and "messages" not in prompt:
+        return []
     max_tokens = config.rollout.max_tokens
     try:
         tokens = prompt_tokens(prompt, tokenizer, config.template_date, findings, source)

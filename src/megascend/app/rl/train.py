@@ -16,12 +16,12 @@ from megascend.app.run import Run, Training, World, model_line, run, too_many_sk
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import DataError, EngineError
-from megascend.rollout.rewards import load_reward
 
 if TYPE_CHECKING:
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
+    from megascend.rollout.environments import Environment
     from megascend.rollout.group import Group
     from megascend.rollout.rewards import Reward
     from megascend.weightsync import WeightSync
@@ -105,7 +105,7 @@ class ReinforcementLearning(Training[RlConfig]):
     progress_keys = ("rollouts", "rl")
     shared_errors = (DataError, EngineError)  # of rank 0, which tells all
     panels = PANELS
-    _reward: Reward
+    _grader: Reward | Environment
     _run: Run[RlConfig]
     _rollouts: SharedRollouts
     _sync: WeightSync
@@ -125,15 +125,15 @@ class ReinforcementLearning(Training[RlConfig]):
             check_engines(config.engines, config.rollout.controller)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
-        from megascend.app.rl.set_up import check_objective, read_and_check
+        from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
         from megascend.weightsync.sync import check_transport
 
         plan, config = world.plan, world.plan.config
         config = config.ending_with(config.steps)
         check_objective(config.objective)
         check_transport(config.sync.transport, world.runtime.platform.device_type)
-        self._reward = load_reward(config.rollout.reward)
-        self._tokenizer = plan.tokenizer
+        self._grader = load_grader(config)
+        self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
         config = with_template_date(config, plan.tokenizer, world.resume, world.launch)
         self._prompts, self._held_out, self._digest = read_and_check(config, plan.tokenizer, plan.limits)
         return config
@@ -171,11 +171,16 @@ class ReinforcementLearning(Training[RlConfig]):
         collector = None
         if run.main_rank:
             located = [*self._prompts, *self._held_out]
-            collector = make_collector(config, engines, stream, self._tokenizer, self._reward, located)
+            collector = make_collector(
+                config, engines, stream, self._tokenizer, self._grader, self._max_length, located
+            )
             run.stack.callback(collector.close)
             if progress is not None:
                 collector.load_state_dict(progress["rollouts"])
-        self._rollouts = SharedRollouts(backend, collector, config.rollout.timeout_s)
+        environment = config.rollout.environment
+        # An episode may take its time between two responses.
+        patience_s = config.rollout.timeout_s + (environment.timeout_s if environment is not None else 0)
+        self._rollouts = SharedRollouts(backend, collector, patience_s)
         self._sync = run.stack.enter_context(
             WeightSync(
                 backend,
