@@ -245,7 +245,7 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
 
 
 def check_rollouts(config: RlConfig) -> None:
-    """Check that prompts can be read, that the reward function or environment is there, and that engines have addresses and keys."""
+    """Check that prompts can be read, that a reward function or environment is there, and that engines have addresses."""
     from megascend.app.rl.engines import check_engines
     from megascend.rollout.prompts import read_prompts
     from megascend.rollout.rewards import check_name

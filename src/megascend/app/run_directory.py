@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 """In the output directory: the series of a run's checkpoints."""
 RUN_FILES = (
-    "metrics.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard", CHECKPOINTS, EVENTS, ERRORS, "non_finite",
-    "profile", "trackers",
+    "metrics.jsonl", "rollouts.jsonl", "rollouts.1.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard",
+    CHECKPOINTS, EVENTS, ERRORS, "non_finite", "profile", "trackers",
 )  # fmt: skip
 """Everything a run writes into its output directory."""
 JOURNAL = (EVENTS, ERRORS)
 """The files that tell how earlier attempts have ended."""
 RESULTS = tuple(name for name in RUN_FILES if name not in JOURNAL)
-WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "tensorboard", "trackers", CHECKPOINTS)
+WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "trackers", CHECKPOINTS)
 """What a run leaves that has failed in its first step."""
 EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
 """What a run exports, and the file by which that is known."""

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -101,7 +101,8 @@ class RunLog:
         if self._enabled:
             # Also of a run that is resumed at its last step and takes none: its plot shows them.
             if self._steps_done:
-                self.rows, self._earlier_bytes = rows_until(self._output / METRICS, self._steps_done)
+                earlier = list(complete_rows(self._output / METRICS, self._steps_done))
+                self.rows, self._earlier_bytes = [row for row, _ in earlier], sum(size for _, size in earlier)
             self._clock.start()
             self._display.start()
         return self
@@ -136,11 +137,11 @@ class RunLog:
         self._clock.step_done(record.step)
         self._display.show(record)
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Show what the model answered after a step, by prompt, and hand it to the trackers."""
+    def write_texts(self, step: int, texts: Mapping[str, str], title: str = "answers after step") -> None:
+        """Show what the model answered at a step, by prompt, under ``title`` and the step, and hand it to the trackers."""
         if not self._enabled:
             return
-        self._display.print_text(f"answers after step {step}:\n" + "\n".join(map(quoted, texts.keys(), texts.values())))
+        self._display.print_text(f"{title} {step}:\n" + "\n".join(map(quoted, texts.keys(), texts.values())))
         if self._trackers is not None and not self._waiting():
             self._trackers.log_texts(step, texts)
 
@@ -204,20 +205,20 @@ class AppendFile:
         return descriptor
 
 
-def rows_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a metrics.jsonl up to ``step``, and the bytes they take; none after a line that a crash cut off."""
-    rows, size = [], 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        try:
-            row = json.loads(line)
-            # Steps after the checkpoint will be done again, and must not be there twice.
-            if row["step"] > step or not line.endswith(b"\n"):
-                break
-        except (ValueError, TypeError, KeyError):
-            break
-        rows.append(row)
-        size += len(line)
-    return rows, size
+def complete_rows(path: Path, step: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Read the rows of a JSONL file up to ``step``, with the bytes of each; none after a line that a crash cut off."""
+    if not path.is_file():
+        return
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+                # Steps after the checkpoint will be done again, and must not be there twice.
+                if row["step"] > step or not line.endswith(b"\n"):
+                    return
+            except (ValueError, TypeError, KeyError):
+                return
+            yield row, len(line)
 
 
 class StepClock:
@@ -364,10 +365,14 @@ class BarDisplay:
         return Group(first, Text(self._summary, overflow="fold"))
 
 
-def quoted(prompt: str, answer: str) -> str:
-    """Write a prompt and its answer for a terminal: both begin a line, are cut to a few, and hold no control characters."""
+def quoted(prompt: str, answer: str, characters: int | None = MAX_CHARACTERS) -> str:
+    """Write a prompt and its answer for a terminal: both begin a line, are cut to ``characters``, and hold no control characters.
+
+    None for ``characters``: nothing is cut.
+    """
     short = [
-        text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS].rstrip()}..." for text in (prompt, answer)
+        text if characters is None or len(text) <= characters else f"{text[:characters].rstrip()}..."
+        for text in (prompt, answer)
     ]
     # A model may answer with escape sequences, which would act on the terminal.
     plain = ["".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text) for text in short]

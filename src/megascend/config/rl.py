@@ -28,6 +28,21 @@ class EnvironmentSettings(Section):
     )
 
 
+class RolloutRecords(Section):
+    """Records of what the model did, for people: rollouts.jsonl in the run directory (``megascend rollouts``)."""
+
+    every: Count = Field(1, description="interval in steps of the trajectories in rollouts.jsonl; 0: none")
+    tokens: bool = Field(
+        False, description="with token ids, the mask of sampled ones, and the engine's log-probabilities"
+    )
+    max_bytes: Size = Field(
+        256 * 2**20, description="size at which rollouts.jsonl becomes rollouts.1.jsonl, which replaces an earlier one"
+    )
+    show_every: Count = Field(
+        50, description="interval in steps at which the best and the worst rollout of a prompt are shown; 0: never"
+    )
+
+
 class Rollout(Section):
     """Sampling by the rollout engines, and their allowed lag."""
 
@@ -69,6 +84,7 @@ class Rollout(Section):
         "started with --enable-return-routed-experts",
     )
     timeout_s: Size = Field(600, description="seconds after which a request to an engine fails")
+    records: RolloutRecords = RolloutRecords()
     controller: str | None = Field(
         None,
         description="rollout controller whose engines are used in place of engines: HOST:PORT, or the file in which it "

@@ -12,11 +12,15 @@ is returned:
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.group import Group
+
+DROPPED_BATCHES = 4
+"""Batches of dropped groups that are kept for the records of a step."""
 
 
 @dataclass
@@ -112,6 +116,7 @@ class RolloutBuffer:
             raise ConfigError(f"a rollout buffer needs batch >= 1 and max_lag >= 0, got {batch} and {max_lag}")
         self.batch, self.max_lag, self.in_order = batch, max_lag, in_order
         self.counts, self.equal_streak = Counts(), EqualStreak()
+        self._dropped: deque[tuple[str, Group]] = deque(maxlen=DROPPED_BATCHES * batch)
         self._in_flight: dict[int, Dispatch] = {}
         self._retries: list[Dispatch] = []
         self._ready: dict[int, Group] = {}
@@ -174,6 +179,7 @@ class RolloutBuffer:
         # Dropped groups count as sampled all the same: their rewards are part of the statistics.
         if equal if dropped is None else dropped:
             self.counts.equal += 1
+            self._dropped.append(("equal", group))
         else:
             self._ready[group.number] = group
 
@@ -190,7 +196,7 @@ class RolloutBuffer:
         """
         # At the latest moment: a group that is finished in time may be overtaken while it waits.
         for number in [number for number, group in self._ready.items() if step - group.version > self.max_lag]:
-            del self._ready[number]
+            self._dropped.append(("stale", self._ready.pop(number)))
             self.counts.stale += 1
         numbers = sorted(self._ready)[: self.batch]
         if len(numbers) < self.batch:
@@ -200,6 +206,12 @@ class RolloutBuffer:
             return None
         self.counts.learned += self.batch
         return [self._ready.pop(number) for number in numbers]
+
+    def dropped(self) -> list[tuple[str, Group]]:
+        """Return reason (``equal`` or ``stale``) and group of what was dropped since the last call, the latest if it is much."""
+        dropped = list(self._dropped)
+        self._dropped.clear()
+        return dropped
 
     @property
     def in_flight(self) -> int:

@@ -162,6 +162,14 @@ class RolloutCollector:
 
         return self._run(copy())
 
+    def dropped(self) -> list[tuple[str, Group]]:
+        """Return reason and group of what was dropped since the last call; see :meth:`RolloutBuffer.dropped`."""
+
+        async def drain() -> list[tuple[str, Group]]:
+            return self._buffer.dropped()
+
+        return self._run(drain())
+
     def ended(self) -> int:
         """Return the number of episodes that have ended, including those of evaluations."""
         return self._task.episodes.completed

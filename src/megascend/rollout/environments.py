@@ -55,6 +55,8 @@ WINDOW = 100
 """Last episodes among which the share of failed ones is measured."""
 FEWEST = 20
 """Episodes after which the share is first compared with its limit."""
+CLOSE_S = 10.0
+"""Seconds that running episodes have to end with the run."""
 PLACEHOLDER = "replyofthemodel"
 """Stands for the model's replies where the text that a template writes after one is determined."""
 
@@ -441,7 +443,12 @@ class EnvironmentEpisodes(Episodes):
         return f"{self.name} has not ended for {time.monotonic() - start:.0f} s{f' for the prompt at {source}' if source else ''}"
 
     def close(self) -> None:
-        self._thread.close()
+        # On a thread: an environment that blocks must not hold up the end of the run.
+        closing = threading.Thread(target=self._thread.close, name="environments end", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        if closing.is_alive():
+            log.warning("%s still runs %g s after its cancellation and is abandoned", self.name, CLOSE_S)
 
 
 def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
@@ -453,12 +460,8 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
     Raises:
         ConfigError: it cannot be imported or made, or has no asynchronous method ``run(policy, example)``.
     """
-    made: Any = load_object(name, "rollout.environment")
+    made = load_object(name, "rollout.environment", lambda value: callable(value) or hasattr(value, "run"))
     if isinstance(made, type) or not hasattr(made, "run"):
-        if not callable(made):
-            raise ConfigError(
-                f"rollout.environment: {name} is neither a class, a function nor an object with a method run"
-            )
         try:
             made = made(**options)
         except Exception as error:

@@ -33,16 +33,19 @@ def recorded(seed: int = 0) -> list[Group]:
     for number in range(3):
         prompt = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 5)))
         responses = []
-        for _ in range(4):
+        for index in range(4):
             tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 7)))
             logprobs = tuple(-draw.uniform(3.5, 6.5) for _ in tokens)
-            responses.append(Trajectory(prompt, tokens, logprobs, draw.random(), "stop", number, number))
+            # Every second one has several turns: what an environment wrote before the last token is not learned.
+            mask = (*(draw.random() < 0.5 for _ in tokens[1:]), True) if index % 2 else None
+            logprobs = tuple(value * (mask is None or mask[i]) for i, value in enumerate(logprobs))
+            responses.append(Trajectory(prompt, tokens, logprobs, draw.random(), "stop", number, number, mask))
         groups.append(Group(number, tuple(responses)))
     return groups
 
 
 def reference(model: Any, groups: list[Group], loss: str, correction: str, average: str, cap: float) -> float:
-    """Compute a step's loss, and its gradients in ``model``, from the formulas, one response at a time."""
+    """Compute a step's loss, and its gradients in ``model``, from the formulas, one trajectory at a time."""
     terms, weights = [], []
     for group in groups:
         rewards = torch.tensor(group.rewards, dtype=torch.float64)
@@ -51,8 +54,9 @@ def reference(model: Any, groups: list[Group], loss: str, correction: str, avera
             ids = torch.tensor([[*response.prompt_tokens, *response.tokens]])
             logits = model(ids).logits[0].float()
             start = len(response.prompt_tokens)
-            now = torch.stack([logits[start + i - 1].log_softmax(-1)[token] for i, token in enumerate(response.tokens)])
-            engine = torch.tensor(response.logprobs)
+            chosen = [(i, token) for i, token in enumerate(response.tokens) if response.mask[i]]
+            now = torch.stack([logits[start + i - 1].log_softmax(-1)[token] for i, token in chosen])
+            engine = torch.tensor([response.logprobs[i] for i, _ in chosen])
             old, factor = engine, torch.ones_like(engine)
             if correction == "truncated":
                 old = now.detach()
@@ -62,9 +66,9 @@ def reference(model: Any, groups: list[Group], loss: str, correction: str, avera
                 objective = torch.minimum(ratio * scaled, torch.clamp(ratio, 0.8, 1.2) * scaled)
             else:
                 objective = ratio * scaled
-            share = 1.0 if average == "tokens" else 1.0 / len(response.tokens)
+            share = 1.0 if average == "tokens" else 1.0 / len(chosen)
             terms.append(-(objective * share).sum())
-            weights.append(share * len(response.tokens))
+            weights.append(share * len(chosen))
     total = torch.stack(terms).sum() / sum(weights)
     total.backward()
     return float(total.detach())
@@ -98,7 +102,7 @@ def test_gradients_equal_plain_pytorch(checkpoint: Path, tmp_path: Path) -> None
         for name, parameter in expected.named_parameters():
             scale = float(parameter.grad.abs().max())
             assert float((result["gradients"][name] - parameter.grad).abs().max()) <= 1e-4 * scale + 1e-8, (case, name)
-        assert result["tokens"] == sum(len(response.tokens) for group in groups for response in group.trajectories)
+        assert result["tokens"] == sum(response.sampled_tokens for group in groups for response in group.trajectories)
         assert 0 < result["truncated"] < result["tokens"]
 
 
@@ -106,12 +110,14 @@ def test_samples_have_advantages_only_on_responses() -> None:
     group = recorded()[0]
     for sample, response in zip(group_samples(group, Objective(advantages="rloo")), group.trajectories, strict=True):
         prompt = len(response.prompt_tokens) - 1
-        assert sample.weights.tolist() == [0.0] * prompt + [1.0] * len(response.tokens)
+        assert sample.weights.tolist() == [0.0] * prompt + [float(mark) for mark in response.mask]
         assert sample.target_ids[prompt:].tolist() == list(response.tokens)
         assert sample.old_logprobs[prompt:].tolist() == pytest.approx(list(response.logprobs))
         other_rewards = [member.reward for member in group.trajectories if member is not response]
         expected = response.reward - sum(other_rewards) / len(other_rewards)
-        assert sample.advantages[prompt:].tolist() == pytest.approx([expected] * len(response.tokens), abs=1e-6)
+        assert sample.advantages[prompt:].tolist() == pytest.approx(
+            [expected * mark for mark in response.mask], abs=1e-6
+        )
         assert not any(sample.advantages[:prompt].tolist())
 
 

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from megascend.app.rl.train import RlResult, train_rl
 from megascend.config.rl import RlConfig
-from megascend.errors import DataError, EngineError, EngineTimeoutError
+from megascend.errors import ConfigError, DataError, EngineError, EngineTimeoutError
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.local import LocalEngine
@@ -362,3 +363,100 @@ def test_controller_engines_sample_and_receive_updates(folder, monkeypatch):
     assert versions == [3, 3]
     with pytest.raises(ValueError, match=r"rollout\.controller brings the engines: leave engines out"):
         settings(folder, "controller", rollout={"controller": "127.0.0.1:1"}, engines=("http://127.0.0.1:2",))
+
+
+ECHO = """
+class Echo:
+    '''Two turns: the first letter of the first reply comes back, and repeating it is rewarded.'''
+
+    def __init__(self, fails=0):
+        self.fails, self.runs = fails, 0
+
+    async def run(self, policy, example):
+        self.runs += 1
+        if self.runs <= self.fails:
+            raise KeyError("no such tool")
+        conversation = policy.conversation(example["prompt"])
+        first = await conversation.reply()
+        conversation.add(f" [{first[:1]}] ")
+        second = await conversation.reply()
+        vowels = sum(letter in "aeiou" for letter in second) / max(1, len(second))
+        return conversation.trajectory(vowels + 0.1 * len(first), {"vowels": vowels, "length": len(first)})
+"""
+
+
+def with_environment(folder: Path, output: str, **changes: Any) -> RlConfig:
+    (folder / "environment.py").write_text(ECHO)
+    environment = {"name": f"{folder / 'environment.py'}:Echo"} | changes.pop("environment", {})
+    rollout = {"reward": None, "environment": environment} | changes.pop("rollout", {})
+    return settings(folder, output, rollout=rollout, **changes)
+
+
+def test_environment_is_trained_on_and_recorded(folder: Path) -> None:
+    config = with_environment(
+        folder,
+        "environment",
+        environment={"options": {"fails": 2}},
+        rollout={"records": {"tokens": True, "show_every": 5}},
+    )
+    run(config, RecordedEngine)
+    metrics = rows(config)
+    assert [row["turns"] for row in metrics] == [2.0] * 5
+    assert sum(row["failed"] for row in metrics) == 2
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == set(range(1, 6))
+    for row in metrics:
+        learned = [line for line in lines if line["step"] == row["step"] and line["outcome"] == "learned"]
+        assert row["reward_learned"] == pytest.approx(sum(line["reward"] for line in learned) / len(learned), rel=1e-5)
+        assert row["tokens"] == sum(sum(line["sampled"]) for line in learned)
+        assert row["lag"] == pytest.approx(sum(line["lag"] for line in learned) / len(learned))
+    for line in lines:
+        assert line["turns"] == 2
+        assert line["reward"] == pytest.approx(line["rewards"]["vowels"] + 0.1 * line["rewards"]["length"])
+        assert line["prompt"].startswith("say ")
+        # The environment's text stands between the two replies, unlearned.
+        first = line["sampled"].index(0)
+        assert line["response"][first : first + 5] == f" [{line['response'][0]}] "
+
+
+def test_killed_and_resumed_run_of_an_environment_is_bitwise_equal(folder: Path) -> None:
+    def config(name: str, **changes: Any) -> RlConfig:
+        return with_environment(
+            folder, name, rollout={"in_order": True}, checkpoint={"every": 2, "keep_last": 5}, **changes
+        )
+
+    whole, resumed = config("environment-whole"), config("environment-resumed", steps=3)
+    for one in (whole, resumed):
+        in_a_fork(lambda one=one: run(one, RecordedEngine))
+    # As after a kill in step 4: the checkpoint of step 2 is the last one, and the files have lines of step 3.
+    [checkpoint] = (resumed.output / "checkpoints").glob("*3")
+    shutil.rmtree(checkpoint)
+    in_a_fork(lambda: run(config("environment-resumed"), RecordedEngine, resume="auto"))
+    timed = ("seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s")
+    figures = [
+        [{key: value for key, value in row.items() if key not in timed} for row in rows(one)]
+        for one in (whole, resumed)
+    ]
+    assert figures[0] == figures[1]
+    records = [(one.output / "rollouts.jsonl").read_text() for one in (whole, resumed)]
+    assert records[0] == records[1]
+
+
+def test_records_rotate_by_size_and_are_read_in_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megascend.cli.rollouts import read_rollouts, rollouts_command
+
+    config = settings(folder, "rotation", rollout={"records": {"max_bytes": 4000}})
+    run(config, RecordedEngine)
+    sizes = [(config.output / name).stat().st_size for name in ("rollouts.1.jsonl", "rollouts.jsonl")]
+    assert max(sizes) <= 4000
+    steps = [row["step"] for row in read_rollouts(config.output)]
+    assert steps == sorted(steps)
+    assert steps[-1] == 5
+    capsys.readouterr()
+    rollouts_command(config.output, sort="reward", limit=2, min_reward=0.0)  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    rewards = [float(value) for value in re.findall(r"reward ([\d.]+)", printed)]
+    assert rewards == sorted(rewards, reverse=True)
+    assert f"2 of {len(steps)} trajectories; the next with --offset 2" in printed
+    with pytest.raises(ConfigError, match="has no rollouts"):
+        rollouts_command(folder)

@@ -114,6 +114,10 @@ class SharedRollouts:
         """Return the counts of prompts and responses so far."""
         return self.on_rank_0(lambda collector: collector.counts())
 
+    def dropped(self) -> list[tuple[str, Group]]:
+        """Return :meth:`RolloutCollector.dropped` on rank 0, nothing on all others. Not collective."""
+        return [] if self._collector is None else self._collector.dropped()
+
     def state_dict(self) -> dict[str, Any]:
         """Return :meth:`RolloutCollector.state_dict` on rank 0, an empty dict on all others. Not collective."""
         return {} if self._collector is None else self._collector.state_dict()

@@ -18,6 +18,7 @@ from megascend.distributed.launch import Launch
 from megascend.errors import DataError, EngineError
 
 if TYPE_CHECKING:
+    from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
@@ -116,6 +117,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self.totals = Totals()
         self._offset = self._version = 0
         self._since = 0.0
+        self._records: RolloutLog | None = None
 
     def check(self, config: RlConfig, launch: Launch) -> None:
         from megascend.app.rl.engines import check_engines
@@ -200,11 +202,19 @@ class ReinforcementLearning(Training[RlConfig]):
             reward = self._evaluate()
             self.totals.reward_before = self.totals.reward_after = reward
             run.event_log.event("evaluated", step=0, reward=reward)
+        # Before the first prompt: what ends while the loop is prepared belongs to the first step.
+        self._counts = self._rollouts.counts()
         # After the push and the evaluation: no training prompt is sampled with other weights.
         self._rollouts.on_rank_0(lambda collector: collector.start(steps_before, self._offset))
 
     def start_loop(self, log: RunLog) -> None:
-        self._counts, self._version = self._rollouts.counts(), self._run.backend.step_count
+        run = self._run
+        self._version = run.backend.step_count
+        if run.main_rank:
+            from megascend.app.rl.rollout_log import RolloutLog
+
+            self._records = RolloutLog(run.config, self._decode, log, run.backend.step_count)
+            run.stack.callback(self._records.close)
         self._since = time.perf_counter()
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Group] | None:
@@ -231,6 +241,9 @@ class ReinforcementLearning(Training[RlConfig]):
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
             eval_reward = self.totals.reward_after = self._evaluate()
+        dropped = self._rollouts.dropped()
+        if self._records is not None:
+            self._records.write(number, batch, dropped)
         earlier, self._counts = self._counts, self._rollouts.counts()
         now = time.perf_counter()
         seconds, waited = now - self._since, arrived - self._since
@@ -255,6 +268,10 @@ class ReinforcementLearning(Training[RlConfig]):
             **count_figures(earlier, self._counts),
             **mismatch_figures(learned.mismatch),
         )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        # With special tokens: they show where turns begin and end.
+        return str(self._tokenizer.decode(list(tokens)))
 
     def _evaluate(self) -> float:
         """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have."""
