@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import threading
 import time
@@ -15,42 +14,19 @@ import torch
 from safetensors.torch import load_file
 
 from support.covering import first_stack_only
-from support.forked_programs import run_command, run_forked
+from support.forked_programs import run_command
+from support.page import page_commands, page_files, run_page_command
 
-PAGE = Path(__file__).parents[1] / "docs" / "images.md"
+PAGE = "images.md"
 ANSWER = "A green disc on the right."
 DEADLINE_S = 300
-
-
-def files_of_the_page() -> dict[str, str]:
-    """Return the page's files by the names in their first lines."""
-    blocks = re.findall(
-        r"^```(?:python|yaml)\n(# (\S+)\n.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-    return {name: text for text, name in blocks}
-
-
-def commands() -> list[str]:
-    text = re.sub(r"^```.*?^```", "", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    return [line.strip() for line in text.splitlines() if line.startswith("    ")]
-
-
-def run(command: str, folder: Path) -> str:
-    """Run a command of the page and return its standard output."""
-    program, *arguments = command.split()
-    if program == "python":
-        completed = run_forked(folder / arguments[0], *arguments[1:], directory=folder, timeout_s=DEADLINE_S)
-    else:
-        completed = run_command(*arguments, directory=folder, timeout_s=DEADLINE_S)
-    assert completed.returncode == 0, f"{command}\n{completed.stdout}{completed.stderr}"
-    return completed.stdout
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a folder with the files of the page."""
     path = tmp_path_factory.mktemp("images")
-    for name, text in files_of_the_page().items():
+    for name, text in page_files(PAGE).items():
         (path / name).write_text(text, encoding="utf-8")
     return path
 
@@ -58,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> dict[str, str]:
     """Run the commands of the page, and return what they print."""
-    return {command: run(command, folder) for command in commands()}
+    return {command: run_page_command(command, folder, DEADLINE_S) for command in page_commands(PAGE)}
 
 
 @pytest.mark.nightly
@@ -93,7 +69,7 @@ def test_killed_run_resumes_with_the_same_bits(printed: dict[str, str], folder: 
     os.kill(json.loads((output / "events.jsonl").read_text(encoding="utf-8").splitlines()[0])["pid"], signal.SIGKILL)
     thread.join(DEADLINE_S)
     assert ended[0].returncode != 0
-    run("megascend train pictures.yaml --set output=runs/killed --resume auto", folder)
+    run_page_command("megascend train pictures.yaml --set output=runs/killed --resume auto", folder, DEADLINE_S)
     uninterrupted, resumed = (
         load_file(folder / "runs" / name / "hf" / "model.safetensors") for name in ("pictures", "killed")
     )
@@ -103,8 +79,8 @@ def test_killed_run_resumes_with_the_same_bits(printed: dict[str, str], folder: 
 
 @first_stack_only
 def test_commands_of_the_page_work_with_few_steps(tmp_path: Path) -> None:
-    for name, text in files_of_the_page().items():
+    for name, text in page_files(PAGE).items():
         (tmp_path / name).write_text(text.replace("\nsteps: 120\n", "\nsteps: 12\n"), encoding="utf-8")
-    outputs = {command: run(command, tmp_path) for command in commands()}
+    outputs = {command: run_page_command(command, tmp_path, DEADLINE_S) for command in page_commands(PAGE)}
     assert "answers after step 12:" in outputs["megascend train pictures.yaml"]
     assert outputs["python answer.py"].strip()

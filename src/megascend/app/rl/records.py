@@ -80,8 +80,9 @@ class RlRecord(MetricsRecord):
         mismatch = "" if self.mismatch is None else f"  mismatch {self.mismatch:.1e}"
         evaluated = "" if self.eval_reward is None else f"  evaluation {self.eval_reward:.3f}"
         skipped = "  SKIPPED" if self.skipped else ""
+        reward = "-" if math.isnan(self.reward) else f"{self.reward:.3f}"  # no episode ended since the previous step
         return (
-            f"reward {self.reward:.3f}{evaluated}  lag {self.lag:.1f}{mismatch}  grad norm {self.grad_norm:.3f}  "
+            f"reward {reward}{evaluated}  lag {self.lag:.1f}{mismatch}  grad norm {self.grad_norm:.3f}  "
             f"{self.tokens_per_s:,.0f} tokens/s{skipped}"
         )
 
