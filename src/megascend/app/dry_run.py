@@ -9,12 +9,14 @@ from pathlib import Path
 
 from megascend.app.objectives import LearningObjective
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning, free_bytes
+from megascend.app.rl.trial import Trial, ask_engines
 from megascend.app.run import ADAPTER, Training, World, backend_settings, bootstrap, check_adapter_path
 from megascend.app.run_samples import RunSamples
 from megascend.app.token_budget import AUTO, SHARE, largest_useful, predicted
 from megascend.app.train import SupervisedTraining
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.packing import plan_micro_batches, shard
+from megascend.bootstrap.runtime import Runtime
 from megascend.config import RunConfig
 from megascend.config.plugins import import_plugins
 from megascend.config.rl import RlConfig
@@ -23,7 +25,7 @@ from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.sizes import Workload
+from megascend.memory.sizes import Kernels, Workload
 from megascend.topology.topology import Topology
 
 EXAMPLES = 3
@@ -82,6 +84,10 @@ class RlDryRun:
 
     Attributes:
         prompts, held_out: number of prompts for training and for evaluation.
+        prompt_lengths: tokens of the shortest, median and longest prompt for training; zeros if an environment makes them.
+        trial: an episode with a canned response.
+        engines: a line for each engine: its version, or why there is none.
+        memory, recomputed, device_memory: as of :class:`DryRun`, for trajectories as long as they may become.
     """
 
     config: RlConfig
@@ -90,8 +96,14 @@ class RlDryRun:
     info: ModelInfo
     prompts: int
     held_out: int
+    prompt_lengths: tuple[int, int, int]
+    trial: Trial
+    engines: list[str]
     free_disk: int
     disk_warning: str | None
+    memory: Estimate | None
+    recomputed: Estimate | None
+    device_memory: int
 
 
 def prepare(
@@ -137,23 +149,63 @@ def prepare(
 
 
 def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | Path | None = None) -> RlDryRun:
-    """Check what can be known of a run of ``rl`` in one process; see :func:`prepare`. No request goes to an engine."""
+    """Check what can be known of a run of ``rl`` in one process; see :func:`prepare`.
+
+    One episode runs with a canned response, and engines are asked for their versions; nothing about them changes.
+
+    Raises:
+        DataError: the reward function or the environment failed.
+    """
     from megascend.app.rl.train import ReinforcementLearning
 
     training = ReinforcementLearning()
     world, config = prepare(training, plan, overwrite, resume)
-    info = world.plan.info
+    plan, runtime = world.plan, world.runtime
+    info, topology, budget = plan.info, plan.topology, config.batching.budget
     prompts, held_out = training.prompt_counts
+    lengths = sorted(training.prompt_lengths)
+    hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
+
+    def memory(config: RlConfig) -> Estimate | None:
+        longest = min(budget, plan.limits.length)
+        if config.rollout.environment is None:
+            longest = min(longest, lengths[-1] + config.rollout.max_tokens)
+        return estimate(
+            config, info, hf_config, topology, Workload(budget, 2, config.batching.packing, longest), kernels
+        )
+
     return RlDryRun(
         config=config,
-        platform=world.runtime.platform.name,
-        topology=world.plan.topology,
+        platform=runtime.platform.name,
+        topology=topology,
         info=info,
         prompts=prompts,
         held_out=held_out,
+        prompt_lengths=(lengths[0], lengths[len(lengths) // 2], lengths[-1]),
+        trial=training.try_episode(config),
+        engines=ask_engines(config),
         free_disk=free_bytes(config.output),
         disk_warning=disk_warning(config, info),
+        memory=memory(config),
+        recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
+        device_memory=memory_per_rank(runtime, plan.world_size),
     )
+
+
+def kernels_on(platform: str) -> Kernels:
+    """Return the kind of kernels that the estimate of memory assumes."""
+    return "plain" if platform == "cpu" else "fused"
+
+
+def memory_per_rank(runtime: Runtime, world_size: int) -> int:
+    """Return the bytes of a device. On a CPU all ranks share this machine's memory."""
+    return runtime.platform.memory().total // (world_size if runtime.platform.name == "cpu" else 1)
+
+
+def with_recomputation(config: AnyConfig) -> AnyConfig:
+    """Return the settings with full recomputation."""
+    recompute = config.recompute.model_copy(update={"granularity": "full"})
+    return config.model_copy(update={"recompute": recompute})
 
 
 def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Path | None = None) -> DryRun:
@@ -164,9 +216,8 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     info, topology, layout = plan.info, plan.topology, plan.layout
     samples, objective = training.samples, training.objective
     first = objective.members(next(samples.batches(config, objective)))
-    hf_config, kernels = read_config(config.model), "plain" if runtime.platform.name == "cpu" else "fused"
-    # On a CPU all ranks share this machine's memory.
-    device_memory = runtime.platform.memory().total // (plan.world_size if runtime.platform.name == "cpu" else 1)
+    hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
+    device_memory = memory_per_rank(runtime, plan.world_size)
     longest = samples.longest_unit(layout)
 
     def fits(tokens: int) -> bool:
@@ -184,9 +235,6 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     def memory(config: RunConfig) -> Estimate | None:
         workload = Workload(steps.tokens, steps.micro_batches, steps.packed, longest)
         return estimate(config, info, hf_config, topology, workload, kernels)
-
-    recompute = config.recompute.model_copy(update={"granularity": "full"})
-    recomputed = config.model_copy(update={"recompute": recompute})
 
     def decode(ids: Sequence[int]) -> str:
         return str(plan.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -211,7 +259,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
         free_disk=free_bytes(config.output),
         disk_warning=disk_warning(config, info),
         memory=memory(config),
-        recomputed=None if config.recompute.granularity == "full" else memory(recomputed),
+        recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
         device_memory=device_memory,
     )
 

@@ -104,16 +104,27 @@ def report(dry: DryRun, style: Style) -> Iterator[str]:
 
 def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
     """Yield the lines of a dry run of ``rl``, which shows no samples: responses do not exist yet."""
+    from megascend.app.rl.trial import CANNED
+
     config, rollout = dry.config, dry.config.rollout
     yield from _model_and_layout(dry)
     yield f"steps     {config.steps} of {rollout.prompts_per_step} x {rollout.group_size} responses; lag {rollout.max_lag}"
-    yield f"engines   {', '.join(config.engine_names)}; not asked"
+    for index, line in enumerate(dry.engines):
+        yield f"{'' if index else 'engines':<10}{line}"
     evaluated = f", {dry.held_out} for evaluation" if config.evaluation is not None else ""
-    yield f"prompts   {dry.prompts}{evaluated}"
+    shortest, median, longest = dry.prompt_lengths
+    lengths = f"; {shortest} to {longest} tokens, median {median}" if longest else "; the environment makes them"
+    yield f"prompts   {dry.prompts}{evaluated}{lengths}"
+    trial = dry.trial
+    parts = "".join(f", {name} {value:g}" for name, value in trial.rewards.items())
+    turns = f" in {trial.turns} turn{'s' * (trial.turns != 1)}" if config.rollout.environment is not None else ""
+    yield f"trial     {trial.source}: reward {trial.reward:g}{parts}{turns}, {trial.seconds:.2g} s, of {CANNED!r}"
     yield f"output    {config.output}; {in_words(dry.free_disk)} free there"
     yield from (f"          {line}" for line in config.template_remarks())
     if dry.disk_warning is not None:
         yield f"          warning: {dry.disk_warning}"
+    yield ""
+    yield from memory_table(dry)
 
 
 def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
@@ -172,7 +183,7 @@ def warnings(dry: DryRun) -> Iterator[str]:
         yield dry.disk_warning
 
 
-def memory_table(dry: DryRun) -> Iterator[str]:
+def memory_table(dry: DryRun | RlDryRun) -> Iterator[str]:
     """Yield the memory that a rank will need, item by item."""
     memory = dry.memory
     if memory is None:

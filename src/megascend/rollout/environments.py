@@ -37,11 +37,11 @@ from megascend.data.messages import parse_messages
 from megascend.data.samples import opening_tokens
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.rollout.advantages import LARGEST_REWARD
-from megascend.rollout.episodes import Episodes, sample
+from megascend.rollout.episodes import Episodes, Sampler, sample
 from megascend.rollout.group import Trajectory
 from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import as_number, load_object
-from weightwire.engine import Completion, InferenceEngine, RoutedExperts, Sampling
+from weightwire.engine import Completion, RoutedExperts, Sampling
 from weightwire.engine_calls import LoopThread
 
 if TYPE_CHECKING:
@@ -359,7 +359,7 @@ class EnvironmentEpisodes(Episodes):
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)  # True: failed
         self._lock = threading.Lock()
 
-    async def run(self, engine: InferenceEngine, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run(self, engine: Sampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
         loop = asyncio.get_running_loop()
 
         def generate(tokens: Sequence[int], sampling: Sampling) -> Future[Completion]:
@@ -426,6 +426,7 @@ class EnvironmentEpisodes(Episodes):
             self.failed += 1
             what = f"raised {type(problem).__name__}: {problem}{_place(problem)}"
         line = f"{self.name} {what}{f' for the prompt at {source}' if source else ''}"
+        self.last_failure = line
         log.warning("%s; the episode is left out", line)
         failures, count = sum(self._outcomes), len(self._outcomes)
         if count >= FEWEST and failures > self._limits.max_failed * count:

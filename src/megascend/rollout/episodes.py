@@ -10,16 +10,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megascend.errors import DataError, EngineError
 from megascend.rollout.group import Trajectory
 from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import Reward, checked, reward_name
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import Completion, Sampling
 from weightwire.errors import UnsupportedCallError
 
 T = TypeVar("T")
+
+
+class Sampler(Protocol):
+    """The part of an inference engine that episodes need."""
+
+    name: str
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, n: int = 1) -> list[Completion]:
+        """Sample ``n`` responses to a prompt of token ids."""
+        ...
 
 
 class Episodes(ABC):
@@ -29,15 +39,17 @@ class Episodes(ABC):
         name: the reward function or the environment, for messages.
         completed: episodes that have ended, those of evaluations included.
         timed_out, failed: episodes that have ended without a trajectory: cancelled at their deadline, or by an exception.
+        last_failure: what the last of these did.
     """
 
     name: str
     completed: int = 0
     timed_out: int = 0
     failed: int = 0
+    last_failure: str = ""
 
     @abstractmethod
-    async def run(self, engine: InferenceEngine, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run(self, engine: Sampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
         """Run ``n`` episodes of a prompt on an engine; return their trajectories, with the engine's own versions.
 
         Raises:
@@ -53,7 +65,7 @@ class Episodes(ABC):
         """End what runs. May be called twice."""
 
 
-async def sample(engine: InferenceEngine, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Completion]:
+async def sample(engine: Sampler, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Completion]:
     """Sample ``n`` responses, and check that the engine has returned what was requested."""
     completions = await engine.generate(tokens, sampling, n)
     # A group with fewer responses would have other advantages.
@@ -86,7 +98,7 @@ class GradedResponses(Episodes):
         self._encode, self._decode, self._reward, self._locate = encode, decode, reward, locate
         self._graders = Graders(threads)
 
-    async def run(self, engine: InferenceEngine, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run(self, engine: Sampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
         tokens = tuple(self._encode(prompt))
         completions = await sample(engine, tokens, sampling, n)
 

@@ -460,3 +460,32 @@ def test_records_rotate_by_size_and_are_read_in_order(folder: Path, capsys: pyte
     assert f"2 of {len(steps)} trajectories; the next with --offset 2" in printed
     with pytest.raises(ConfigError, match="has no rollouts"):
         rollouts_command(folder)
+
+
+def dry(config: RlConfig) -> Any:
+    from megascend.app.dry_run import dry_run_rl
+    from megascend.app.preflight import preflight
+
+    return in_a_fork(lambda: dry_run_rl(preflight(config, 1, False)))[0]
+
+
+def test_dry_run_plays_an_episode_and_asks_engines(folder: Path) -> None:
+    plan = dry(with_environment(folder, "dry", rollout={"max_tokens": 20}))
+    assert (plan.trial.turns, plan.trial.source) == (2, f"{folder / 'prompts.jsonl'}:1")
+    # "This is a canned response." is cut to 20 bytes: 5 vowels of the second reply, and the length of the first.
+    assert plan.trial.rewards == {"vowels": pytest.approx(6 / 20), "length": 20}
+    assert plan.prompt_lengths == (6, 6, 6)
+    assert plan.engines == ["local: starts with the run"]
+    assert plan.memory.total > 0
+    with pytest.raises(
+        Exception, match=r"prompts.jsonl:1: the environment Echo raised KeyError: 'no such tool' \(.*:\d+\)"
+    ):
+        dry(with_environment(folder, "dry", environment={"options": {"fails": 1}}))
+    with pytest.raises(Exception, match=r"prompts.jsonl:1: the reward function reward.py:broken raised KeyError"):
+        dry(settings(folder, "dry", rollout={"reward": f"{folder / 'reward.py'}:broken"}))
+
+
+def test_dry_run_names_an_engine_that_does_not_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT, generate_key())
+    plan = dry(settings(folder, "dry", engines=["http://127.0.0.1:9"]))
+    assert re.fullmatch(r"http://127.0.0.1:9: warning: .*vLLM.*127.0.0.1:9.*", plan.engines[0])

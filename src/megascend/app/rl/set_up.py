@@ -40,42 +40,50 @@ RESPONSE_FIELDS = ("old_logprobs", "advantages")
 """Fields of the samples that responses become."""
 
 
-def make_collector(
+def make_episodes(
     config: RlConfig,
-    engines: Sequence[InferenceEngine],
-    prompts: PromptStream,
     tokenizer: PreTrainedTokenizerBase,
     grader: Reward | Environment,
     max_length: int,
     sources: Sequence[tuple[str, Prompt]] = (),
-) -> RolloutCollector:
-    """Build the collector from a run's settings.
+) -> Episodes:
+    """Build the episodes that a run's settings describe.
 
     Args:
         grader: result of :func:`load_grader`.
         max_length: most tokens of a trajectory.
         sources: prompts with file and line, for messages.
     """
-    rollout = config.rollout
-
-    def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def locate(prompt: Prompt) -> str:
         return next((source for source, candidate in sources if candidate == prompt), "")
 
-    episodes: Episodes
-    settings = rollout.environment
+    settings = config.rollout.environment
     if settings is not None:
         limits = EpisodeLimits(settings.timeout_s, settings.concurrency, settings.max_failed, max_length)
         renderer = PromptRenderer(tokenizer, config.template_date)
-        episodes = EnvironmentEpisodes(cast("Environment", grader), renderer, limits, locate)
-    else:
-        encode = partial(prompt_tokens, tokenizer=tokenizer, template_date=config.template_date)
-        episodes = GradedResponses(encode, decode, cast("Reward", grader), locate)
+        return EnvironmentEpisodes(cast("Environment", grader), renderer, limits, locate)
+    encode = partial(prompt_tokens, tokenizer=tokenizer, template_date=config.template_date)
+    return GradedResponses(encode, partial(decode, tokenizer), cast("Reward", grader), locate)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Return the text of a response as the reward function gets it, without special tokens."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def make_collector(
+    config: RlConfig,
+    engines: Sequence[InferenceEngine],
+    prompts: PromptStream,
+    tokenizer: PreTrainedTokenizerBase,
+    episodes: Episodes,
+) -> RolloutCollector:
+    """Build the collector from a run's settings."""
+    rollout = config.rollout
     task = Task(
         episodes,
-        decode,
+        partial(decode, tokenizer),
         sampling=Sampling(
             rollout.max_tokens,
             stop_token_ids=stop_tokens(tokenizer, rollout.stop),
@@ -123,10 +131,15 @@ def check_objective(objective: Objective) -> None:
 
 def read_and_check(
     config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits
-) -> tuple[list[tuple[str, Prompt]], list[tuple[str, Prompt]], str]:
-    """Return the prompts that are learned from, those of evaluations, with file and line, and a digest of the former's tokens."""
+) -> tuple[list[tuple[str, Prompt]], list[tuple[str, Prompt]], str, list[int]]:
+    """Read all prompts and check them.
+
+    Returns:
+        The prompts that are learned from and those of evaluations, with file and line, a digest of the former's tokens, and their
+        lengths; 0 for lines of which an environment makes the prompt.
+    """
     stop_tokens(tokenizer, config.rollout.stop)
-    findings, prompts, digests = Findings(), [], []
+    findings, prompts, digests, lengths = Findings(), [], [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
         numbered, digest = [], xxhash.xxh3_64()
         if path is not None:
@@ -137,12 +150,14 @@ def read_and_check(
             with findings.collecting():
                 tokens = _check_prompt(prompt, f"{path}:{number}", config, tokenizer, limits, findings)
                 digest.update(json.dumps(tokens).encode())
+                if path == config.rollout.prompts:
+                    lengths.append(len(tokens))
         prompts.append([(f"{path}:{number}", prompt) for number, prompt in numbered])
         digests.append(digest.hexdigest())
     findings.raise_problems("prompts")
     for line in findings.lines():
         logger.warning("prompts: %s", line)
-    return prompts[0], prompts[1], digests[0]
+    return prompts[0], prompts[1], digests[0], lengths
 
 
 def _check_prompt(

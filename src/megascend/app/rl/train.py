@@ -20,9 +20,11 @@ from megascend.errors import DataError, EngineError
 if TYPE_CHECKING:
     from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
+    from megascend.app.rl.trial import Trial
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
     from megascend.rollout.environments import Environment
+    from megascend.rollout.episodes import Episodes
     from megascend.rollout.group import Group
     from megascend.rollout.rewards import Reward
     from megascend.weightsync import WeightSync
@@ -137,13 +139,27 @@ class ReinforcementLearning(Training[RlConfig]):
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
         config = with_template_date(config, plan.tokenizer, world.resume, world.launch)
-        self._prompts, self._held_out, self._digest = read_and_check(config, plan.tokenizer, plan.limits)
+        self._prompts, self._held_out, self._digest, self.prompt_lengths = read_and_check(
+            config, plan.tokenizer, plan.limits
+        )
         return config
 
     @property
     def prompt_counts(self) -> tuple[int, int]:
         """Number of prompts that are learned from, and of those of evaluations; after :meth:`prepare`."""
         return len(self._prompts), len(self._held_out)
+
+    def try_episode(self, config: RlConfig) -> Trial:
+        """Run an episode of the first prompt with a canned response; after :meth:`prepare`. See :func:`trial.try_episode`."""
+        from megascend.app.rl.trial import try_episode
+
+        return try_episode(config, self._episodes(config), self._tokenizer, *self._prompts[0])
+
+    def _episodes(self, config: RlConfig) -> Episodes:
+        from megascend.app.rl.set_up import make_episodes
+
+        located = [*self._prompts, *self._held_out]
+        return make_episodes(config, self._tokenizer, self._grader, self._max_length, located)
 
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
@@ -172,10 +188,7 @@ class ReinforcementLearning(Training[RlConfig]):
         backend.from_rank_0(lambda: engines.extend((self._make_engines or make_engines)(config)))
         collector = None
         if run.main_rank:
-            located = [*self._prompts, *self._held_out]
-            collector = make_collector(
-                config, engines, stream, self._tokenizer, self._grader, self._max_length, located
-            )
+            collector = make_collector(config, engines, stream, self._tokenizer, self._episodes(config))
             run.stack.callback(collector.close)
             if progress is not None:
                 collector.load_state_dict(progress["rollouts"])

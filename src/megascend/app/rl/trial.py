@@ -1,0 +1,106 @@
+"""What a dry run of ``rl`` tries before any weights are loaded: an episode with a canned response, and the engines' versions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megascend.app.rl.engines import make_engine, stop_tokens
+from megascend.config.rl import RlConfig
+from megascend.errors import DataError, MegascendError
+from weightwire.engine import Completion, Sampling
+from weightwire.errors import WireError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megascend.rollout.episodes import Episodes
+    from megascend.rollout.prompts import Prompt
+
+CANNED = "This is a canned response."
+ENGINE_S = 10.0
+"""Seconds that an engine has to tell its version."""
+
+
+class CannedSampler:
+    """Sampler in place of an engine: every response is the same text and a stop token, cut to the longest response."""
+
+    name = "the canned response"
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tuple(tokens)
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, n: int = 1) -> list[Completion]:
+        """Return ``n`` times the response."""
+        tokens = self._tokens[: sampling.max_tokens]
+        reason = "stop" if len(tokens) == len(self._tokens) else "length"
+        return [Completion(tokens, (-1.0,) * len(tokens), reason, 0, 0)] * n
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Result of an episode with a canned response.
+
+    Attributes:
+        source: file and line of the prompt.
+        turns: responses.
+        reward: of the first trajectory, with its parts by name.
+        seconds: duration, which an episode with a real engine has in addition to sampling.
+    """
+
+    source: str
+    turns: int
+    reward: float
+    rewards: Mapping[str, float]
+    seconds: float
+
+
+def try_episode(
+    config: RlConfig, episodes: Episodes, tokenizer: PreTrainedTokenizerBase, source: str, prompt: Prompt
+) -> Trial:
+    """Run an episode of a prompt with a canned response.
+
+    Raises:
+        DataError: the reward function or the environment failed; the message has its place and the prompt's.
+    """
+    stop = stop_tokens(tokenizer, config.rollout.stop)
+    response = [*tokenizer.encode(CANNED, add_special_tokens=False), stop[0]]
+    sampling = Sampling(config.rollout.max_tokens, stop_token_ids=stop, seed=config.seed)
+    start = time.monotonic()
+    try:
+        trajectories = asyncio.run(episodes.run(CannedSampler(response), prompt, sampling, 1))
+    finally:
+        episodes.close()
+    if not trajectories:
+        # The reason stands in a warning of the run's, which goes on with other prompts; here it is the result.
+        raise DataError(f"{source}: {episodes.last_failure}; the response was {CANNED!r}")
+    first = trajectories[0]
+    return Trial(source, first.turns, first.reward, first.rewards, time.monotonic() - start)
+
+
+def ask_engines(config: RlConfig) -> list[str]:
+    """Return a line for each engine that the run file names: its version, or why there is none."""
+
+    async def ask(index: int, address: str) -> str:
+        if address == "local":
+            return "local: starts with the run"
+        try:
+            # Not closed: that would release it, and a run of the same name may own it.
+            engine = make_engine(config, index, address)
+            state = asyncio.gather(engine.version(), engine.receivers())
+            version, receivers = await asyncio.wait_for(state, ENGINE_S)
+        except (MegascendError, WireError, asyncio.TimeoutError) as error:
+            reason = f"no answer within {ENGINE_S:g} s" if isinstance(error, asyncio.TimeoutError) else str(error)
+            return f"{address}: warning: {reason}"
+        return f"{address}: version {version}, {receivers} receiver{'s' * (receivers != 1)} of weights"
+
+    async def ask_all() -> list[str]:
+        return list(await asyncio.gather(*(ask(index, address) for index, address in enumerate(config.engines))))
+
+    if config.rollout.controller is not None:
+        # A question would claim its engines.
+        return [f"those of the controller {config.rollout.controller}: not asked"]
+    return asyncio.run(ask_all())
