@@ -21,6 +21,7 @@ from megascend.config import TrainerConfig
 from megascend.errors import ConfigError
 from megascend.io.atomic import NOT_RENAMED, entries, replacing
 from megascend.io.paths import make_directory, remove, stays
+from megascend.surroundings import process_lives
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
@@ -169,25 +170,6 @@ def error_since(output: Path, since: Any) -> bool:
     """Return True if a rank of the run in ``output`` has left an error at ``since`` or later."""
     errors = [error for path in (output / ERRORS).glob("*.json") for error in read_lines(path)[0]]
     return any(isinstance(error.get("time"), (int, float)) and error["time"] >= since for error in errors)
-
-
-def process_lives(host: Any, pid: Any, since: Any) -> bool | None:
-    """Tell whether process ``pid`` of ``host``, which lived at ``since`` (seconds since 1970), still does; None: unknown here.
-
-    One that began later has been given the same number, and one that waits for its parent to notice its end has ended.
-    """
-    if host != socket.gethostname() or not isinstance(pid, int) or not isinstance(since, (int, float)):
-        return None
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        # A second of tolerance: the two clocks are read by different means.
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1.0
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return None
 
 
 # --- removing it ---
