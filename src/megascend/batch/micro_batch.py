@@ -256,7 +256,7 @@ OWN_COLUMNS = ("input_ids", "target_ids", "weights")
 
 @dataclass(frozen=True)
 class _Share:
-    """This rank's part of a padded sample.
+    """Part of a padded sample that this rank holds.
 
     Attributes:
         padded_length: tokens of the padded sample.
