@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import getpass
 import importlib.util
@@ -46,6 +47,15 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def process_status(name: str, base: int) -> int | None:
+    """Return a number of this process in ``/proc/self/status``; None where there is none (other systems than Linux)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1], base)
+    return None
 
 
 def process_lives(host: object, pid: object, since: object) -> bool | None:
