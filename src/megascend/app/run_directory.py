@@ -29,17 +29,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
+"""In the output directory: a line for each step."""
 CHECKPOINTS = "checkpoints"
 """In the output directory: the series of a run's checkpoints."""
 RUN_FILES = (
-    "metrics.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard", CHECKPOINTS, EVENTS, ERRORS, "non_finite",
+    METRICS, "config.yaml", "metrics.png", "hf", "adapter", "tensorboard", CHECKPOINTS, EVENTS, ERRORS, "non_finite",
     "profile", "trackers",
 )  # fmt: skip
 """Everything a run writes into its output directory."""
 JOURNAL = (EVENTS, ERRORS)
 """The files that tell how earlier attempts have ended."""
 RESULTS = tuple(name for name in RUN_FILES if name not in JOURNAL)
-WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "tensorboard", "trackers", CHECKPOINTS)
+WITHOUT_STEPS = (*JOURNAL, "config.yaml", METRICS, "tensorboard", "trackers", CHECKPOINTS)
 """What a run leaves that has failed in its first step."""
 EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
 """What a run exports, and the file by which that is known."""
@@ -136,7 +138,7 @@ def run_files(output: Path) -> list[str]:
 def failed_in_step_1(output: Path) -> bool:
     """Return True if the last run in ``output`` has surely ended, without a step that is logged or saved."""
     checkpoints = output / CHECKPOINTS
-    if read_lines(output / "metrics.jsonl")[0] or (checkpoints.is_dir() and any(checkpoints.iterdir())):
+    if read_lines(output / METRICS)[0] or (checkpoints.is_dir() and any(checkpoints.iterdir())):
         return False
     starts = [event for event in read_lines(output / EVENTS)[0] if event.get("event") == "start"]
     if not starts:
