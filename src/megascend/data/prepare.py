@@ -108,7 +108,7 @@ def prepare_samples(
         findings.raise_problems()
 
     try:
-        store = _kept(key, make, pictures)
+        store = _in_cache(key, make, pictures)
     except OSError as error:
         raise DataError(
             f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to one that can be written"
@@ -123,7 +123,7 @@ def prepare_samples(
     return store
 
 
-def _kept(key: str, make: Callable[[Path], None], pictures: PictureProcessor | None) -> SampleStore:
+def _in_cache(key: str, make: Callable[[Path], None], pictures: PictureProcessor | None) -> SampleStore:
     """Return the samples that the cache folder keeps under ``key``; they are made if there are none.
 
     One process of the machine makes them; the others wait at the lock and then map the same files.

@@ -23,7 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """What all adapters of a model share.
+    """Settings that all adapters of a model share.
 
     Attributes:
         limits: number, ranks and targets that they may have.
