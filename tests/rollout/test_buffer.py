@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.buffer import RolloutBuffer
-from megascend.rollout.group import Group, Response
+from megascend.rollout.group import Response, ResponseGroup
 
 
-def group(number: int, version: int) -> Group:
+def group(number: int, version: int) -> ResponseGroup:
     response = Response((1, 2), (-0.5, -0.1), 1.0, "stop", version, version + 1)
-    return Group(number, (5, 6), (response,))
+    return ResponseGroup(number, (5, 6), (response,))
 
 
 def fill(buffer: RolloutBuffer, step: int, version: int) -> list[int]:
@@ -125,7 +125,7 @@ def test_the_state_survives_json_exactly() -> None:
     buffer = RolloutBuffer(batch=2, max_lag=1)
     fill(buffer, 0, 0)
     odd = Response((7,), (-0.1 - 0.2,), 1 / 3, "length", 0, 0)
-    buffer.finished(Group(2, (9, 9), (odd, odd)))
+    buffer.finished(ResponseGroup(2, (9, 9), (odd, odd)))
     state: dict[str, Any] = json.loads(json.dumps(buffer.state_dict()))
     repeated = RolloutBuffer(batch=2, max_lag=1)
     repeated.load_state_dict(state)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megascend.errors import ConfigError, DataError
-from megascend.rollout.group import Group
+from megascend.rollout.group import ResponseGroup
 
 
 @dataclass
@@ -56,7 +56,7 @@ class EqualStreak:
     least: float = math.inf
     largest: float = -math.inf
 
-    def add(self, group: Group) -> None:
+    def add(self, group: ResponseGroup) -> None:
         """Count a group."""
         self.groups += 1
         self.responses += len(group.responses)
@@ -104,7 +104,7 @@ class RolloutBuffer:
         self.counts, self.equal_streak = Counts(), EqualStreak()
         self._in_flight: dict[int, Dispatch] = {}
         self._retries: list[Dispatch] = []
-        self._ready: dict[int, Group] = {}
+        self._ready: dict[int, ResponseGroup] = {}
 
     def room(self, step: int, version: int) -> int:
         """Return how many more prompts may be dispatched now.
@@ -137,7 +137,7 @@ class RolloutBuffer:
         # In the order of prompts: with in_order the trainer waits for the first one.
         self._retries.sort(key=lambda dispatch: dispatch.number)
 
-    def finished(self, group: Group, *, equal: bool = False, dropped: bool | None = None) -> None:
+    def finished(self, group: ResponseGroup, *, equal: bool = False, dropped: bool | None = None) -> None:
         """Record a graded group, which is ready for the trainer.
 
         Args:
@@ -167,7 +167,7 @@ class RolloutBuffer:
         else:
             self._ready[group.number] = group
 
-    def take(self, step: int) -> list[Group] | None:
+    def take(self, step: int) -> list[ResponseGroup] | None:
         """Return a batch to learn from, the oldest groups first; None if there are too few. Drops groups that are too old.
 
         Args:
@@ -211,7 +211,7 @@ class RolloutBuffer:
         self._in_flight = {}
         # Their versions are of the earlier process; a retry gets the current one.
         self._retries = [Dispatch(**values) for values in state["waiting"]]
-        self._ready = {values["number"]: Group.from_json(values) for values in state["ready"]}
+        self._ready = {values["number"]: ResponseGroup.from_json(values) for values in state["ready"]}
 
     def _pending(self) -> list[Dispatch]:
         return [*self._in_flight.values(), *self._retries]

@@ -17,7 +17,7 @@ from megascend.errors import ConfigError, DataError, EngineError
 from megascend.rollout.advantages import MIN_RANGE, without_signal
 from megascend.rollout.availability import Availability
 from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
-from megascend.rollout.group import Group, Response
+from megascend.rollout.group import Response, ResponseGroup
 from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import Reward, checked, reward_name
 from weightwire.engine import Completion, InferenceEngine, Sampling
@@ -138,7 +138,7 @@ class RolloutCollector:
 
         self._run(begin())
 
-    def take(self, step: int, timeout_s: float) -> list[Group] | None:
+    def take(self, step: int, timeout_s: float) -> list[ResponseGroup] | None:
         """Return the groups of the next step, or None if there are not enough within ``timeout_s``.
 
         Args:
@@ -159,7 +159,7 @@ class RolloutCollector:
 
         self._run(note())
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[Group]]:
+    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[ResponseGroup]]:
         """Start rollouts of other prompts beside those of training; return their groups in order."""
         sampling = replace(self._task.sampling, temperature=temperature)
         return self._thread.submit(self._evaluate(prompts, sampling, n))
@@ -223,7 +223,7 @@ class RolloutCollector:
 
     # --- on the event loop ---
 
-    async def _take(self, step: int, timeout_s: float) -> list[Group] | None:
+    async def _take(self, step: int, timeout_s: float) -> list[ResponseGroup] | None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
@@ -288,7 +288,7 @@ class RolloutCollector:
         self._changed.set()
         self._fill()
 
-    def _check_streak(self, group: Group) -> None:
+    def _check_streak(self, group: ResponseGroup) -> None:
         """Warn of consecutive groups without signal, ending with ``group``; raise DataError at the limit."""
         task, streak = self._task, self._buffer.equal_streak
         limit = task.max_equal_groups if task.drop_equal else 0
@@ -313,7 +313,7 @@ class RolloutCollector:
 
     async def _group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, failed: list[int] | None = None
-    ) -> Group:
+    ) -> ResponseGroup:
         """Sample and grade a group on the least busy engine that is not in ``failed`` and has not failed recently.
 
         An engine that fails is added to ``failed``.
@@ -341,7 +341,7 @@ class RolloutCollector:
         self._availability.answered(index)
         # On another thread: a reward function may take seconds, and the loop serves all engines.
         responses = await asyncio.wrap_future(self._graders.submit(prompt, lambda: self._grade(prompt, completions)))
-        return Group(number, tuple(tokens), responses)
+        return ResponseGroup(number, tuple(tokens), responses)
 
     def _grade(self, prompt: Prompt, completions: Sequence[Completion]) -> tuple[Response, ...]:
         def grade(completion: Completion) -> Response:
@@ -367,7 +367,7 @@ class RolloutCollector:
                 raise DataError(f"{source}: {error}") from error.__cause__
             raise
 
-    async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[Group]:
+    async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[ResponseGroup]:
         def seeded(number: int) -> Sampling:
             return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False)
 

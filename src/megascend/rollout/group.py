@@ -40,7 +40,7 @@ class Response:
 
 
 @dataclass(frozen=True)
-class Group:
+class ResponseGroup:
     """All responses to one prompt.
 
     Attributes:
@@ -69,7 +69,7 @@ class Group:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Group:
+    def from_json(cls, values: dict[str, Any]) -> ResponseGroup:
         """Rebuild a group from :meth:`to_json`."""
         responses = tuple(Response(**response_fields(fields)) for fields in values["responses"])
         return cls(values["number"], tuple(values["prompt_tokens"]), responses)

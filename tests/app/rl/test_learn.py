@@ -16,7 +16,7 @@ import torch
 import megascend
 from megascend.app.rl.learn import corrected, group_samples, learn
 from megascend.config.rl import Objective
-from megascend.rollout.group import Group, Response
+from megascend.rollout.group import Response, ResponseGroup
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from support.forked_programs import run_forked
 from weightwire.engine import RoutedExperts
@@ -26,7 +26,7 @@ WORKER = Path(__file__).with_name("single_gradients.py")
 VOCABULARY = 120
 
 
-def recorded(seed: int = 0) -> list[Group]:
+def recorded(seed: int = 0) -> list[ResponseGroup]:
     """Draw groups as from an engine: log-probabilities that differ from the trainer's, several lengths and versions."""
     draw = random.Random(seed)
     groups = []
@@ -37,11 +37,11 @@ def recorded(seed: int = 0) -> list[Group]:
             tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 7)))
             logprobs = tuple(-draw.uniform(3.5, 6.5) for _ in tokens)
             responses.append(Response(tokens, logprobs, draw.random(), "stop", number, number))
-        groups.append(Group(number, prompt, tuple(responses)))
+        groups.append(ResponseGroup(number, prompt, tuple(responses)))
     return groups
 
 
-def reference(model: Any, groups: list[Group], loss: str, correction: str, average: str, cap: float) -> float:
+def reference(model: Any, groups: list[ResponseGroup], loss: str, correction: str, average: str, cap: float) -> float:
     """Compute a step's loss, and its gradients in ``model``, from the formulas, one response at a time."""
     terms, weights = [], []
     for group in groups:
@@ -139,7 +139,7 @@ def test_samples_carry_the_experts_of_every_input_token() -> None:
     numbers = np.random.default_rng(0).integers(0, 8, (5, 4, 2)).astype("uint8")
     experts = RoutedExperts.of(numbers)
     responses = tuple(Response((7, 8, 9), (-1.0, -2.0, -3.0), reward, "stop", 0, 0, experts) for reward in (0.0, 1.0))
-    group = Group.from_json(json.loads(json.dumps(Group(0, (4, 5, 6), responses).to_json())))
+    group = ResponseGroup.from_json(json.loads(json.dumps(ResponseGroup(0, (4, 5, 6), responses).to_json())))
     assert group.responses == responses
     for sample in group_samples(group, Objective()):
         assert sample.input_ids.tolist() == [4, 5, 6, 7, 8]  # the last sampled token is a target only
@@ -168,7 +168,7 @@ def test_rollout_experts_are_replayed_token_by_token(tmp_path: Path) -> None:
             [chosen([*group.prompt_tokens, *response.tokens[:-1]]) for response in group.responses] for group in groups
         ]
 
-    def with_experts(shift: int) -> list[Group]:
+    def with_experts(shift: int) -> list[ResponseGroup]:
         return [
             replace(
                 group,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.errors import EngineTimeoutError
 from megascend.rollout.buffer import Counts
-from megascend.rollout.group import Group
+from megascend.rollout.group import ResponseGroup
 from megascend.rollout.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SharedRollouts:
 
         return self._backend.from_rank_0(produce)
 
-    def take(self, step: int, stop: Callable[[], bool]) -> list[Group] | None:
+    def take(self, step: int, stop: Callable[[], bool]) -> list[ResponseGroup] | None:
         """Return the groups of the next step, or None once any rank received a stop signal.
 
         Raises:
@@ -79,7 +79,7 @@ class SharedRollouts:
             EngineError, DataError: an engine or the reward function failed, on every rank.
             EngineTimeoutError: nothing has been graded within the patience.
         """
-        running: list[Future[list[Group]]] = []
+        running: list[Future[list[ResponseGroup]]] = []
         progress = [0, time.monotonic()]  # groups graded, and since when
 
         def wait(collector: RolloutCollector) -> float | None:

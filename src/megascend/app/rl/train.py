@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
-    from megascend.rollout.group import Group
+    from megascend.rollout.group import ResponseGroup
     from megascend.rollout.rewards import Reward
     from megascend.weightsync import WeightSync
     from weightwire.engine import InferenceEngine
@@ -202,10 +202,10 @@ class ReinforcementLearning(Training[RlConfig]):
         self._counts, self._version = self._rollouts.counts(), self._run.backend.step_count
         self._since = time.perf_counter()
 
-    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Group] | None:
+    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[ResponseGroup] | None:
         return self._rollouts.take(number - 1, stop)
 
-    def step(self, number: int, batch: Sequence[Group]) -> RlRecord:
+    def step(self, number: int, batch: Sequence[ResponseGroup]) -> RlRecord:
         """Learn from groups, update the engines, evaluate."""
         from megascend.app.rl.learn import learn
 
