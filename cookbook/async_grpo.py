@@ -26,7 +26,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,7 @@ def main() -> None:
         from megascend.rollout.collector import RolloutCollector, Task
         from megascend.rollout.engines.local import LocalEngine
         from megascend.rollout.engines.vllm import VllmEngine
+        from megascend.rollout.episodes import GradedResponses
         from megascend.rollout.prompts import prompt_tokens, read_prompts
         from megascend.rollout.rewards import load_reward
         from weightwire.engine import Sampling
@@ -291,10 +292,13 @@ def main() -> None:
 
             # Everything that waits for engines runs on the collector's thread.
             stop = stop_tokens(tokenizer, [] if arguments.data else [STOP])
+
+            def decode(tokens: Sequence[int]) -> str:
+                return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
             task = Task(
-                encode=lambda prompt: prompt_tokens(prompt, tokenizer),
-                decode=lambda tokens: tokenizer.decode(list(tokens), skip_special_tokens=True),
-                reward=grade,
+                GradedResponses(lambda prompt: prompt_tokens(prompt, tokenizer), decode, grade),
+                decode,
                 sampling=Sampling(max_tokens=arguments.max_tokens, stop_token_ids=stop, seed=0),
                 group_size=arguments.responses,
                 max_equal_groups=max(10 * arguments.prompts, 100),

@@ -371,7 +371,7 @@ class Backend:
         """
         settings = lora or Lora()
         # Checked and agreed on before any rank allocates.
-        self._agree(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().check(name, settings))
+        self._agree(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().registry.check(name, settings))
         with self._freeing():
             self._adapters().add(name, settings)
 

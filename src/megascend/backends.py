@@ -245,13 +245,22 @@ class EngineBackend(Backend, ABC):
         # The property raises for micro_batch_tokens "auto", which only a run resolves.
         _ = spec.batching.budget
 
-        def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> GroupFactory | None:
-            self._check_spec(spec, runtime, topology)
-            return self._prepare(spec, runtime)
+        # The worker starts first: it imports its packages while this process imports Megatron.
+        with self._self_check_worker(spec) as worker, self._context(spec) as context:
+            engine = self._build(spec, context, worker)
+        super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
-        build_context = engine_context(
-            self.engine_name,
-            model,
+    @classmethod
+    def _context(cls, spec: EngineSpec) -> AbstractContextManager[EngineContext]:
+        """Return the context to build the engine in."""
+
+        def prepare(runtime: Runtime, topology: Topology, model_dir: Path) -> GroupFactory | None:
+            cls._check_spec(spec, runtime, topology)
+            return cls._prepare(spec, runtime)
+
+        return engine_context(
+            cls.engine_name,
+            spec.model,
             precision=spec.precision,
             platform=spec.platform,
             tf32=spec.tf32,
@@ -262,10 +271,6 @@ class EngineBackend(Backend, ABC):
             head=spec.head,
             mtp=spec.mtp,
         )
-        # The worker starts first: it imports its packages while this process imports Megatron.
-        with self._self_check_worker(spec) as worker, build_context as context:
-            engine = self._build(spec, context, worker)
-        super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
 
     @classmethod
     @abstractmethod

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -69,6 +71,33 @@ def patched(owner: Any, name: str, value: Any, reason: str) -> Iterator[None]:
         yield
     finally:
         restore(owner, name, before)
+
+
+def add_modules(
+    contents: Mapping[str, Mapping[str, Any]],
+    origin: str,
+    *,
+    modules: MutableMapping[str, ModuleType] = sys.modules,
+    packages: bool = True,
+) -> None:
+    """Create modules with the given contents, by full name, parents before children; each is an attribute of its parent.
+
+    Args:
+        origin: module of megascend that makes them, for their ``__spec__``.
+        modules: where they are added.
+        packages: False: they cannot have submodules.
+    """
+    for name, attributes in contents.items():
+        module = ModuleType(name, f"put here by {origin}")
+        module.__spec__ = ModuleSpec(name, loader=None, origin=origin, is_package=packages)
+        if packages:
+            module.__path__ = []  # type: ignore[attr-defined]  # Python imports submodules of packages only
+            module.__package__ = name
+        module.__dict__.update(attributes)
+        modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent in modules:
+            setattr(modules[parent], child, module)
 
 
 def owner_name(owner: Any) -> str:

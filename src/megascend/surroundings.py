@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import getpass
 import importlib.util
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import MutableMapping
@@ -45,6 +47,34 @@ def die_with_parent(parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def process_status(name: str, base: int) -> int | None:
+    """Return a number of this process in ``/proc/self/status``; None where there is none (other systems than Linux)."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1], base)
+    return None
+
+
+def process_lives(host: object, pid: object, since: object) -> bool | None:
+    """Check whether process ``pid`` of ``host``, which ran at ``since`` (seconds since 1970), still runs; None: unknown here.
+
+    A process that began later has been given the same number, and a zombie has ended.
+    """
+    if host != socket.gethostname() or not isinstance(pid, int) or not isinstance(since, (int, float)):
+        return None
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        # A second of tolerance: the two clocks are read by different means.
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1.0
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.Error:
+        return None
 
 
 def home() -> Path:

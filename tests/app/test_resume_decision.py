@@ -225,7 +225,7 @@ def test_differences_names_the_settings(tmp_path: Path) -> None:
 def test_template_date_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     """Take the checkpoint's date if the template writes the date and none is set; today for a new run."""
     output = add_run(tmp_path / "run", 4, 8, by=agent())
-    early = manifest.Manifest(4, "fp32", {}, {}, None, [], {}, config={"template_date": "2024-02-29"})
+    early = manifest.CheckpointManifest(4, "fp32", {}, {}, None, [], {}, config={"template_date": "2024-02-29"})
     (Retention(output / "checkpoints").path(4) / manifest.NAME).write_text(early.to_text())  # that of step 8 is damaged
     config = RunConfig(model=tmp_path, output=output, data={"path": tmp_path})
     tokenizer = byte_tokenizer(256)

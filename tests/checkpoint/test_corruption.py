@@ -183,7 +183,7 @@ def seal(directory):
     files = {name: manifest.digest(directory / name) for name in current.files}
     values = json.loads(path.read_text()) | {"files": files}
     values.pop("digest")
-    path.write_text(manifest.Manifest(**values).to_text())
+    path.write_text(manifest.CheckpointManifest(**values).to_text())
 
 
 def test_invalid_files_with_valid_digests_are_refused_on_every_rank(checkpoint, tmp_path):

@@ -12,10 +12,10 @@ import xxhash
 
 from megascend import CheckpointError
 from megascend.checkpoint import manifest
-from megascend.checkpoint.manifest import Manifest, parse, problems, read
+from megascend.checkpoint.manifest import CheckpointManifest, parse, problems, read
 from megascend.testing import faults
 
-MANIFEST = Manifest(
+MANIFEST = CheckpointManifest(
     step=1200,
     precision="bf16",
     model={"layers": 2, "hidden": 64, "vocabulary": 320},
@@ -62,12 +62,16 @@ def test_manifest_survives_writing_and_parsing(tmp_path):
     "value", [math.inf, 1e-300, 0.1, -0.0, 2**70, "\u2028 \U0001f600 \ud800", True, None, [[]], {}]
 )
 def test_progress_values_survive_writing_and_reading(tmp_path, value):
-    (tmp_path / manifest.NAME).write_text(Manifest(1, "fp32", {}, {}, None, [], {}, {"value": value}).to_text())
+    (tmp_path / manifest.NAME).write_text(
+        CheckpointManifest(1, "fp32", {}, {}, None, [], {}, {"value": value}).to_text()
+    )
     assert read(tmp_path).progress == {"value": value}
 
 
 def test_nan_survives_writing_and_reading(tmp_path):
-    (tmp_path / manifest.NAME).write_text(Manifest(1, "fp32", {}, {}, None, [], {}, {"loss": math.nan}).to_text())
+    (tmp_path / manifest.NAME).write_text(
+        CheckpointManifest(1, "fp32", {}, {}, None, [], {}, {"loss": math.nan}).to_text()
+    )
     assert math.isnan(read(tmp_path).progress["loss"])
 
 

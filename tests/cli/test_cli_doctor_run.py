@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megascend.checkpoint import manifest
-from megascend.checkpoint.manifest import Manifest
+from megascend.checkpoint.manifest import CheckpointManifest
 from megascend.cli.run_report import RunReport, attempts_of, blame, read_run, saves_of
 from megascend.cli.run_text import (
     command_to_go_on,
@@ -64,7 +64,9 @@ def add_checkpoint(run: Path, step: int) -> Path:
     names = ("__0_0.distcp", "common.pt")
     for name in names:
         (path / name).write_bytes(name.encode() * 100)
-    entry = Manifest(step, "fp32", {}, {}, None, [], {}, files={name: manifest.digest(path / name) for name in names})
+    entry = CheckpointManifest(
+        step, "fp32", {}, {}, None, [], {}, files={name: manifest.digest(path / name) for name in names}
+    )
     (path / manifest.NAME).write_text(entry.to_text())
     (run / "checkpoints" / "latest").write_text(path.name + "\n")
     return path

@@ -9,7 +9,7 @@ from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.layout import shape_groups
 from megascend.lora.optimizer import update
-from megascend.lora.registry import AdapterRegistry, check_name
+from megascend.lora.registry import AdapterRegistry, AdapterSettings, check_name
 from megascend.lora.target_modules import FusedSlice, TargetModule, restrict
 
 ODD_NAMES = [
@@ -34,8 +34,9 @@ def embedding(in_start=0, in_features=9):
 def make_registry(limits=None, target_modules=None, **options):
     groups = shape_groups(target_modules or [make_target(0), make_target(1)])
     names = [part.name for group in groups for target in group.target_modules for part in target.slices]
-    settings = {"adam": Adam(), "schedule": Schedule(), "seed": 3, "scales_loss": False} | options
-    return AdapterRegistry(limits or Adapters(), groups, names, device=torch.device("cpu"), **settings)
+    settings = {"adam": Adam(), "schedule": Schedule(), "seed": 3, "dtype": torch.float32} | options
+    settings = AdapterSettings(limits or Adapters(), device=torch.device("cpu"), **settings)
+    return AdapterRegistry(settings, groups, names)
 
 
 def add(registry, name, lora=None):
@@ -197,7 +198,7 @@ def test_joint_adapter_steps_equal_separate_adamw():
 
 
 def test_steps_clip_skip_and_scale_like_adamw_on_the_true_gradient():
-    registry = make_registry(adam=Adam(lr=0.1, weight_decay=0.2, max_grad_norm=1.0), scales_loss=True)
+    registry = make_registry(adam=Adam(lr=0.1, weight_decay=0.2, max_grad_norm=1.0), dtype=torch.float16)
     adapter = registry.create("a", Lora(rank=2))
     reference = torch.nn.Parameter(adapter.values.detach().clone())
     adamw = torch.optim.AdamW([reference], lr=0.1, weight_decay=0.2)

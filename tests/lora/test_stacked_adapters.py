@@ -5,7 +5,7 @@ import torch
 
 from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.lora.layout import shape_groups
-from megascend.lora.registry import AdapterRegistry
+from megascend.lora.registry import AdapterRegistry, AdapterSettings
 from megascend.lora.stacked_adapters import StackedAdapters, common_rank
 from megascend.lora.target_modules import FusedSlice, TargetModule
 
@@ -30,16 +30,8 @@ def target_modules():
 
 def make_registry(groups):
     names = [part.name for group in groups for target in group.target_modules for part in target.slices]
-    return AdapterRegistry(
-        Adapters(),
-        groups,
-        names,
-        adam=Adam(),
-        schedule=Schedule(),
-        seed=0,
-        scales_loss=False,
-        device=torch.device("cpu"),
-    )
+    settings = AdapterSettings(Adapters(), Adam(), Schedule(), 0, torch.float32, torch.device("cpu"))
+    return AdapterRegistry(settings, groups, names)
 
 
 def adapter(registry, name, lora):

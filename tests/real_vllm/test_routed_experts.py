@@ -31,7 +31,7 @@ from megascend.errors import EngineError
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
 from megascend.rollout.episodes import GradedResponses
-from megascend.rollout.group import Group
+from megascend.rollout.group import TrajectoryGroup
 from megascend.testing import run_distributed
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from weightwire.engine import Completion, RoutedExperts, Sampling
@@ -292,7 +292,7 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
 
     (result,) = run_distributed(on_rank, 1, init=False, timeout_s=300)
     print({key: result[key] for key in ("changed", "mismatch", "grad_norm")})
-    first, second = ([Group.from_json(group) for group in groups] for groups in result["groups"])
+    first, second = ([TrajectoryGroup.from_json(group) for group in groups] for groups in result["groups"])
     reference = Reference(checkpoint)
     before, after = load_file(checkpoint / "model.safetensors"), result["weights"]
     for weights, groups in ((before, first), (after, second)):

@@ -13,8 +13,8 @@ import torch
 
 from megascend.errors import ConfigError, PlatformError
 from megascend.reference_te import attention, fp8
-from megascend.reference_te.names import LEFT_OUT
 from megascend.reference_te.package import build_modules
+from megascend.reference_te.unsupported import LEFT_OUT
 
 REAL = json.loads((Path(__file__).parent / "transformer_engine_names.json").read_text())
 HELPERS = {"load_framework_extension", "torch_version"}  # what its pytorch package itself is built with

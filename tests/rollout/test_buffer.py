@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.buffer import RolloutBuffer
-from megascend.rollout.group import Group, Trajectory
+from megascend.rollout.group import Trajectory, TrajectoryGroup
 
 
-def group(number: int, version: int) -> Group:
+def group(number: int, version: int) -> TrajectoryGroup:
     response = Trajectory((5, 6), (1, 2), (-0.5, -0.1), 1.0, "stop", version, version + 1)
-    return Group(number, (response,))
+    return TrajectoryGroup(number, (response,))
 
 
 def fill(buffer: RolloutBuffer, step: int, version: int) -> list[int]:
@@ -125,7 +125,7 @@ def test_the_state_survives_json_exactly() -> None:
     buffer = RolloutBuffer(batch=2, max_lag=1)
     fill(buffer, 0, 0)
     odd = Trajectory((9, 9), (7,), (-0.1 - 0.2,), 1 / 3, "length", 0, 0, sampled=(True,), rewards={"exact": 0.1})
-    buffer.finished(Group(2, (odd, odd)))
+    buffer.finished(TrajectoryGroup(2, (odd, odd)))
     state: dict[str, Any] = json.loads(json.dumps(buffer.state_dict()))
     repeated = RolloutBuffer(batch=2, max_lag=1)
     repeated.load_state_dict(state)

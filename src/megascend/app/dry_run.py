@@ -8,9 +8,17 @@ from itertools import islice
 from pathlib import Path
 
 from megascend.app.objectives import LearningObjective
-from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning, free_bytes
+from megascend.app.preflight import AnyConfig, RunPlan, disk_warning, free_bytes
 from megascend.app.rl.trial import Trial, ask_engines
-from megascend.app.run import ADAPTER, Training, World, backend_settings, bootstrap, check_adapter_path
+from megascend.app.run import (
+    ADAPTER,
+    Training,
+    World,
+    backend_settings,
+    bootstrap,
+    check_adapter_path,
+    plan_with_plugins,
+)
 from megascend.app.run_samples import RunSamples
 from megascend.app.token_budget import AUTO, SHARE, largest_useful, predicted
 from megascend.app.train import SupervisedTraining
@@ -18,7 +26,6 @@ from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.packing import plan_micro_batches, shard
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import RunConfig
-from megascend.config.plugins import import_plugins
 from megascend.config.rl import RlConfig
 from megascend.data.preview import SamplePiece, SampleStatistics, pieces
 from megascend.distributed.launch import Launch
@@ -126,10 +133,7 @@ def prepare(
     from megascend.lora.target_modules import matches
 
     config, launch = plan.config, Launch.from_environment()
-    import_plugins(config.plugins)
-    if config.plugins:  # which may bring the architecture of the model
-        plan = check_run(config, plan.world_size, overwrite, plugins_pending=False)
-        training.check(config, launch)
+    plan = plan_with_plugins(training, config, launch, plan.world_size, overwrite, plan)
     runtime = bootstrap(config)
     world = World(plan, launch, runtime, resume)
     config = training.prepare(world)

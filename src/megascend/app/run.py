@@ -193,11 +193,7 @@ def run(
         active = belongs(config.output, resume, launch)
         event_log = EventLog(config.output, launch, active=active, losses=output.losses)
         stack.enter_context(event_log.recording_errors(lambda: 0))
-        # Before the checks: plug-ins register engines, trackers and architectures.
-        import_plugins(config.plugins)
-        if plan is None or config.plugins:  # plug-ins may register the model's architecture
-            plan = check_run(config, launch.world_size, overwrite, plugins_pending=False)
-            training.check(config, launch)
+        plan = plan_with_plugins(training, config, launch, launch.world_size, overwrite, plan)
         self_check = SelfCheckPrefetch(plan, launch.rank)
         stack.callback(self_check.close)
         # A stack of its own, which the first step closes early; an error before that closes it with the run.
@@ -218,7 +214,7 @@ def run(
             logger.warning(warning)
         phases.ended("data")
 
-        # Model: trained itself, or frozen under one adapter
+        # Model
         megatron = needs(config.engine).megatron
         if megatron:
             self_check.begin()  # the verdict is needed when the model is built
@@ -228,24 +224,13 @@ def run(
         gc.freeze()
         stack.callback(gc.unfreeze)  # the caller's own objects are among them
         phases.ended("Megatron" if megatron else "engine")
-        backend = stack.enter_context(make_backend(training.model_config(config)))
-        phases.ended("model")
-        if backend.self_check is not None:
-            phases.split_off("self-check", "model", backend.self_check_s)
-        stack.enter_context(event_log.recording_errors(lambda: backend.step_count + 1))
+        this_run = build_model(training, config, event_log, stack, phases)
         # After the model is built: until then a signal may simply end the process, as there is nothing to save.
         signals = stack.enter_context(StopSignals(launched=launch.agent_store or launch.world_size > 1))
-        adapter = None if config.lora is None else ADAPTER
-        if adapter is not None:
-            backend.add_adapter(adapter, config.lora)
-        # The watchdog ends a process that is blocked in a collective and cannot raise: the error file is its only trace.
-        backend.groups.monitor.on_fatal = lambda error: event_log.error(error, backend.step_count + 1)
-        backend.chat_template = training.chat_template
         # Before the first step: an export that fails after the last one would cost the run.
-        check_results(config, backend, overwrite)
-        this_run = Run(config, backend, event_log, adapter, stack.enter_context(ExitStack()))
+        check_results(config, this_run.backend, overwrite)
         training.after_build(this_run)
-        directory, progress = begin(config, backend, event_log, overwrite, resume, training.progress_keys)
+        directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, training.progress_keys)
         training.begin(this_run, progress)
         phases.ended("preparing")
         if this_run.main_rank:
@@ -257,6 +242,48 @@ def run(
             report_stop(directory, step, stopped, saves.problem)
             return RunResult(step, None, stopped)
         return RunResult(step, write_results(training, this_run, saves, rows, step), None)
+
+
+def plan_with_plugins(
+    training: Training[AnyConfig],
+    config: AnyConfig,
+    launch: Launch,
+    world_size: int,
+    overwrite: bool,
+    plan: RunPlan[AnyConfig] | None,
+) -> RunPlan[AnyConfig]:
+    """Import the run's plug-ins, which may register its engine, trackers and architecture, and check it with them.
+
+    Args:
+        plan: result of the checks without plug-ins, which holds for a run that has none; None: they have not been made.
+    """
+    import_plugins(config.plugins)
+    if plan is None or config.plugins:
+        plan = check_run(config, world_size, overwrite, plugins_pending=False)
+        training.check(config, launch)
+    return plan
+
+
+def build_model(
+    training: Training[AnyConfig], config: AnyConfig, event_log: EventLog, stack: ExitStack, phases: StartPhases
+) -> Run[AnyConfig]:
+    """Build the model, which is trained itself or frozen under one adapter. Collective.
+
+    Args:
+        stack: closes the model.
+    """
+    backend = stack.enter_context(make_backend(training.model_config(config)))
+    phases.ended("model")
+    if backend.self_check is not None:
+        phases.split_off("self-check", "model", backend.self_check_s)
+    stack.enter_context(event_log.recording_errors(lambda: backend.step_count + 1))
+    adapter = None if config.lora is None else ADAPTER
+    if adapter is not None:
+        backend.add_adapter(adapter, config.lora)
+    # The watchdog ends a process that is blocked in a collective and cannot raise: the error file is its only trace.
+    backend.groups.monitor.on_fatal = lambda error: event_log.error(error, backend.step_count + 1)
+    backend.chat_template = training.chat_template
+    return Run(config, backend, event_log, adapter, stack.enter_context(ExitStack()))
 
 
 def train_steps(

@@ -21,6 +21,7 @@ from megascend.config import TrainerConfig
 from megascend.errors import ConfigError
 from megascend.io.atomic import NOT_RENAMED, entries, replacing
 from megascend.io.paths import make_directory, remove, stays
+from megascend.surroundings import process_lives
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
@@ -28,17 +29,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+METRICS = "metrics.jsonl"
+"""In the output directory: a line for each step."""
 CHECKPOINTS = "checkpoints"
 """In the output directory: the series of a run's checkpoints."""
 RUN_FILES = (
-    "metrics.jsonl", "rollouts.jsonl", "rollouts.1.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard",
+    METRICS, "rollouts.jsonl", "rollouts.1.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard",
     CHECKPOINTS, EVENTS, ERRORS, "non_finite", "profile", "trackers",
 )  # fmt: skip
 """Everything a run writes into its output directory."""
 JOURNAL = (EVENTS, ERRORS)
 """The files that tell how earlier attempts have ended."""
 RESULTS = tuple(name for name in RUN_FILES if name not in JOURNAL)
-WITHOUT_STEPS = (*JOURNAL, "config.yaml", "metrics.jsonl", "rollouts.jsonl", "tensorboard", "trackers", CHECKPOINTS)
+WITHOUT_STEPS = (*JOURNAL, "config.yaml", METRICS, "rollouts.jsonl", "tensorboard", "trackers", CHECKPOINTS)
 """What a run leaves that has failed in its first step."""
 EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
 """What a run exports, and the file by which that is known."""
@@ -135,7 +138,7 @@ def run_files(output: Path) -> list[str]:
 def failed_in_step_1(output: Path) -> bool:
     """Return True if the last run in ``output`` has surely ended, without a step that is logged or saved."""
     checkpoints = output / CHECKPOINTS
-    if read_lines(output / "metrics.jsonl")[0] or (checkpoints.is_dir() and any(checkpoints.iterdir())):
+    if read_lines(output / METRICS)[0] or (checkpoints.is_dir() and any(checkpoints.iterdir())):
         return False
     starts = [event for event in read_lines(output / EVENTS)[0] if event.get("event") == "start"]
     if not starts:
@@ -169,25 +172,6 @@ def error_since(output: Path, since: Any) -> bool:
     """Return True if a rank of the run in ``output`` has left an error at ``since`` or later."""
     errors = [error for path in (output / ERRORS).glob("*.json") for error in read_lines(path)[0]]
     return any(isinstance(error.get("time"), (int, float)) and error["time"] >= since for error in errors)
-
-
-def process_lives(host: Any, pid: Any, since: Any) -> bool | None:
-    """Tell whether process ``pid`` of ``host``, which lived at ``since`` (seconds since 1970), still does; None: unknown here.
-
-    One that began later has been given the same number, and one that waits for its parent to notice its end has ended.
-    """
-    if host != socket.gethostname() or not isinstance(pid, int) or not isinstance(since, (int, float)):
-        return None
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        # A second of tolerance: the two clocks are read by different means.
-        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= since + 1.0
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return None
 
 
 # --- removing it ---

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.event_log import finite
+from megascend.app.run_directory import METRICS
 from megascend.io.paths import make_directory
 from megascend.tracking.metrics import Metric
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METRICS = "metrics.jsonl"
 PLAIN_LINES = 20
 """How many progress lines a run prints where there is no terminal."""
 WIDEST = 100

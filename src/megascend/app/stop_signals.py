@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from typing_extensions import Self
+
+from megascend.surroundings import process_status
 
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
 """Signals that stop a run whatever they did before."""
@@ -26,25 +26,16 @@ SAME_S = 2.0
 
 def stopping() -> tuple[signal.Signals, ...]:
     """Return the signals that are to stop a run in this process."""
-    caught = _caught()
+    # Signals that have a handler, also one set in C (faulthandler's), which Python takes for SIG_DFL and would replace.
+    caught = process_status("SigCgt", 16) or 0
     return (
         *ALWAYS,
         *(
             number
             for number in BY_DEFAULT
-            # A handler set in C looks like SIG_DFL to Python, and would be replaced.
             if signal.getsignal(number) is signal.SIG_DFL and not caught >> (number - 1) & 1
         ),
     )
-
-
-def _caught() -> int:
-    """Return the mask of signals that have a handler, also one set in C (faulthandler's), which Python takes for SIG_DFL."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return int(line.split()[1], 16)
-    return 0
 
 
 class SignalRecorder(ABC):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megascend.batch.losses import Loss
+from megascend.batch.packing import round_up
 from megascend.batch.results import TokenCounts
 from megascend.batch.sample import Sample
 from megascend.distributed.objects import gather_objects
@@ -125,7 +126,7 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
     # Ranks with fewer split theirs, or add dummies (split_to).
     count = max(share.micro_batches for share in shares)
     if topology.virtual_pipeline > 1:  # the interleaved schedule works in rounds of one micro batch per stage
-        count = -(-count // topology.pipeline) * topology.pipeline
+        count = round_up(count, topology.pipeline)
     counts: dict[str, TokenCounts] = {}
     for share in shares:
         for name, sums in share.counts.items():

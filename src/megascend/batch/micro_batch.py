@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -190,84 +191,102 @@ def build(
     if len(set(indices)) == 1:  # layers need tokens sorted by adapter, but a plain batch interleaves samples
         layout = layout_for_lengths(layout, lengths)
     padded = _padded_lengths(lengths, layout)
-    # Columns of their own above; the others are only for the loss.
-    names = [name for name in _field_names(selected, loss) if name not in ("input_ids", "target_ids", "weights")]
-
-    columns: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights", "position", *names)}
-    shifted: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "target_ids", "weights") if mtp}
-    sample_of, token_index, offset = [], [], 0
-    routed = routed_columns(selected)
-    routed_parts: list[Tensor] = []
-    spatial: list[Tensor] = []
-    for number, (sample, total) in enumerate(zip(selected, padded, strict=True)):
-        values = sample.token_fields()
-        chunks = layout.local_chunks(total)
-        for name in columns:
-            # Padding is token 0, which every vocabulary has, with weight 0.
-            padded_values = torch.arange(total) if name == "position" else F.pad(values[name], (0, total - len(sample)))
-            columns[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
-        for name in shifted:
-            # Shifted before it is cut into chunks: under context parallelism the next token may be on another rank.
-            padded_values = F.pad(values[name][1:], (0, total - len(sample) + 1))
-            shifted[name].append(torch.cat([padded_values[chunk] for chunk in chunks]))
-        local = torch.cat([torch.arange(total)[chunk] for chunk in chunks])
-        if routed is not None:
-            # -1 lets the router choose: padding has no recorded experts.
-            padded_choices = F.pad(routed[number], (0, 0, 0, 0, 0, total - len(sample)), value=-1)
-            routed_parts.append(torch.cat([padded_choices[chunk] for chunk in chunks]))
-        if image_layout is not None:
-            # A sample of text has three rows too, equal ones: one tensor holds the positions of all samples.
-            ids = F.pad(sample.input_ids, (0, total - len(sample)))
-            grids = sample.images.grids if isinstance(sample.images, SampleImages) else None
-            rows = pictures.positions(ids, grids, image_layout)
-            spatial.append(torch.cat([rows[:, chunk] for chunk in chunks], dim=1))
-        sample_of.append(torch.full_like(local, number))
-        token_index.append(local + offset)
-        offset += total
-    if dummy:
-        for parts in (columns, shifted) if mtp else (columns,):
-            parts["weights"] = [torch.zeros_like(part) for part in parts["weights"]]
+    shares = [_Share(total, layout.local_chunks(total)) for total in padded]
+    values = [sample.token_fields() for sample in selected]
+    positions = [share.take(torch.arange(share.padded_length)) for share in shares]
+    starts = accumulate(padded, initial=0)
+    routed = None if dummy else routed_columns(selected)
 
     def column(parts: list[Tensor]) -> Tensor:
         return to_device(torch.cat(parts), device)
 
     def inputs(parts: list[Tensor]) -> Tensor:
-        rows = torch.cat(parts)[None] if layout.packing else torch.stack(parts)
-        return to_device(rows, device)
+        return to_device(torch.cat(parts)[None] if layout.packing else torch.stack(parts), device)
 
-    position_ids = inputs(columns["position"])
-    if spatial:
-        rows = torch.cat(spatial, dim=1)[:, None] if layout.packing else torch.stack(spatial, dim=1)
-        position_ids = to_device(rows, device)
+    def field(name: str, first: int = 0) -> list[Tensor]:
+        return [share.take(fields[name][first:]) for share, fields in zip(shares, values, strict=True)]
+
+    def weights(first: int = 0) -> Tensor:
+        parts = field("weights", first)
+        return column([torch.zeros_like(part) for part in parts] if dummy else parts)
+
+    def from_position(offset: int) -> Tensor:
+        # By position: under context parallelism a rank's padding is not at its end.
+        return column([part >= length + offset for part, length in zip(positions, lengths, strict=True)])
+
     return MicroBatch(
         members=list(members),
         lengths=lengths,
         padded_lengths=padded,
-        input_ids=inputs(columns["input_ids"]),
-        position_ids=position_ids,
+        input_ids=inputs(field("input_ids")),
+        position_ids=inputs(positions)
+        if image_layout is None
+        else to_device(_picture_positions(selected, shares, layout.packing, image_layout), device),
         packed=_packed(padded, layout, device) if layout.packing else None,
-        targets=column(columns["target_ids"]),
-        weights=column(columns["weights"]),
-        fields={name: column(columns[name]) for name in names},
-        sample=column(sample_of),
-        token_index=column(token_index),
+        targets=column(field("target_ids")),
+        weights=weights(),
+        fields={name: column(field(name)) for name in _field_names(selected, loss) if name not in OWN_COLUMNS},
+        sample=column([torch.full_like(part, number) for number, part in enumerate(positions)]),
+        token_index=column([part + start for part, start in zip(positions, starts, strict=False)]),
         pairs=to_device(torch.tensor(pair_positions(selected, loss), dtype=torch.int64).reshape(-1, 2), device),
         adapter_index=indices,
-        positions=columns["position"],
-        # By position: under context parallelism a rank's padding is not at its end.
-        padding=column([part >= length for part, length in zip(columns["position"], lengths, strict=True)]),
+        positions=positions,
+        padding=from_position(0),
         dummy=dummy,
-        routed_experts=column(routed_parts).long() if routed_parts and not dummy else None,
+        # -1 lets the router choose: padding has no recorded experts.
+        routed_experts=None
+        if routed is None
+        else column([share.take(part, -1) for share, part in zip(shares, routed, strict=True)]).long(),
         mtp=MtpTargets(
-            input_ids=inputs(shifted["input_ids"]),
-            targets=column(shifted["target_ids"]),
-            weights=column(shifted["weights"]),
-            padding=column([part >= length - 1 for part, length in zip(columns["position"], lengths, strict=True)]),
+            # Shifted before it is cut into chunks: under context parallelism the next token may be on another rank.
+            input_ids=inputs(field("input_ids", 1)),
+            targets=column(field("target_ids", 1)),
+            weights=weights(1),
+            padding=from_position(-1),
         )
         if mtp
         else None,
         images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
+
+
+OWN_COLUMNS = ("input_ids", "target_ids", "weights")
+"""Fields of samples that are attributes of a micro batch; the others are only for the loss."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Part of a padded sample that this rank holds.
+
+    Attributes:
+        padded_length: tokens of the padded sample.
+        chunks: this rank's slices of it.
+    """
+
+    padded_length: int
+    chunks: list[slice]
+
+    def take(self, values: Tensor, padding: int = 0) -> Tensor:
+        """Return this rank's rows of per-token values [length, ...] after padding them at the end."""
+        # Padding is token 0, which every vocabulary has, with weight 0.
+        widths = [0, 0] * (values.dim() - 1) + [0, self.padded_length - len(values)]
+        padded = F.pad(values, widths, value=padding)
+        return torch.cat([padded[chunk] for chunk in self.chunks])
+
+
+def _picture_positions(
+    samples: Sequence[Sample], shares: Sequence[_Share], packing: bool, image_layout: ImageLayout
+) -> Tensor:
+    """Return positions by time, height and width, int64 [3, 1, n] packed or [3, batch, n / batch] padded.
+
+    A sample of text has three rows too, equal ones: one tensor holds the positions of all samples.
+    """
+    parts = []
+    for sample, share in zip(samples, shares, strict=True):
+        ids = F.pad(sample.input_ids, (0, share.padded_length - len(sample)))
+        grids = sample.images.grids if isinstance(sample.images, SampleImages) else None
+        parts.append(share.take(pictures.positions(ids, grids, image_layout).T).T)
+    return torch.cat(parts, dim=1)[:, None] if packing else torch.stack(parts, dim=1)
 
 
 def routed_columns(samples: Sequence[Sample]) -> list[Tensor] | None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from megascend.batch.packing import round_up
+
 StepKind = Literal["cross_entropy", "logprobs", "forward", "hidden"]
 """Forward and backward of the built-in cross entropy; of any other loss, which runs between the two; forward only; hidden
 states only."""
@@ -49,7 +51,7 @@ def next_power_of_two(value: int) -> int:
 def token_bucket(tokens: int) -> int:
     """Return the padded size for ``tokens``: multiples of 128, from 512 on four sizes per power of two."""
     step = max(SMALLEST, next_power_of_two(tokens) // (2 * STEPS_PER_OCTAVE))
-    return -(-tokens // step) * step
+    return round_up(tokens, step)
 
 
 def step_shape(

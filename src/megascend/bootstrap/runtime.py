@@ -294,26 +294,32 @@ def bootstrap(
     chosen = choose(platform)
     setup = ProviderSetup(chosen, stack, parallel or Parallel(), precision)
     patcher = _create_provider(provider, setup) if needs.megatron else None
+    runtime = Runtime(chosen, stack, engine, patcher, precision, bool(tf32), affinity or "none")
     with gc_paused():
-        # First: what it sets (NVIDIA_TF32_OVERRIDE, ONEDNN_MAX_CPU_ISA) is read once, by the first product of the
-        # process.
-        record(chosen.configure_products(bool(tf32)))
-        if patcher is not None:
-            record(patcher.before_megatron())
-        record(chosen.prepare())
-        if chosen.device_type == "cpu":
-            record(reference_fla.install())
-        # Before the large imports: threads that they start inherit the binding.
-        if affinity == "numa":
-            record([_bind_to_numa_node(chosen)])
-        if patcher is not None:
-            record(install_missing_leaves())
-            # These modules are patched at their import, by megascend's engine or by any program.
-            patches.patch_on_import()
-            for module, patch_module in patcher.when_imported().items():
-                after_import(module, lambda patch_module=patch_module: record(patch_module()))
-    _current = Runtime(chosen, stack, engine, patcher, precision, bool(tf32), affinity or "none")
-    return _current
+        _change_process(runtime)
+    _current = runtime
+    return runtime
+
+
+def _change_process(runtime: Runtime) -> None:
+    """Make the changes that the docstring of :func:`bootstrap` lists, in the order that they need."""
+    platform, provider = runtime.platform, runtime.provider
+    # First: what it sets (NVIDIA_TF32_OVERRIDE, ONEDNN_MAX_CPU_ISA) is read once, by the first product of the process.
+    record(platform.configure_products(runtime.tf32))
+    if provider is not None:
+        record(provider.before_megatron())
+    record(platform.prepare())
+    if platform.device_type == "cpu":
+        record(reference_fla.install())
+    # Before the large imports: threads that they start inherit the binding.
+    if runtime.affinity == "numa":
+        record([_bind_to_numa_node(platform)])
+    if provider is not None:
+        record(install_missing_leaves())
+        # These modules are patched at their import, by megascend's engine or by any program.
+        patches.patch_on_import()
+        for module, patch_module in provider.when_imported().items():
+            after_import(module, lambda patch_module=patch_module: record(patch_module()))
 
 
 def _bind_to_numa_node(platform: Platform) -> str:

@@ -12,14 +12,14 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
+from megascend.changes import add_modules
 from megascend.errors import PlatformError
 from megascend.surroundings import is_installed
 
+ORIGIN = "megascend.bootstrap"
 KERNEL_LEAVES = (
     # (top package, path inside it)
     ("mcore_bridge", "model/modules/kernels/qsa_block_sparse_attn"),
@@ -37,14 +37,15 @@ def install_missing_leaves() -> list[str]:
             file = _locate(package, f"{inner}.py")
             if file is not None and name not in sys.modules:
                 functions = public_functions(file)
-                _insert(name, {function: _needs_triton(f"{name}.{function}") for function in functions})
+                stubs = {function: _needs_triton(f"{name}.{function}") for function in functions}
+                add_modules({name: stubs}, ORIGIN, packages=False)
                 changes.append(f"{name}: {len(functions)} functions that raise (triton is not installed)")
     gemma = _locate("mcore_bridge", "model/mm_gpts/gemma4.py")
     wants_swift = gemma is not None and "from swift.utils import get_logger" in gemma.read_text(encoding="utf-8")
     if wants_swift and not _importable("swift"):
         # ``swift`` itself is put in place only because a submodule cannot be imported without its parent.
-        _insert("swift", {}, is_package=True)
-        _insert("swift.utils", {"get_logger": logging.getLogger})
+        add_modules({"swift": {}}, ORIGIN)
+        add_modules({"swift.utils": {"get_logger": logging.getLogger}}, ORIGIN, packages=False)
         changes.append("swift.utils: get_logger only (mcore-bridge's gemma4.py imports it; ms-swift is not installed)")
     return changes
 
@@ -74,15 +75,3 @@ def _locate(package: str, inner: str) -> Path | None:
         if (Path(folder) / inner).is_file():
             return Path(folder) / inner
     return None
-
-
-def _insert(name: str, contents: dict[str, object], is_package: bool = False) -> None:
-    module = ModuleType(name, "put here by megascend.bootstrap")
-    module.__spec__ = ModuleSpec(name, loader=None, origin="megascend.bootstrap", is_package=is_package)
-    if is_package:
-        module.__path__ = []  # type: ignore[attr-defined]
-    module.__dict__.update(contents)
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent in sys.modules:
-        setattr(sys.modules[parent], child, module)

@@ -24,7 +24,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """Metadata of a checkpoint, stored as ``megascend.json``.
 
     Attributes:
@@ -60,7 +60,7 @@ class Manifest:
         return _dump({**values, "digest": _digest_of(values)})
 
 
-def parse(text: str, path: Path) -> Manifest:
+def parse(text: str, path: Path) -> CheckpointManifest:
     """Parse the manifest in ``text``."""
     try:
         values = json.loads(text)
@@ -74,10 +74,10 @@ def parse(text: str, path: Path) -> Manifest:
     # The text as well: another spelling of the same values is a change, too.
     if digest != _digest_of(values) or text != _dump({**values, "digest": digest}):
         raise CheckpointError(f"{path} is damaged: it has changed since it was written")
-    return Manifest(**values)
+    return CheckpointManifest(**values)
 
 
-def read(directory: Path) -> Manifest:
+def read(directory: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint directory."""
     path = directory / NAME
     # Bytes: reading as text would translate line ends, which the comparison must see.
@@ -101,7 +101,7 @@ def digest(file: Path) -> dict[str, Any]:
 
 
 def entry(size: int, xxh3: str) -> dict[str, Any]:
-    """Return the entry of :attr:`Manifest.files` for a file of ``size`` bytes and this digest."""
+    """Return the entry of :attr:`CheckpointManifest.files` for a file of ``size`` bytes and this digest."""
     return {"bytes": size, "xxh3": xxh3}
 
 
@@ -123,7 +123,7 @@ def problems(directory: Path, files: Mapping[str, Mapping[str, Any]], names: Ite
     return messages
 
 
-def verify(directory: Path, groups: ProcessGroups) -> Manifest:
+def verify(directory: Path, groups: ProcessGroups) -> CheckpointManifest:
     """Return the manifest of a checkpoint after comparing every file with it. Collective; each rank reads a share of the files.
 
     Raises:
@@ -146,7 +146,7 @@ def verify(directory: Path, groups: ProcessGroups) -> Manifest:
     return manifest
 
 
-def check_fits(saved: Manifest, current: Manifest, directory: Path) -> None:
+def check_fits(saved: CheckpointManifest, current: CheckpointManifest, directory: Path) -> None:
     """Raise CheckpointError for a checkpoint of another model, precision, or kind of training."""
     sizes = [
         f"{name} {saved.model.get(name, 'none')} in the checkpoint, {current.model.get(name, 'none')} in this run"

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megascend.checkpoint import hf_slices, manifest
-from megascend.checkpoint.manifest import Manifest
+from megascend.checkpoint.manifest import CheckpointManifest
 from megascend.checkpoint.staging import Staging
 from megascend.checkpoint.torch_io import ChunkWriter, SliceSavePlanner, raising_system_errors
 from megascend.distributed.objects import broadcast_object, from_rank_0, gather_objects, raise_on_all_ranks
@@ -63,7 +63,7 @@ class CheckpointState:
     """
 
     state: dict[str, Any]
-    manifest: Manifest
+    manifest: CheckpointManifest
     adapters: dict[str, adapter_io.SavedAdapter]
     base_model: str
     projections: list[str]
@@ -341,7 +341,7 @@ class Saver:
 
 
 def _put_in_place(
-    path: Path, target: Path, temporary: Path, complete: Manifest, after: Callable[[Path], None] | None
+    path: Path, target: Path, temporary: Path, complete: CheckpointManifest, after: Callable[[Path], None] | None
 ) -> str | None:
     try:
         # Last: a directory with a manifest is complete.

@@ -120,6 +120,7 @@ def other_base(adapter: Path, model: Path) -> str | None:
 
 def find_checkpoint(path: Path) -> Path:
     """Return the Hugging Face checkpoint at ``path``: the directory itself, or a run's export."""
+    from megascend.app.run_directory import METRICS
     from megascend.errors import CheckpointError
 
     if (path / "config.json").is_file():
@@ -132,7 +133,7 @@ def find_checkpoint(path: Path) -> Path:
                 f"{adapter} is a LoRA adapter, not a model. To merge it into its base model: megascend export BASE OUT "
                 f"--adapter {adapter}"
             )
-    if (path / "metrics.jsonl").is_file():
+    if (path / METRICS).is_file():
         raise CheckpointError(
             f"{path} is a run directory without an exported model (no hf/): the run did not finish, or had export: false. "
             "With a checkpoint, megascend train --resume auto trains to its end and exports it"

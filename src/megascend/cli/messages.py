@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def show_messages(environment: Mapping[str, str] = os.environ) -> None:
+def show_messages() -> None:
     """Write what is logged under ``megascend`` to stderr, from warnings on. For commands: importing megascend sets up nothing.
 
     Idempotent. A program of the user's own configures the logger ``megascend`` as it likes.
@@ -19,7 +19,7 @@ def show_messages(environment: Mapping[str, str] = os.environ) -> None:
         return
     handler = _StderrHandler()
     handler.setLevel(logging.WARNING)
-    handler.setFormatter(RankFormatter(environment))
+    handler.setFormatter(RankFormatter())
     logger.addHandler(handler)
     # A package that configures the root logger would otherwise have each message printed again.
     logger.propagate = False
@@ -33,18 +33,13 @@ def ask_nothing() -> None:
 class RankFormatter(logging.Formatter):
     """Formatter of the message only, with the rank in front if there are several and the message does not begin with it."""
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._prefix = prefix(environment)
+        self._prefix = f"[rank {os.environ.get('RANK', '?')}] " if several_ranks(os.environ) else ""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return text if text.startswith("rank ") else self._prefix + text
-
-
-def prefix(environment: Mapping[str, str]) -> str:
-    """Return ``[rank N] `` if there are several ranks, else the empty string."""
-    return f"[rank {environment.get('RANK', '?')}] " if several_ranks(environment) else ""
 
 
 def several_ranks(environment: Mapping[str, str]) -> bool:

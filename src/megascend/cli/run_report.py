@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megascend.app.event_log import ERRORS, EVENTS, read_lines
-from megascend.app.run_directory import CHECKPOINTS
+from megascend.app.run_directory import CHECKPOINTS, METRICS
 from megascend.checkpoint import manifest
 from megascend.checkpoint.retention import NAME, Retention
 from megascend.errors import CheckpointError, ConfigError
@@ -21,7 +21,7 @@ from megascend.errors import CheckpointError, ConfigError
 Outcome = Literal["finished", "stopped", "interrupted", "error", "lost", "no end"]
 SECONDARY = ("PeerLostError", "CollectiveTimeoutError", "ProcessGroupError", "DistBackendError")
 """Errors that usually follow from another rank's failure."""
-TRACES = (EVENTS, "metrics.jsonl", CHECKPOINTS, ERRORS)
+TRACES = (EVENTS, METRICS, CHECKPOINTS, ERRORS)
 """Files and folders that identify the directory of a run."""
 SLACK_S = 5.0
 """Tolerated difference between the clocks of two machines, in seconds."""
@@ -157,7 +157,7 @@ def read_run(directory: Path, *, verify: bool = False) -> RunReport:
             f"--run {directory}: no run has written to this directory: it has none of {', '.join(TRACES)}"
         )
     events, remarks = read_lines(directory / EVENTS)
-    metrics, cut = read_lines(directory / "metrics.jsonl")
+    metrics, cut = read_lines(directory / METRICS)
     last: dict[tuple[Any, ...], dict[str, Any]] = {}  # the last error of a process is the one that ended it
     for path in sorted((directory / ERRORS).glob("*.json")):
         records, problems = read_lines(path)

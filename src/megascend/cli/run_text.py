@@ -12,8 +12,9 @@ from pathlib import Path
 
 import typer
 
-from megascend.app.run_directory import failed_in_step_1, process_lives
+from megascend.app.run_directory import failed_in_step_1
 from megascend.cli.run_report import Attempt, RankError, RunReport
+from megascend.surroundings import process_lives
 
 WIDTH = 110
 LABEL = 13

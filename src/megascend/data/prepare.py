@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
 from importlib.metadata import version
@@ -77,21 +77,19 @@ def prepare_samples(
         | (set() if pictures is None else {"pictures"}),
     )
     content, files, code = content_of(path, files_read, setting), tokenizer_of(model), versions()
-    day = template_date.isoformat() if writes_date(tokenizer) else ""
-    # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
-    # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
-    location = None if pictures is None else str(path.resolve())
-    key_parts = [content, files, tokenizer.chat_template, day, settings, asdict(limits), code, location]
-    key = digest_of(key_parts)
     sources = {
         "data": digest_of(content[1]),
         **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
         "chat template": digest_of(tokenizer.chat_template),
-        **({"date in the chat template": day} if day else {}),
+        **({"date in the chat template": template_date.isoformat()} if writes_date(tokenizer) else {}),
         **{name: code for name, code in files if name.startswith(TOKENIZER)},
         "longest sample": str(limits.length),
         f"versions of {', '.join(PACKAGES)} or megascend": digest_of(code),
     }
+    # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
+    # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
+    location = None if pictures is None else str(path.resolve())
+    key = digest_of([sources, content, files, asdict(limits), location])
 
     def make(fresh: Path) -> None:
         findings = Findings(setting)
@@ -109,31 +107,37 @@ def prepare_samples(
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
         findings.raise_problems()
 
-    limit, path_of_samples = cache_limit(), cache_folder() / "samples" / key
-    is_new = not path_of_samples.exists()
     try:
-        # One process of the machine tokenises; the others wait at the lock and then map the same files.
-        store = SampleStore(cached(path_of_samples, make, PATIENCE_S), pictures)
-        # The data are the same, and pictures that they name are not.
-        if (files_now := store.changed_files()) is not None:
-            path_of_samples = path_of_samples.with_name(digest_of([key, files_now]))
-            store = SampleStore(cached(path_of_samples, make, PATIENCE_S), pictures)
-        # The same samples may be those of another setting, in another run or this one.
-        store.sources = {
-            f"data ({setting})" if name == "data" else name: value for name, value in store.sources.items()
-        }
-        # Only after adding an entry: the cache can only have grown then.
-        if is_new:
-            prune(path_of_samples.parent, limit, keep=path_of_samples)
+        store = _in_cache(key, make, pictures)
     except OSError as error:
         raise DataError(
             f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to one that can be written"
         ) from error
+    # The same samples may be those of another setting, in another run or this one.
+    store.sources = {f"data ({setting})" if name == "data" else name: value for name, value in store.sources.items()}
     if not len(store):
         remarks = "".join(f"; {line}" for line in store.remarks)
         raise DataError(f"no training samples: {path} holds no token to predict{remarks}")
     if store.has_pairs and not store.all_pairs:
         raise DataError(f"{path} holds preference pairs and other documents: they cannot be trained together")
+    return store
+
+
+def _in_cache(key: str, make: Callable[[Path], None], pictures: PictureProcessor | None) -> SampleStore:
+    """Return the samples that the cache folder keeps under ``key``; they are made if there are none.
+
+    One process of the machine makes them; the others wait at the lock and then map the same files.
+    """
+    limit, folder = cache_limit(), cache_folder() / "samples" / key
+    is_new = not folder.exists()
+    store = SampleStore(cached(folder, make, PATIENCE_S), pictures)
+    # The data are the same, and pictures that they name are not.
+    if (files_now := store.changed_files()) is not None:
+        folder = folder.with_name(digest_of([key, files_now]))
+        store = SampleStore(cached(folder, make, PATIENCE_S), pictures)
+    # Only after adding an entry: the cache can only have grown then.
+    if is_new:
+        prune(folder.parent, limit, keep=folder)
     return store
 
 

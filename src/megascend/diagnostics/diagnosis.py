@@ -215,7 +215,7 @@ def judge(peer: int, local: RankRecord, status: PeerStatus | None) -> tuple[Peer
         reason = f"{peer_name} failed in {record.failure.phase} with {record.failure.error}"
         if not record.failure.secondary:
             return PeerVerdict.FAILED, reason
-            # The failure came after it had left the phase that this rank is still in.
+        # The failure came after it had left the phase that this rank is still in.
         if entered > expected or (entered == expected and record.failure.outer != local.outer):
             now = f"then it failed in {record.failure.phase}"
             return (

@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
 """Groups that carry objects, in the order in which every rank creates their channels."""
+BACKGROUND_TIMEOUT = timedelta(days=1)
+"""Of collectives on other threads than the main one."""
 
 
 @dataclass
@@ -74,16 +76,11 @@ class ProcessGroups:
         """Return the group's channel for objects, on Gloo; only :mod:`megascend.distributed.objects` uses it."""
         return _look_up(self._channels, name, "channel for objects")
 
-    def new_gloo(self, label: str, timeout_s: float | None = None) -> ProcessGroup:
-        """Create a separate Gloo group of all ranks, for collectives on another thread. Collective.
-
-        Args:
-            timeout_s: timeout of its collectives; default: a day.
-        """
+    def new_gloo(self, label: str) -> ProcessGroup:
+        """Create a separate Gloo group of all ranks, for collectives on another thread, with a timeout of a day. Collective."""
         # A background writer may wait long for a peer with a slow disk. The main thread, when it waits for the result, applies
         # its own deadline.
-        limit = timedelta(days=1) if timeout_s is None else timedelta(seconds=timeout_s)
-        group = dist.new_group(backend="gloo", timeout=limit, group_desc=f"{label.upper()}_GLOO")
+        group = dist.new_group(backend="gloo", timeout=BACKGROUND_TIMEOUT, group_desc=f"{label.upper()}_GLOO")
         self._created.append(group)  # type: ignore[reportArgumentType]
         return group  # type: ignore[reportReturnType]
 
@@ -103,11 +100,11 @@ class ProcessGroups:
     def add_channel(self, name: str) -> None:
         """Add a channel of all ranks, under ``name``, for object collectives on another thread. Collective.
 
-        Its timeout is a day, as that of :meth:`new_gloo`.
+        Its timeout is that of :meth:`new_gloo`.
         """
         # Not one of CARRIERS: deadlocks are looked for among the main threads' collectives only.
         ranks = list(range(self.world_size))
-        self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), timedelta(days=1).total_seconds())
+        self._channels[name] = Channel(name, ranks, self.rank, self.new_gloo(name), BACKGROUND_TIMEOUT.total_seconds())
 
     def limit_timeouts(self) -> None:
         """Set this run's timeout on groups that the engine's libraries have created themselves."""

@@ -9,33 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megascend.batch.gradient_scaling import GradientScaling
 from megascend.batch.results import StepResult
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
 from megascend.kernels.reductions import global_norm
 
-# GradScaler's start, not Megatron's 2**32, from which nearly every first step overflows. The window is Megatron's.
-INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_WINDOW = 1000
 
-
-class MainAdamW:
+class MainAdamW(GradientScaling):
     """AdamW over main parameters; see :class:`megascend.engines.full_model.ModelOptimizer`.
 
     Args:
         pairs: for each name, a parameter (or this rank's shard of it) and its fp32 main parameter, which is updated and has the
             gradient; the two may be the same tensor.
-
-    Attributes:
-        skipped_in_a_row: steps skipped since the last update.
-        loss_scale: factor of losses before the backward pass; 1 except for fp16.
     """
 
     def __init__(
         self, pairs: Mapping[str, tuple[Tensor, Tensor]], adam: Adam, schedule: Schedule, precision: Precision
     ) -> None:
         learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end now, not at the first step
-        self._adam, self._schedule, self._scales_loss = adam, schedule, precision == "fp16"
+        super().__init__(scales_loss=precision == "fp16")
+        self._adam, self._schedule = adam, schedule
         self._pairs = dict(pairs)
         mains = [main for _, main in self._pairs.values()]
         # As Megatron: biases and norms have no weight decay. Biases of experts are fused into a parameter of two dimensions.
@@ -54,8 +48,6 @@ class MainAdamW:
         )
         self._on_device = mains[0].device.type == "cuda"  # the fused AdamW keeps its step count there
         self._updates = 0
-        self.skipped_in_a_row = self._good_steps = 0
-        self.loss_scale = INITIAL_LOSS_SCALE if self._scales_loss else 1.0
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of the main parameters that have one."""
@@ -69,14 +61,12 @@ class MainAdamW:
     def step(self, number: int, reduced: bool, lr: float | None = None) -> StepResult:
         """Update all parameters, unless a gradient is not finite; then clear the gradients. Waits for the device once."""
         lr = learning_rate(self._schedule, self._adam.lr, number) if lr is None else lr
-        grads, scale = self.gradients(), self.loss_scale
-        norm = self.norm(grads) / scale
+        grads = self.gradients()
+        norm = self.norm(grads) / self.loss_scale
         # Any inf or NaN in any gradient makes the norm non-finite, so this one number decides for all parameters.
         finite = math.isfinite(norm)
         if finite:
-            factor = 1 / scale
-            if self._adam.max_grad_norm > 0:
-                factor *= min(1.0, self._adam.max_grad_norm / (norm + 1e-6))  # as torch's clip_grad_norm_
+            factor = self.gradient_factor(norm, self._adam.max_grad_norm)
             if factor != 1 and grads:  # one pass unscales and clips
                 torch._foreach_mul_(grads, factor)
             for group in self._adamw.param_groups:
@@ -87,10 +77,8 @@ class MainAdamW:
             for parameter, main in self._pairs.values():
                 if parameter is not main:
                     parameter.copy_(main)
-        self._adapt_scale(finite)
         self.discard()
-        self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-        return StepResult(norm, lr, not finite, self.skipped_in_a_row, scale)
+        return self.count(norm, lr, skipped=not finite)
 
     def discard(self) -> None:
         """Drop all gradients."""
@@ -101,7 +89,7 @@ class MainAdamW:
 
     def counters(self) -> dict[str, Any]:
         """Return updates so far, steps skipped in a row, and the loss scale of fp16."""
-        scaler = {"scale": self.loss_scale, "good_steps": self._good_steps} if self._scales_loss else None
+        scaler = {"scale": self.loss_scale, "good_steps": self.good_steps} if self._scales_loss else None
         return {"updates": self._updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": scaler}
 
     def restore(self, counters: dict[str, Any]) -> None:
@@ -112,7 +100,7 @@ class MainAdamW:
             state["step"].fill_(float(self._updates))
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         if counters["scaler"] is not None:
-            self.loss_scale, self._good_steps = counters["scaler"]["scale"], counters["scaler"]["good_steps"]
+            self.loss_scale, self.good_steps = counters["scaler"]["scale"], counters["scaler"]["good_steps"]
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (parameter's name, ``exp_avg``, ``exp_avg_sq`` or, for 16-bit parameters, ``param``; live fp32 tensor)."""
@@ -131,17 +119,6 @@ class MainAdamW:
                 state["step"] = torch.zeros((), device=main.device if self._on_device else "cpu")
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(main), torch.zeros_like(main)
             yield name, main, state
-
-    def _adapt_scale(self, finite: bool) -> None:
-        """Halve fp16's loss scale after an overflow, double it after ``LOSS_SCALE_WINDOW`` finite steps in a row."""
-        if not self._scales_loss:
-            return
-        self._good_steps = self._good_steps + 1 if finite else 0
-        if not finite:
-            # At 1 an overflow is the model's, not the scale's; a smaller scale would only make gradients underflow.
-            self.loss_scale = max(1.0, self.loss_scale / 2)
-        elif self._good_steps % LOSS_SCALE_WINDOW == 0:
-            self.loss_scale *= 2
 
 
 class ModelAdamW(MainAdamW):

@@ -30,6 +30,7 @@ from megascend.engines.router_replay import RouterReplay
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.lora.adapter_io import SavedAdapter
+from megascend.lora.registry import AdapterSettings
 from megascend.selfcheck.verdict import Verdict
 from megascend.topology.topology import Receivers
 
@@ -347,6 +348,12 @@ def longest_sample(spec: EngineSpec, info: ModelInfo) -> int:
     """Return the tokens of the longest sample that settings and model allow."""
     limits = [limit for limit in (spec.batching.max_length, info.shape.max_position) if limit is not None]
     return min(limits, default=sys.maxsize)
+
+
+def adapter_settings(spec: EngineSpec, device: torch.device) -> AdapterSettings:
+    """Return what the adapters of an engine with these settings share."""
+    assert spec.adapters is not None
+    return AdapterSettings(spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device)
 
 
 def check_head(spec: EngineSpec, info: ModelInfo) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megascend.checkpoint import hf_slices
 from megascend.checkpoint.hf_slices import HfSlices, Translation
-from megascend.checkpoint.manifest import Manifest
+from megascend.checkpoint.manifest import CheckpointManifest
 from megascend.checkpoint.saver import CheckpointState
 from megascend.checkpoint.slices import TensorSlices
 from megascend.checkpoint.torch_io import ChunkReader, SliceLoadPlanner, stored_tensors
@@ -31,11 +31,11 @@ AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "data", "expert", "
 
 def describe(
     engine: Engine, progress: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None
-) -> Manifest:
+) -> CheckpointManifest:
     """Return the manifest of a checkpoint of the engine's present state.
 
     Args:
-        progress, config: see :class:`Manifest`.
+        progress, config: see :class:`CheckpointManifest`.
     """
     shape, trainable = engine.info.shape, engine.trainable
     versions = {}
@@ -44,7 +44,7 @@ def describe(
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return Manifest(
+    return CheckpointManifest(
         step=trainable.step_count,
         engine=engine.kind,
         precision=engine.precision,
@@ -72,7 +72,7 @@ def _as_json(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"save: {name} must be JSON: {error}") from error
 
 
-def checkpoint_state(engine: Engine, manifest: Manifest, base_model: str) -> CheckpointState:
+def checkpoint_state(engine: Engine, manifest: CheckpointManifest, base_model: str) -> CheckpointState:
     """Collect the content of a checkpoint; tensors are live. Collective: adapters are gathered on rank 0."""
     trainable = engine.trainable
     slices: HfSlices | str | None = None
@@ -93,7 +93,7 @@ def checkpoint_state(engine: Engine, manifest: Manifest, base_model: str) -> Che
     )
 
 
-def load(engine: Engine, directory: Path, saved: Manifest, current: Manifest) -> None:
+def load(engine: Engine, directory: Path, saved: CheckpointManifest, current: CheckpointManifest) -> None:
     """Read a verified checkpoint into the model and its optimizer, or the adapters and theirs. Collective.
 
     Where engine and layout are the same, the random generators continue too.
@@ -159,7 +159,7 @@ def _check_names(state: Mapping[str, Any], directory: Path, engine: Engine) -> N
     _require_all_used(engine, directory, problem, list(state), tensors.keys(), lambda reason: f"{refusal}: {reason}")
 
 
-def _translate(engine: Engine, state: Mapping[str, Any], directory: Path, saved: Manifest) -> Translation:
+def _translate(engine: Engine, state: Mapping[str, Any], directory: Path, saved: CheckpointManifest) -> Translation:
     """Plan reading this rank's tensors from a checkpoint of another engine. Collective; changes nothing."""
     problem, translation, stored = None, Translation(), {}
     engine_slices = engine.hf_slices()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,30 @@ def attention_of(name: str, images: Images | None) -> str | dict[str, str]:
     return name if images is None else {"": name, "text_config": name, "vision_config": "sdpa"}
 
 
+def features_of(vision_tower: Callable[..., Any], pixel_values: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
+    """Return the features of pictures: those of the last layer, and those of inner layers (DeepStack) if there are any."""
+    output = vision_tower(pixel_values, grid_thw=grids)
+    return output.pooler_output, *(getattr(output, "deepstack_features", None) or ())
+
+
+def add_unused_features(vision_tower: Any, embeddings: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add 0 times the features of a black picture to the embeddings of a batch without pictures.
+
+    Every parameter of the tower then has a gradient, of zeros: those of the mergers of inner features too.
+
+    Args:
+        dtype: precision of the picture.
+    """
+    config = vision_tower.config
+    side = config.spatial_merge_size
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    # The smallest picture that has a feature: one square of patches, which the merger joins.
+    black = torch.zeros(side * side, width, dtype=dtype, device=embeddings.device)
+    features = features_of(vision_tower, black, torch.tensor([[1, side, side]], device=embeddings.device))
+    zero = torch.stack([part.float().mean() * 0.0 for part in features]).sum()
+    return embeddings + zero.to(embeddings.dtype)
+
+
 class PicturesOfText:
     """Runs the vision tower on a black picture for micro batches without pictures, and adds 0 times its features to their text.
 
@@ -51,21 +76,7 @@ class PicturesOfText:
         self._runs = batch.images is None
 
     def _after_embedding(self, module: nn.Module, inputs: Any, embeddings: Tensor) -> Tensor:
-        if not self._runs:
-            return embeddings
-        config: Any = self._tower.config
-        side = config.spatial_merge_size
-        width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        # The smallest picture that has a feature: one square of patches, which the merger joins.
-        black, grid = (
-            embeddings.new_zeros(side * side, width),
-            torch.tensor([[1, side, side]], device=embeddings.device),
-        )
-        output = self._tower(black, grid_thw=grid)
-        # Features of inner layers come from mergers of their own, whose parameters would else be left without a gradient.
-        features = (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
-        zero = torch.stack([part.float().mean() * 0.0 for part in features]).sum()
-        return embeddings + zero.to(embeddings.dtype)
+        return add_unused_features(self._tower, embeddings, embeddings.dtype) if self._runs else embeddings
 
 
 def freeze_tower(model: nn.Module, images: Images | None, trained: VisionTower) -> None:

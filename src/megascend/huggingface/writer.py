@@ -17,7 +17,7 @@ from megascend.huggingface.exported import OUTPUT, differences
 from megascend.huggingface.files import TensorHeader, copy_companions, read_config, tensor_headers, with_dtype
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.quantised import read_tensor
-from megascend.huggingface.safetensors_writer import DTYPES, FILE_BYTES, SafetensorsWriter
+from megascend.huggingface.safetensors_writer import DTYPES, SafetensorsWriter
 from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
 from megascend.io.paths import followed, remove
 from megascend.models.base import ALIASES
@@ -43,15 +43,7 @@ class CheckpointWriter:
     If the block ends without :meth:`finish`, nothing is left behind. Only one process of a run writes.
     """
 
-    def __init__(
-        self,
-        source: Path,
-        target: Path,
-        dtype: str,
-        info: ModelInfo,
-        *,
-        file_bytes: int = FILE_BYTES,
-    ) -> None:
+    def __init__(self, source: Path, target: Path, dtype: str, info: ModelInfo) -> None:
         """``dtype``: of what is added, for the configuration; ``info``: of the model built from ``source``, which may be
         ``target``.
         """
@@ -64,7 +56,7 @@ class CheckpointWriter:
             # Before the weights are gathered and written.
             check_target(target)
             stage(self._final, self._temporary)
-            self._tensors = SafetensorsWriter(self._temporary, [*info.exported, *info.extra], file_bytes)
+            self._tensors = SafetensorsWriter(self._temporary, [*info.exported, *info.extra])
         self._unknown: dict[str, TensorHeader] = {}
 
     def __enter__(self) -> CheckpointWriter:

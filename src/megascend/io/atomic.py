@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megascend.io.paths import followed, is_mount_point, make_directory, remove
+from megascend.surroundings import process_status
 
 WITHIN, MOVING, OLD_ENTRIES = ".megascend-writing", ".megascend-going", ".megascend-gone"
 """Subdirectories of a directory that cannot be renamed: its new content, and its old content during and after the move."""
@@ -232,13 +233,11 @@ def honour_umask(path: Path) -> None:
 
 def _umask() -> int:
     """Return this process's umask."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    # Without /proc it can only be read by setting it. 0o077, so that a file another thread creates meanwhile is private.
-    mask = os.umask(0o077)
-    os.umask(mask)
+    mask = process_status("Umask", 8)
+    if mask is None:
+        # It can only be read by setting it. 0o077, so that a file another thread creates meanwhile is private.
+        mask = os.umask(0o077)
+        os.umask(mask)
     return mask
 
 

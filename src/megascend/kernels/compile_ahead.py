@@ -202,10 +202,10 @@ def capability(device: int) -> int:
     return 10 * version[0].value + version[1].value
 
 
-def compile_all(job: Job, target: int, launchers: bool = True) -> int:
-    """Compile the kernels of ``job`` for compute capability ``target``; return their number. Patches torch and Triton.
+def compile_all(job: Job, target: int) -> int:
+    """Compile the kernels of ``job`` for compute capability ``target``, and their C stubs; return the number of kernels.
 
-    ``launchers``: also compile the C stubs, which need an installed CUDA driver.
+    Needs an installed CUDA driver. Patches torch and Triton.
     """
     import torch
     from triton.backends.compiler import GPUTarget
@@ -230,7 +230,7 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
     compiled: dict[str, Any] = {}
 
     with ThreadPoolExecutor(COMPILERS) as pool:
-        running: list[Future[Any]] = [pool.submit(CudaUtils)] if launchers else []
+        running: list[Future[Any]] = [pool.submit(CudaUtils)]
 
         def compile_only(function: Any, *arguments: Any, **options: Any) -> Any:
             # warmup: compile without launching.
@@ -238,8 +238,7 @@ def compile_all(job: Job, target: int, launchers: bool = True) -> int:
             # Several calls may specialise to one kernel, whose C stub is compiled once.
             if kernel.hash not in compiled:
                 compiled[kernel.hash] = kernel
-                if launchers:
-                    running.append(pool.submit(CudaLauncher, kernel.src, kernel.metadata))
+                running.append(pool.submit(CudaLauncher, kernel.src, kernel.metadata))
             return kernel
 
         patch(JITFunction, "run", compile_only, "kernels are compiled, not launched")

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megascend.changes import patch
+from megascend.kernels.head_sizes import width_fits
 
 ROWS = 16
-MAX_WIDTH = 256
 PROGRAMS_PER_PROCESSOR = 8
 """Backward programs on a multiprocessor. Each writes one row of partial sums: more would lengthen the second pass over them."""
 
@@ -127,7 +127,7 @@ def install(chunks: Sequence[torch.nn.Module]) -> int:
 
 
 def _fits(module: torch.nn.Module) -> bool:
-    """Check for a plain RMSNorm over a power of two up to MAX_WIDTH, on a GPU."""
+    """Check for a plain RMSNorm over a width that the kernels support, on a GPU."""
     weight = getattr(module, "weight", None)
     if (
         type(module).__name__ != "RMSNorm"
@@ -136,5 +136,4 @@ def _fits(module: torch.nn.Module) -> bool:
         or not hasattr(module, "eps")
     ):
         return False
-    width = weight.numel()
-    return width <= MAX_WIDTH and width & (width - 1) == 0 and not getattr(module, "zero_centered_gamma", False)
+    return width_fits(weight.numel()) and not getattr(module, "zero_centered_gamma", False)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megascend.batch.gradient_scaling import GradientScaling
 from megascend.batch.results import StepResult
 from megascend.config import Adam, Lora, Schedule
 from megascend.config.training import learning_rate
@@ -17,9 +18,6 @@ from megascend.lora.layout import FlatLayout, Span
 
 if TYPE_CHECKING:
     from megascend.lora.adapter_io import SavedAdapter
-
-INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_WINDOW = 1000
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class NextStep:
         return math.isinf(self.norm)
 
 
-class Adapter:
+class Adapter(GradientScaling):
     """A LoRA adapter in training.
 
     Attributes:
@@ -51,7 +49,6 @@ class Adapter:
         grads: gradients in the same layout; accumulated, not yet reduced over ranks.
         accumulated: True if a forward_backward has added to ``grads`` since the last step.
         step_count: optimizer steps so far, skipped ones included; the schedule follows it.
-        skipped_in_a_row: steps skipped since the last one that changed the adapter.
         fused: AdamW runs as one kernel.
     """
 
@@ -59,6 +56,7 @@ class Adapter:
         self, name: str, lora: Lora, layout: FlatLayout, adam: Adam, schedule: Schedule, seed: int, *,
         scales_loss: bool, device: torch.device,
     ) -> None:  # fmt: skip
+        super().__init__(scales_loss=scales_loss)
         learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end here, not at the first step
         self.name, self.lora, self.layout = name, lora, layout
         self.adam, self.schedule, self.seed = adam, schedule, seed
@@ -69,10 +67,7 @@ class Adapter:
         self._moments: tuple[Tensor, Tensor] | None = None
         self._steps_taken = self._count(0)
         self.accumulated = False
-        self.step_count = self.skipped_in_a_row = 0
-        self._scales_loss = scales_loss
-        self.loss_scale = INITIAL_LOSS_SCALE if scales_loss else 1.0
-        self.good_steps = 0
+        self.step_count = 0
 
     @property
     def grads(self) -> Tensor:
@@ -126,20 +121,14 @@ class Adapter:
             adam = self.adam.model_copy(update={"lr": lr})
         if not math.isfinite(grad_norm):
             return NextStep(adam, math.inf, 1.0)
-        norm, factor = grad_norm / self.loss_scale, 1 / self.loss_scale
-        if adam.max_grad_norm > 0:
-            # The epsilon of Megatron and of torch's clip_grad_norm_.
-            factor *= min(1.0, adam.max_grad_norm / (norm + 1e-6))
-        return NextStep(adam, norm, factor)
+        norm = grad_norm / self.loss_scale
+        return NextStep(adam, norm, self.gradient_factor(norm, adam.max_grad_norm))
 
     def count_step(self, step: NextStep) -> StepResult:
         """Record that ``step`` was taken or skipped and the gradients were zeroed."""
-        scale = self.loss_scale
-        self._adapt_scale(not step.skipped)
         self.accumulated = False
         self.step_count += 1
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if step.skipped else 0
-        return StepResult(step.norm, step.adam.lr, step.skipped, self.skipped_in_a_row, scale)
+        return self.count(step.norm, step.adam.lr, skipped=step.skipped)
 
     def clear(self) -> None:
         """Drop accumulated gradients."""
@@ -149,13 +138,3 @@ class Adapter:
     def _count(self, steps: int) -> Tensor:
         # Fused AdamW counts steps on the device; the unfused one reads them, which would wait for it.
         return torch.tensor(float(steps), device=self.values.device if self.fused else "cpu")
-
-    def _adapt_scale(self, finite: bool) -> None:
-        """Halve the loss scale (fp16) after an overflow, double it after :data:`LOSS_SCALE_WINDOW` finite steps."""
-        if not self._scales_loss:
-            return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.loss_scale = max(1.0, self.loss_scale / 2)
-        elif self.good_steps % LOSS_SCALE_WINDOW == 0:
-            self.loss_scale *= 2

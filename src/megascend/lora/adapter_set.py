@@ -24,7 +24,7 @@ from megascend.lora.adapter import Adapter
 from megascend.lora.adapter_io import COUNTERS, STATE, SavedAdapter, check_base_weights, read, write
 from megascend.lora.applied_adapters import AppliedAdapters, token_keys
 from megascend.lora.factors import Factors
-from megascend.lora.optimizer import AdapterOptimizer, loss_scales
+from megascend.lora.optimizer import AdapterOptimizer
 from megascend.lora.peft_format import to_config
 from megascend.lora.peft_tensors import to_tensors
 from megascend.lora.registry import AdapterRegistry
@@ -84,7 +84,7 @@ class AdapterSet:
         return names
 
     def loss_scales(self, names: Sequence[str]) -> list[float]:
-        return loss_scales(names, self.registry)
+        return [self.registry[name].loss_scale if name else 1.0 for name in names]
 
     def choose(self, names: str | Sequence[str] | None) -> list[str]:
         chosen = (
@@ -137,9 +137,6 @@ class AdapterSet:
             for adapter in previous.values():
                 self.registry.add(adapter)
             raise
-
-    def check(self, name: str, lora: Lora) -> None:
-        self.registry.check(name, lora)
 
     def require(self, names: str | Sequence[str]) -> list[Adapter]:
         """Return the adapters of one name or several, without duplicates; ConfigError for an unknown name."""
@@ -295,7 +292,6 @@ class MixedAdapters(AdapterSet):
 
     Args:
         layers: applies them.
-        dtype: dtype of the model.
         sequence_first: layers see the tokens of a plain batch as [sequence, batch], not [batch, sequence].
     """
 
@@ -307,12 +303,11 @@ class MixedAdapters(AdapterSet):
         model_dir: Path,
         *,
         layers: AppliedAdapters,
-        dtype: torch.dtype,
-        device: torch.device,
         sequence_first: bool,
     ) -> None:
         super().__init__(registry, topology, groups, model_dir)
-        self._applied, self._dtype, self._device, self._sequence_first = layers, dtype, device, sequence_first
+        self._applied, self._sequence_first = layers, sequence_first
+        self._dtype, self._device = registry.settings.dtype, registry.settings.device
         self._stacked: StackedAdapters | None = None
         self._pool: StackPool | None = None
 

@@ -26,7 +26,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megascend.changes import patch
-from megascend.config import Adam, Adapters, Schedule
 from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import ConfigError, PlatformError
@@ -34,7 +33,7 @@ from megascend.lora.adapter_set import MixedAdapters
 from megascend.lora.applied_adapters import AppliedAdapters, adapted_segments, start_graph
 from megascend.lora.grouped import Segments
 from megascend.lora.layout import ShapeGroup
-from megascend.lora.registry import AdapterRegistry
+from megascend.lora.registry import AdapterRegistry, AdapterSettings
 from megascend.lora.segments import ExpertAdapterRows, TokenSegments, by_expert_and_adapter
 from megascend.lora.target_maps import find_target_modules
 from megascend.lora.target_modules import ModelLayout, TargetModule, check_untied
@@ -55,13 +54,8 @@ class AdapterManager(MixedAdapters):
         topology: Topology,
         groups: ProcessGroups,
         tensor_names: Collection[str],
-        limits: Adapters,
+        settings: AdapterSettings,
         *,
-        adam: Adam,
-        schedule: Schedule,
-        seed: int,
-        dtype: torch.dtype,
-        device: torch.device,
         vocab_size: int,
         model_dir: Path,
     ) -> None:
@@ -69,30 +63,20 @@ class AdapterManager(MixedAdapters):
             # The frozen weights get no gradient buffers, and autograd computes no weight gradients for them.
             chunk.requires_grad_(False)
         layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
-        check_untied(limits.targets, layout.prefix, tied=not config.untie_embeddings_and_output_weights)
+        tied = not config.untie_embeddings_and_output_weights
+        check_untied(settings.limits.targets, layout.prefix, tied=tied)
         targets = find_target_modules(chunks, layout)
         # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
         local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
         all_names = sorted({name for rank in gather_objects(local_names, "world", groups, "layers") for name in rank})
-        registry = AdapterRegistry.for_model(
-            targets, all_names, limits, adam=adam, schedule=schedule, seed=seed, dtype=dtype, device=device
-        )
+        registry = AdapterRegistry.for_model(targets, all_names, settings)
         self.layers = AdapterLayers(
             chunks,
             registry.shape_groups,
             tensor_size=topology.tensor,
             sequence_parallel=topology.sequence_parallel and topology.tensor > 1,
         )
-        super().__init__(
-            registry,
-            topology,
-            groups,
-            model_dir,
-            layers=self.layers,
-            dtype=dtype,
-            device=device,
-            sequence_first=True,
-        )
+        super().__init__(registry, topology, groups, model_dir, layers=self.layers, sequence_first=True)
 
 
 class AdapterLayers(AppliedAdapters):

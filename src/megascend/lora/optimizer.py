@@ -132,8 +132,3 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         elif stop > start:
             result.append((start, stop))
     return result
-
-
-def loss_scales(names: Sequence[str], adapters: Mapping[str, Adapter]) -> list[float]:
-    """Return the loss scale of each name's adapter, 1 for the model itself."""
-    return [adapters[name].loss_scale if name else 1.0 for name in names]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -20,63 +21,60 @@ from megascend.lora.target_modules import FusedSlice, TargetModule, matches, res
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+@dataclass(frozen=True)
+class AdapterSettings:
+    """Settings that all adapters of a model share.
+
+    Attributes:
+        limits: number, ranks and targets that they may have.
+        adam, schedule, seed: of those that have none of their own.
+        dtype: the model's; with float16 they scale their loss.
+        device: of their values and of the model.
+    """
+
+    limits: Adapters
+    adam: Adam
+    schedule: Schedule
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class AdapterRegistry(Mapping[str, Adapter]):
     """Mapping of names to adapters. Each adapter owns its memory, which is freed when it is removed.
 
     Attributes:
-        limits: number, ranks and targets that adapters may have.
         shape_groups: this rank's layers that they act on.
-        projections: names of all Hugging Face weights of the model that ``limits`` allows as targets.
+        projections: names of all Hugging Face weights of the model that the limits allow as targets.
         adaptable: names of all that an adapter could target with other limits.
     """
 
     def __init__(
         self,
-        limits: Adapters,
+        settings: AdapterSettings,
         shape_groups: Sequence[ShapeGroup],
         projections: Sequence[str],
-        *,
         adaptable: Sequence[str] | None = None,
-        adam: Adam,
-        schedule: Schedule,
-        seed: int,
-        scales_loss: bool,
-        device: torch.device,
     ) -> None:
-        self.limits, self.shape_groups, self.projections = limits, tuple(shape_groups), tuple(projections)
+        self.settings, self.shape_groups, self.projections = settings, tuple(shape_groups), tuple(projections)
         self.adaptable = self.projections if adaptable is None else tuple(adaptable)
-        self._adam, self._schedule, self._seed = adam, schedule, seed
-        self._scales_loss, self._device = scales_loss, device
         self._adapters: dict[str, Adapter] = {}
 
     @classmethod
     def for_model(
-        cls,
-        targets: Sequence[TargetModule],
-        all_names: Sequence[str],
-        limits: Adapters,
-        *,
-        adam: Adam,
-        schedule: Schedule,
-        seed: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        cls, targets: Sequence[TargetModule], all_names: Sequence[str], settings: AdapterSettings
     ) -> AdapterRegistry:
         """Build the registry of a model's adapters.
 
         ``targets``: this rank's possible targets; ``all_names``: weights in the targets of all ranks.
         """
-        check_limits(limits, all_names)
+        check_limits(settings.limits, all_names)
+        allowed = settings.limits.targets
         return cls(
-            limits,
-            shape_groups([target for module in targets if (target := restrict(module, limits.targets)) is not None]),
-            [name for name in all_names if matches(name, limits.targets)],
-            adaptable=all_names,
-            adam=adam,
-            schedule=schedule,
-            seed=seed,
-            scales_loss=dtype == torch.float16,
-            device=device,
+            settings,
+            shape_groups([target for module in targets if (target := restrict(module, allowed)) is not None]),
+            [name for name in all_names if matches(name, allowed)],
+            all_names,
         )
 
     def __getitem__(self, name: str) -> Adapter:
@@ -99,13 +97,14 @@ class AdapterRegistry(Mapping[str, Adapter]):
         check_name(name)
         if name in self._adapters:
             raise ConfigError(f"adapter {name!r} exists; remove it first, or choose another name")
-        if len(self._adapters) >= self.limits.max_count:
+        limits = self.settings.limits
+        if len(self._adapters) >= limits.max_count:
             raise ConfigError(
-                f"adapter {name!r} exceeds adapters.max_count ({self.limits.max_count}); remove one or raise the limit"
+                f"adapter {name!r} exceeds adapters.max_count ({limits.max_count}); remove one or raise the limit"
             )
-        if lora.rank > self.limits.max_rank:
+        if lora.rank > limits.max_rank:
             raise ConfigError(
-                f"adapter {name!r}: rank {lora.rank} exceeds adapters.max_rank ({self.limits.max_rank}); lower the rank or "
+                f"adapter {name!r}: rank {lora.rank} exceeds adapters.max_rank ({limits.max_rank}); lower the rank or "
                 "raise the limit"
             )
         check_targets(name, lora, self.projections)
@@ -113,16 +112,17 @@ class AdapterRegistry(Mapping[str, Adapter]):
     def create(self, name: str, lora: Lora) -> Adapter:
         """Build an adapter with peft's initial values; see :func:`initialise`. Does not add it."""
         self.check(name, lora)
-        seed = self._seed if lora.seed is None else lora.seed
+        settings = self.settings
+        seed = settings.seed if lora.seed is None else lora.seed
         adapter = Adapter(
             name,
             lora,
             flat_layout(self.shape_groups, lora.rank),
-            lora.optimizer or self._adam,
-            lora.schedule or self._schedule,
+            lora.optimizer or settings.adam,
+            lora.schedule or settings.schedule,
             seed,
-            scales_loss=self._scales_loss,
-            device=self._device,
+            scales_loss=settings.dtype == torch.float16,
+            device=settings.device,
         )
         for span, values in adapter.views(adapter.values.detach()):
             # The product B A starts at 0, as in peft: B is 0, of an embedding A.

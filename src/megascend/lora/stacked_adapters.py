@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megascend.batch.packing import round_up
 from megascend.batch.step_shapes import next_power_of_two
 from megascend.kernels.host_copy import to_device
 from megascend.lora.adapter import Adapter
@@ -223,7 +224,7 @@ class StackedAdapters:
 def common_rank(adapters: Sequence[Adapter | None]) -> int:
     """Return the rank to pad to: the largest; with several adapters, rounded up to a multiple that grouped kernels accept."""
     largest = max((adapter.lora.rank for adapter in adapters if adapter is not None), default=1)
-    return largest if len(adapters) == 1 else -(-largest // RANK_MULTIPLE) * RANK_MULTIPLE
+    return largest if len(adapters) == 1 else round_up(largest, RANK_MULTIPLE)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The modules of the reference ``transformer_engine`` package and their contents.
 
-It has every public name of the real package, except modules in :data:`.names.LEFT_OUT` (``scripts/te_names.py`` lists them).
+It has every public name of the real package (``scripts/te_names.py`` lists them), except modules in
+:data:`.unsupported.LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+from megascend.changes import add_modules
 from megascend.errors import ImportOrderError, PlatformError
-from megascend.reference_te import names
+from megascend.reference_te import unsupported
 from megascend.reference_te.unsupported import refuse, unavailable
 
 VERSION = "2.8.0"  # satisfies megatron-core's version checks; there is no distribution metadata
@@ -63,18 +64,12 @@ def install(force: bool = False) -> list[str]:
 def build_modules() -> dict[str, ModuleType]:
     """Build all modules, by full name, each an attribute of its parent. Imports torch and the layers."""
     modules: dict[str, ModuleType] = {}
-    for name, contents in _contents().items():
-        module = ModuleType(name, "megascend's reference Transformer Engine")
-        spec = ModuleSpec(name, loader=None, origin="megascend.reference_te", is_package=True)
-        module.__spec__ = spec
-        module.__path__ = []  # type: ignore[attr-defined]  # Python imports submodules of packages only
-        module.__package__ = name
-        module.__file__ = __file__  # the ImportError for a missing name quotes this path
-        module.__dict__.update(contents, __getattr__=_absent(name))
-        modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(modules[parent], child, module)
+    # The ImportError for a missing name quotes __file__.
+    contents = {
+        name: {**attributes, "__file__": __file__, "__getattr__": _absent(name)}
+        for name, attributes in _contents().items()
+    }
+    add_modules(contents, "megascend.reference_te", modules=modules)
     return modules
 
 
@@ -93,24 +88,24 @@ def _contents() -> dict[str, dict[str, Any]]:
     """Return the contents of each module, parents before children."""
     from megascend.reference_te import attention, base, fp8, optimizers, rope
 
-    quantized = names.classes(names.QUANTIZED, names.FP8)
-    quantized_functions = names.functions(names.QUANTIZED_FUNCTIONS, names.FP8)
-    layers, unsupported_layers = _layers(), names.classes(names.LAYERS)
+    quantized = unsupported.classes(unsupported.QUANTIZED, unsupported.FP8)
+    quantized_functions = unsupported.functions(unsupported.QUANTIZED_FUNCTIONS, unsupported.FP8)
+    layers, unsupported_layers = _layers(), unsupported.classes(unsupported.LAYERS)
     layers["LayerNormMLP"] = unsupported_layers["LayerNormMLP"]
-    overlap = names.functions(("initialize_ub", "destroy_ub"), names.OVERLAP)
-    overlap |= names.classes(("UserBufferQuantizationMode",), names.OVERLAP)
+    overlap = unsupported.functions(("initialize_ub", "destroy_ub"), unsupported.OVERLAP)
+    overlap |= unsupported.classes(("UserBufferQuantizationMode",), unsupported.OVERLAP)
     recompute = {
         "CudaRNGStatesTracker": CudaRNGStatesTracker,
-        "checkpoint": unavailable("te_checkpoint", names.FP8),
+        "checkpoint": unavailable("te_checkpoint", unsupported.FP8),
     }
     recipes = {recipe.__name__: recipe for recipe in fp8.CLASSES}
     switches = _quantization_switches()
-    recipe_functions = names.functions(names.RECIPE_FUNCTIONS, names.FP8)
+    recipe_functions = unsupported.functions(unsupported.RECIPE_FUNCTIONS, unsupported.FP8)
     quantization = {
         "FP8GlobalStateManager": fp8.FP8GlobalStateManager,
         **switches,
         **recipe_functions,
-        **names.classes(names.RECIPE_STATES, names.FP8),
+        **unsupported.classes(unsupported.RECIPE_STATES, unsupported.FP8),
         **{name: recipe for name, recipe in recipes.items() if name not in ("MMParams", "QParams")},
         **dict.fromkeys(
             ("check_fp8_support", "check_mxfp8_support", "check_fp8_block_scaling_support", "check_nvfp4_support"),
@@ -132,8 +127,8 @@ def _contents() -> dict[str, dict[str, Any]]:
             **quantized,
             **quantized_functions,
             **overlap,
-            **names.functions(names.PERMUTATION, "moe_permute_fusion"),
-            **names.functions(names.CUDA_FUNCTIONS),
+            **unsupported.functions(unsupported.PERMUTATION, "moe_permute_fusion"),
+            **unsupported.functions(unsupported.CUDA_FUNCTIONS),
             "make_graphed_callables": unavailable("make_graphed_callables", "cuda_graph_impl"),
             "parallel_cross_entropy": unavailable("parallel_cross_entropy", "cross_entropy_fusion_impl='te'"),
         },
@@ -157,10 +152,10 @@ def _contents() -> dict[str, dict[str, Any]]:
             **recompute,
             "activation_recompute_forward": fp8.activation_recompute_forward,
         },
-        f"{ROOT}.pytorch.ops": names.classes(names.OPS, names.OPERATIONS),
+        f"{ROOT}.pytorch.ops": unsupported.classes(unsupported.OPS, unsupported.OPERATIONS),
         f"{ROOT}.pytorch.router": {
-            **names.functions(names.ROUTING, names.ROUTER),
-            **names.classes(names.ROUTING_CLASSES, names.ROUTER),
+            **unsupported.functions(unsupported.ROUTING, unsupported.ROUTER),
+            **unsupported.classes(unsupported.ROUTING_CLASSES, unsupported.ROUTER),
         },
         f"{ROOT}.pytorch.tensor": {**quantized, **quantized_functions},
         f"{ROOT}.pytorch.optimizers": {
@@ -169,8 +164,8 @@ def _contents() -> dict[str, dict[str, Any]]:
             "multi_tensor_applier": optimizers.multi_tensor_applier,
             "multi_tensor_l2norm": optimizers.multi_tensor_l2norm,
             "multi_tensor_scale": optimizers.multi_tensor_scale,
-            **names.classes(("MultiTensorApply",)),
-            **names.functions(names.MULTI_TENSOR),
+            **unsupported.classes(("MultiTensorApply",)),
+            **unsupported.functions(unsupported.MULTI_TENSOR),
         },
     }
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megascend.errors import ConfigError, DataError
-from megascend.rollout.group import Group
+from megascend.rollout.group import TrajectoryGroup
 
 DROPPED_BATCHES = 4
 """Batches of dropped groups that are kept for the records of a step."""
@@ -70,7 +70,7 @@ class EqualStreak:
     least: float = math.inf
     largest: float = -math.inf
 
-    def add(self, group: Group) -> None:
+    def add(self, group: TrajectoryGroup) -> None:
         """Count a group."""
         self.groups += 1
         self.responses += len(group.trajectories)
@@ -116,10 +116,10 @@ class RolloutBuffer:
             raise ConfigError(f"a rollout buffer needs batch >= 1 and max_lag >= 0, got {batch} and {max_lag}")
         self.batch, self.max_lag, self.in_order = batch, max_lag, in_order
         self.counts, self.equal_streak = Counts(), EqualStreak()
-        self._dropped: deque[tuple[str, Group]] = deque(maxlen=DROPPED_BATCHES * batch)
+        self._dropped: deque[tuple[str, TrajectoryGroup]] = deque(maxlen=DROPPED_BATCHES * batch)
         self._in_flight: dict[int, Dispatch] = {}
         self._retries: list[Dispatch] = []
-        self._ready: dict[int, Group] = {}
+        self._ready: dict[int, TrajectoryGroup] = {}
 
     def room(self, step: int, version: int) -> int:
         """Return how many more prompts may be dispatched now.
@@ -152,7 +152,7 @@ class RolloutBuffer:
         # In the order of prompts: with in_order the trainer waits for the first one.
         self._retries.sort(key=lambda dispatch: dispatch.number)
 
-    def finished(self, group: Group, *, equal: bool = False, dropped: bool | None = None) -> None:
+    def finished(self, group: TrajectoryGroup, *, equal: bool = False, dropped: bool | None = None) -> None:
         """Record a graded group, which is ready for the trainer.
 
         Args:
@@ -188,7 +188,7 @@ class RolloutBuffer:
         self._pop_in_flight(number)
         self.counts.discarded += 1
 
-    def take(self, step: int) -> list[Group] | None:
+    def take(self, step: int) -> list[TrajectoryGroup] | None:
         """Return a batch to learn from, the oldest groups first; None if there are too few. Drops groups that are too old.
 
         Args:
@@ -207,7 +207,7 @@ class RolloutBuffer:
         self.counts.learned += self.batch
         return [self._ready.pop(number) for number in numbers]
 
-    def dropped(self) -> list[tuple[str, Group]]:
+    def dropped(self) -> list[tuple[str, TrajectoryGroup]]:
         """Return reason (``equal`` or ``stale``) and group of what was dropped since the last call, the latest if it is much."""
         dropped = list(self._dropped)
         self._dropped.clear()
@@ -238,7 +238,7 @@ class RolloutBuffer:
         self._in_flight = {}
         # Their versions are of the earlier process; a retry gets the current one.
         self._retries = [Dispatch(**values) for values in state["waiting"]]
-        self._ready = {values["number"]: Group.from_json(values) for values in state["ready"]}
+        self._ready = {values["number"]: TrajectoryGroup.from_json(values) for values in state["ready"]}
 
     def _pending(self) -> list[Dispatch]:
         return [*self._in_flight.values(), *self._retries]

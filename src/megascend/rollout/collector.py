@@ -14,7 +14,7 @@ from megascend.rollout.advantages import MIN_RANGE, without_signal
 from megascend.rollout.availability import Availability
 from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
 from megascend.rollout.episodes import Episodes
-from megascend.rollout.group import Group
+from megascend.rollout.group import TrajectoryGroup
 from megascend.rollout.prompts import Prompt
 from weightwire.engine import InferenceEngine, Sampling
 from weightwire.engine_calls import LoopThread
@@ -126,7 +126,7 @@ class RolloutCollector:
 
         self._run(begin())
 
-    def take(self, step: int, timeout_s: float) -> list[Group] | None:
+    def take(self, step: int, timeout_s: float) -> list[TrajectoryGroup] | None:
         """Return the groups of the next step, or None if there are not enough within ``timeout_s``.
 
         Args:
@@ -147,7 +147,7 @@ class RolloutCollector:
 
         self._run(note())
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[Group]]:
+    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[TrajectoryGroup]]:
         """Start rollouts of other prompts beside those of training; return their groups in order."""
         sampling = replace(self._task.sampling, temperature=temperature)
         return self._thread.submit(self._evaluate(prompts, sampling, n))
@@ -162,10 +162,10 @@ class RolloutCollector:
 
         return self._run(copy())
 
-    def dropped(self) -> list[tuple[str, Group]]:
+    def dropped(self) -> list[tuple[str, TrajectoryGroup]]:
         """Return reason and group of what was dropped since the last call; see :meth:`RolloutBuffer.dropped`."""
 
-        async def drain() -> list[tuple[str, Group]]:
+        async def drain() -> list[tuple[str, TrajectoryGroup]]:
             return self._buffer.dropped()
 
         return self._run(drain())
@@ -213,7 +213,7 @@ class RolloutCollector:
 
     # --- on the event loop ---
 
-    async def _take(self, step: int, timeout_s: float) -> list[Group] | None:
+    async def _take(self, step: int, timeout_s: float) -> list[TrajectoryGroup] | None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
@@ -281,7 +281,7 @@ class RolloutCollector:
         self._changed.set()
         self._fill()
 
-    def _check_streak(self, group: Group) -> None:
+    def _check_streak(self, group: TrajectoryGroup) -> None:
         """Warn of consecutive groups without signal, ending with ``group``; raise DataError at the limit."""
         task, streak = self._task, self._buffer.equal_streak
         limit = task.max_equal_groups if task.drop_equal else 0
@@ -306,7 +306,7 @@ class RolloutCollector:
 
     async def _group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, failed: list[int] | None = None
-    ) -> Group | None:
+    ) -> TrajectoryGroup | None:
         """Run the episodes of a prompt on the least busy engine that is not in ``failed`` and has not failed recently.
 
         An engine that fails is added to ``failed``. None: too few episodes have a trajectory to compare them.
@@ -337,9 +337,9 @@ class RolloutCollector:
             )
             for trajectory in trajectories
         )
-        return Group(number, tuple(counted))
+        return TrajectoryGroup(number, tuple(counted))
 
-    async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[Group]:
+    async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[TrajectoryGroup]:
         def seeded(number: int) -> Sampling:
             return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False)
 

@@ -69,7 +69,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True)
-class Group:
+class TrajectoryGroup:
     """All trajectories of one prompt.
 
     Attributes:
@@ -96,7 +96,7 @@ class Group:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Group:
+    def from_json(cls, values: dict[str, Any]) -> TrajectoryGroup:
         """Rebuild a group from :meth:`to_json`."""
         return cls(values["number"], tuple(map(_trajectory, values["trajectories"])))
 

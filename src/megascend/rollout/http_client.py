@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11  # httpx reads HTTP/1.1 with it
 import httpx
 
 from megascend.errors import ConfigError, EngineError, EngineLostError, EngineTimeoutError
@@ -65,7 +66,7 @@ async def exchange(
     except httpx.TransportError as error:
         # httpx's classes say that it failed; the operating system's error says why.
         origin = _origin(error)
-        if isinstance(error, httpx.RemoteProtocolError) and origin.__class__.__module__.startswith("h11"):  # its parser
+        if isinstance(origin, h11.ProtocolError):
             raise UnreadableAnswerError(f"the answer is not HTTP: {origin}") from error
         raise ConnectionError(str(origin) or type(origin).__name__) from error
 

@@ -111,7 +111,6 @@ class Model:
     tenant: str
     adapter: str
     lora: LoraSettings
-    created: float
     used: float
     order: Order[Callable[[], None]] = field(default_factory=lambda: Order[Callable[[], None]]())
     gap_since: float | None = None
@@ -188,7 +187,7 @@ class Tenancy:
         # Never used twice: the adapter of a removed model may still be on the ranks.
         self._adapters += 1
         now, name = self._clock(), model_name(session.name, number)
-        model = Model(name, session.name, session.tenant, f"a{self._adapters}", lora, now, now, metadata=metadata)
+        model = Model(name, session.name, session.tenant, f"a{self._adapters}", lora, now, metadata=metadata)
         self.models[model.name] = model
         session.models.append(model.name)
         return model

@@ -26,7 +26,7 @@ from megascend.io.hashing import cache_key
 
 PACKAGES = ("torch", "transformers", "peft", "safetensors")
 LIMIT_BYTES = 256 * 2**20
-"""Size of all entries together, beyond which the least recently used go. A test run needs about 60 MiB."""
+"""Size of all entries together, beyond which :func:`megascend.io.shared.prune` removes some. A test run needs about 60 MiB."""
 
 
 def folder() -> Path:
@@ -84,7 +84,7 @@ def copy_or_make(
         make(target)
         try:
             shared.replace(entry, lambda fresh: _pack(target, fresh))
-            _drop_oldest(entry.parent)
+            shared.prune(entry.parent, LIMIT_BYTES, keep=entry)
         except OSError as error:
             warnings.warn(f"{entry} cannot be written ({error}): {name} is made again by the next run", stacklevel=2)
 
@@ -125,7 +125,7 @@ def _copied(entry: Path, target: Path) -> bool:
     try:
         _copy(entry / "content", target)
         if digest(target) == (entry / "sha256").read_text(encoding="utf-8"):
-            os.utime(entry)
+            os.utime(entry)  # marks the use, for prune()
             return True
     except (OSError, shutil.Error):  # missing, or another process has just dropped it
         pass
@@ -138,14 +138,3 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copytree(source, target, copy_function=shutil.copyfile)
     else:
         shutil.copyfile(source, target)
-
-
-def _drop_oldest(entries: Path) -> None:
-    with exclusive(entries):
-        # os.utime() in _copied() marks each use.
-        by_age = [(entry.stat().st_mtime, entry) for entry in entries.iterdir() if not entry.name.startswith(".")]
-        room = LIMIT_BYTES
-        for _, entry in sorted(by_age, reverse=True):
-            room -= sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
-            if room < 0:
-                shutil.rmtree(entry, ignore_errors=True)

@@ -499,19 +499,11 @@ def case_backend(case: Case, checkpoint: Path, **settings: Any) -> MegatronBacke
     return MegatronBackend(model=checkpoint, **arguments | settings)
 
 
-def train_case(
-    case: Case,
-    checkpoint: Path,
-    tokens: list[list[int]],
-    steps: int = STEPS,
-    weights: bool = False,
-    prepared: list[Sample] | None = None,
-    **settings: Any,
-) -> Trajectory:
-    """Run ``case`` with megascend on forked processes; rank 0's trajectory, equal on all ranks or an error."""
+def train_case(case: Case, checkpoint: Path, tokens: list[list[int]], *options: Any, **settings: Any) -> Trajectory:
+    """Call :func:`run_case` on forked processes; return rank 0's trajectory, equal on all ranks or an error."""
     from megascend.testing.distributed import run_distributed
 
-    arguments = (case, checkpoint, tokens, steps, weights, prepared)
+    arguments = (case, checkpoint, tokens, *options)
     ranks = run_distributed(run_case, case.world_size, *arguments, init=False, timeout_s=120, **settings)
     return first_of_equals(case.name, ranks)
 

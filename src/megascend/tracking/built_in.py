@@ -58,7 +58,20 @@ def code_block(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-class Wandb:
+class _LikeWandb:
+    """Trackers whose packages have the interface of Weights & Biases."""
+
+    _run: Any
+
+    @property
+    def run_id(self) -> str | None:
+        return self._run.id
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+
+class Wandb(_LikeWandb):
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # type: ignore[reportMissingImports]
 
@@ -74,13 +87,6 @@ class Wandb:
         self._run = wandb.init(**settings | dict(run.options))
         self._table = wandb.Table
 
-    @property
-    def run_id(self) -> str | None:
-        return self._run.id
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
-
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         rows = [[step, prompt, answer] for prompt, answer in texts.items()]
         self._run.log({"generation": self._table(columns=["step", "prompt", "answer"], data=rows)}, step=step)
@@ -89,7 +95,7 @@ class Wandb:
         self._run.finish(exit_code=int(outcome == "failed"))
 
 
-class SwanLab:
+class SwanLab(_LikeWandb):
     def __init__(self, run: TrackedRun) -> None:
         import swanlab  # type: ignore[reportMissingImports]
 
@@ -107,13 +113,6 @@ class SwanLab:
         self._run = swanlab.init(**settings | dict(run.options))
         self._text = swanlab.Text
 
-    @property
-    def run_id(self) -> str | None:
-        return self._run.id
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
-
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         items = [self._text(answer, caption=prompt) for prompt, answer in texts.items()]
         self._run.log({"generation": items}, step=step)
@@ -122,7 +121,7 @@ class SwanLab:
         self._run.finish(state=SWANLAB_STATES[outcome])
 
 
-class Trackio:
+class Trackio(_LikeWandb):
     def __init__(self, run: TrackedRun) -> None:
         import trackio  # type: ignore[reportMissingImports]
 
@@ -134,9 +133,6 @@ class Trackio:
     @property
     def run_id(self) -> str | None:
         return self._run.name  # Trackio resumes runs by name
-
-    def log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._run.log(dict(figures), step=step)
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         markdown = "\n\n".join(f"**{prompt}**\n\n{answer}" for prompt, answer in texts.items())

@@ -15,10 +15,10 @@ import torch
 import megascend
 from megascend.app.rl.learn import learn
 from megascend.config.rl import Objective
-from megascend.rollout.group import Group
+from megascend.rollout.group import TrajectoryGroup
 
 checkpoint, recorded, cases, cap, result = sys.argv[1:]
-groups = [Group.from_json(values) for values in json.loads(Path(recorded).read_text())]
+groups = [TrajectoryGroup.from_json(values) for values in json.loads(Path(recorded).read_text())]
 results = []
 for loss, correction, average in json.loads(cases):
     objective = Objective(loss=loss, correction=correction, average=average, cap=float(cap))

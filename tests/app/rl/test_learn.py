@@ -16,7 +16,7 @@ import torch
 import megascend
 from megascend.app.rl.learn import corrected, group_samples, learn
 from megascend.config.rl import Objective
-from megascend.rollout.group import Group, Trajectory
+from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from support.forked_programs import run_forked
 from weightwire.engine import RoutedExperts
@@ -26,7 +26,7 @@ WORKER = Path(__file__).with_name("single_gradients.py")
 VOCABULARY = 120
 
 
-def recorded(seed: int = 0) -> list[Group]:
+def recorded(seed: int = 0) -> list[TrajectoryGroup]:
     """Draw groups as from an engine: log-probabilities that differ from the trainer's, several lengths and versions."""
     draw = random.Random(seed)
     groups = []
@@ -40,11 +40,11 @@ def recorded(seed: int = 0) -> list[Group]:
             mask = (*(draw.random() < 0.5 for _ in tokens[1:]), True) if index % 2 else None
             logprobs = tuple(value * (mask is None or mask[i]) for i, value in enumerate(logprobs))
             responses.append(Trajectory(prompt, tokens, logprobs, draw.random(), "stop", number, number, mask))
-        groups.append(Group(number, tuple(responses)))
+        groups.append(TrajectoryGroup(number, tuple(responses)))
     return groups
 
 
-def reference(model: Any, groups: list[Group], loss: str, correction: str, average: str, cap: float) -> float:
+def reference(model: Any, groups: list[TrajectoryGroup], loss: str, correction: str, average: str, cap: float) -> float:
     """Compute a step's loss, and its gradients in ``model``, from the formulas, one trajectory at a time."""
     terms, weights = [], []
     for group in groups:
@@ -148,7 +148,7 @@ def test_samples_carry_the_experts_of_every_input_token() -> None:
         Trajectory((4, 5, 6), (7, 8, 9), (-1.0, -2.0, -3.0), reward, "stop", 0, 0, routed_experts=experts)
         for reward in (0.0, 1.0)
     )
-    group = Group.from_json(json.loads(json.dumps(Group(0, responses).to_json())))
+    group = TrajectoryGroup.from_json(json.loads(json.dumps(TrajectoryGroup(0, responses).to_json())))
     assert group.trajectories == responses
     for sample in group_samples(group, Objective()):
         assert sample.input_ids.tolist() == [4, 5, 6, 7, 8]  # the last sampled token is a target only
@@ -178,7 +178,7 @@ def test_rollout_experts_are_replayed_token_by_token(tmp_path: Path) -> None:
             for group in groups
         ]
 
-    def with_experts(shift: int) -> list[Group]:
+    def with_experts(shift: int) -> list[TrajectoryGroup]:
         return [
             replace(
                 group,

@@ -14,7 +14,7 @@ from megascend.engines.fsdp.adapters import FsdpAdapterLayers
 from megascend.engines.fsdp.transformers_api import COMPUTED_BY
 from megascend.errors import ConfigError
 from megascend.lora.adapter import Adapter
-from megascend.lora.registry import AdapterRegistry
+from megascend.lora.registry import AdapterRegistry, AdapterSettings
 from megascend.lora.segments import TokenSegments, token_segments
 from megascend.lora.stacked_adapters import StackedAdapters
 from megascend.lora.transformers_targets import drawn_as, embedding_and_output, experts_without_gate, layer_targets
@@ -46,8 +46,8 @@ class Model(nn.Module):
 def registry_of(model: Model) -> AdapterRegistry:
     targets = layer_targets(model)
     names = [target.slices[0].name for target in targets]
-    options: dict[str, Any] = {"adam": Adam(), "schedule": Schedule(), "seed": 1}
-    return AdapterRegistry.for_model(targets, names, Adapters(), dtype=torch.float32, device=CPU, **options)
+    settings = AdapterSettings(Adapters(), Adam(), Schedule(), 1, torch.float32, CPU)
+    return AdapterRegistry.for_model(targets, names, settings)
 
 
 def segments_of(counts: list[int]) -> TokenSegments:

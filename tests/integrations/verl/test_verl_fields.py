@@ -81,6 +81,6 @@ def test_the_rollouts_shipped_defaults_are_accepted() -> None:
     from omegaconf import OmegaConf
 
     shipped = OmegaConf.load(str(files("verl") / "trainer" / "config" / "rollout" / "rollout.yaml"))
-    values: Any = OmegaConf.to_container(OmegaConf.merge(shipped, {"name": rollout.NAME}), resolve=True)
+    values: Any = OmegaConf.to_container(OmegaConf.merge(shipped, {"name": rollout.ROLLOUT_NAME}), resolve=True)
     settings = rollout.translate_rollout(values | {"tensor_model_parallel_size": 1})
     assert (settings.precision, settings.max_model_len, settings.response_length) == ("bf16", 1024, 512)

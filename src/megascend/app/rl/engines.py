@@ -39,7 +39,9 @@ def make_engines(config: RlConfig) -> list[InferenceEngine]:
 
 def check_engines(engines: Sequence[str], controller: str | None = None) -> None:
     """Check the settings ``engines`` and ``rollout.controller`` without a request."""
-    check_addresses(engines)
+    for address in engines:
+        if address != "local" and not (address.startswith("http://") and address.removeprefix("http://").strip("/")):
+            raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
     servers = [f"engines: {address}" for address in engines if address != "local"]
     if controller is not None:
         servers = [f"rollout.controller: {controller}"]
@@ -48,13 +50,6 @@ def check_engines(engines: Sequence[str], controller: str | None = None) -> None
             load_key()
         except SecretKeyError as error:
             raise ConfigError(f"{servers[0]} takes signed requests, and there is {error}") from error
-
-
-def check_addresses(engines: Sequence[str]) -> None:
-    """Find out that an entry of ``engines`` names none."""
-    for address in engines:
-        if address != "local" and not (address.startswith("http://") and address.removeprefix("http://").strip("/")):
-            raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
 
 
 def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
@@ -72,7 +67,6 @@ def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
         )
     from megascend.rollout.engines.vllm import VllmEngine
 
-    check_addresses([address])
     return VllmEngine(address, owner=_owner(config), generate_timeout_s=config.rollout.timeout_s)
 
 

@@ -11,7 +11,7 @@ import torch
 from megascend.batch.sample import Sample
 from megascend.config.rl import Objective
 from megascend.rollout.advantages import advantages
-from megascend.rollout.group import Group
+from megascend.rollout.group import TrajectoryGroup
 from megascend.rollout.mismatch import Mismatch, measure, total, truncated_weights
 
 if TYPE_CHECKING:
@@ -34,7 +34,11 @@ class Learned:
 
 
 def learn(
-    backend: Backend, groups: Sequence[Group], objective: Objective, adapter: str | None = None, measured: bool = True
+    backend: Backend,
+    groups: Sequence[TrajectoryGroup],
+    objective: Objective,
+    adapter: str | None = None,
+    measured: bool = True,
 ) -> Learned:
     """Accumulate the gradients of one batch of groups. Collective; every rank passes the same groups.
 
@@ -60,7 +64,7 @@ def learn(
     return Learned(backend.forward_backward(shard, loss=objective.loss, adapter=adapter), mismatch)
 
 
-def group_samples(group: Group, objective: Objective) -> list[Sample]:
+def group_samples(group: TrajectoryGroup, objective: Objective) -> list[Sample]:
     """Convert the trajectories of a group to samples, with advantages and the engine's own log-probabilities as the old ones.
 
     A trajectory of n sampled tokens has n targets with a weight: 1 each, or 1 / n where every trajectory counts alike. What an

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from megascend.app.plot import Panel
 from megascend.app.run_log import MetricsRecord
 from megascend.rollout.buffer import Counts
-from megascend.rollout.group import Group
+from megascend.rollout.group import TrajectoryGroup
 from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ PANELS = (
 )
 
 
-def group_figures(groups: Sequence[Group], step: int) -> dict[str, Any]:
+def group_figures(groups: Sequence[TrajectoryGroup], step: int) -> dict[str, Any]:
     """Return the metrics of the groups that a step learned from. Pure.
 
     Args:

@@ -16,7 +16,7 @@ from megascend.rollout.advantages import advantages
 if TYPE_CHECKING:
     from megascend.app.run_log import RunLog
     from megascend.config.rl import RlConfig
-    from megascend.rollout.group import Group
+    from megascend.rollout.group import TrajectoryGroup
 
 ROLLOUTS = "rollouts.jsonl"
 EARLIER = "rollouts.1.jsonl"
@@ -39,7 +39,9 @@ class RolloutLog:
         self._file: AppendFile | None = None
         self._unwritten: list[str] = []
 
-    def write(self, step: int, learned: Sequence[Group], dropped: Sequence[tuple[str, Group]]) -> None:
+    def write(
+        self, step: int, learned: Sequence[TrajectoryGroup], dropped: Sequence[tuple[str, TrajectoryGroup]]
+    ) -> None:
         """Record the groups of a step and those dropped since the previous one, as the settings say.
 
         Args:
@@ -65,7 +67,7 @@ class RolloutLog:
         if self._file is not None:
             self._file.close()
 
-    def _lines(self, step: int, outcome: str, group: Group) -> Iterator[dict[str, Any]]:
+    def _lines(self, step: int, outcome: str, group: TrajectoryGroup) -> Iterator[dict[str, Any]]:
         for trajectory, advantage in zip(group.trajectories, advantages(group.rewards, self._estimator), strict=True):
             line = {
                 "step": step,
@@ -103,7 +105,7 @@ class RolloutLog:
         self._file.write(line)
         self._size += len(line.encode())
 
-    def _show(self, step: int, group: Group) -> None:
+    def _show(self, step: int, group: TrajectoryGroup) -> None:
         ordered = sorted(group.trajectories, key=lambda trajectory: trajectory.reward, reverse=True)
         texts = {
             f"[reward {trajectory.reward:g}] {self._decode(trajectory.prompt_tokens)}": self._decode(trajectory.tokens)

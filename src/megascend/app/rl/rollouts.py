@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.errors import DataError, EngineTimeoutError
 from megascend.rollout.buffer import Counts
-from megascend.rollout.group import Group
+from megascend.rollout.group import TrajectoryGroup
 from megascend.rollout.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SharedRollouts:
 
         return self._backend.from_rank_0(produce)
 
-    def take(self, step: int, stop: Callable[[], bool]) -> list[Group] | None:
+    def take(self, step: int, stop: Callable[[], bool]) -> list[TrajectoryGroup] | None:
         """Return the groups of the next step, or None once any rank received a stop signal.
 
         Raises:
@@ -79,7 +79,7 @@ class SharedRollouts:
             EngineError, DataError: an engine or the reward function failed, on every rank.
             EngineTimeoutError: nothing has been graded within the patience.
         """
-        running: list[Future[list[Group]]] = []
+        running: list[Future[list[TrajectoryGroup]]] = []
         progress = [0, time.monotonic()]  # episodes ended, and since when
 
         def wait(collector: RolloutCollector) -> float | None:
@@ -114,7 +114,7 @@ class SharedRollouts:
         """Return the counts of prompts and responses so far."""
         return self.on_rank_0(lambda collector: collector.counts())
 
-    def dropped(self) -> list[tuple[str, Group]]:
+    def dropped(self) -> list[tuple[str, TrajectoryGroup]]:
         """Return :meth:`RolloutCollector.dropped` on rank 0, nothing on all others. Not collective."""
         return [] if self._collector is None else self._collector.dropped()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megascend.rollout.buffer import Counts
     from megascend.rollout.environments import Environment
     from megascend.rollout.episodes import Episodes
-    from megascend.rollout.group import Group
+    from megascend.rollout.group import TrajectoryGroup
     from megascend.rollout.rewards import Reward
     from megascend.weightsync import WeightSync
     from weightwire.engine import InferenceEngine
@@ -230,10 +230,10 @@ class ReinforcementLearning(Training[RlConfig]):
             run.stack.callback(self._records.close)
         self._since = time.perf_counter()
 
-    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Group] | None:
+    def next_batch(self, number: int, stop: Callable[[], bool]) -> list[TrajectoryGroup] | None:
         return self._rollouts.take(number - 1, stop)
 
-    def step(self, number: int, batch: Sequence[Group]) -> RlRecord:
+    def step(self, number: int, batch: Sequence[TrajectoryGroup]) -> RlRecord:
         """Learn from groups, update the engines, evaluate."""
         from megascend.app.rl.learn import learn
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from megascend.config import Adapters
-from megascend.engines.base import DTYPES
+from megascend.engines.base import adapter_settings
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.experts import SortedRows, frozen_experts
@@ -173,24 +173,13 @@ class FsdpAdapters(MixedAdapters):
         targets: Sequence[TargetModule],
         share: ExpertShare | None,
     ) -> None:
-        assert spec.adapters is not None
-        limits = spec.adapters
-        dtype, device = DTYPES[spec.precision], context.groups.device
+        settings = adapter_settings(spec, context.groups.device)
         # Before the registry exists, which allocates factors by each target's number of experts.
         targets = [_local_experts(target, share) for target in targets]
         names = sorted(target.slices[0].name for target in targets)
-        allowed = [name for name in names if matches(name, limits.targets)]
+        allowed = [name for name in names if matches(name, settings.limits.targets)]
         drawn_targets = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
-        registry = AdapterRegistry.for_model(
-            drawn_targets,
-            names,
-            limits,
-            adam=spec.optimizer,
-            schedule=spec.schedule,
-            seed=spec.seed,
-            dtype=dtype,
-            device=device,
-        )
+        registry = AdapterRegistry.for_model(drawn_targets, names, settings)
         self.layers = FsdpAdapterLayers(model, registry.shape_groups, divided=share is not None)
         self.transposed = {target.slices[0].name for target in targets if is_transposed(target)}
         super().__init__(
@@ -199,8 +188,6 @@ class FsdpAdapters(MixedAdapters):
             context.groups,
             context.model_dir,
             layers=self.layers,
-            dtype=dtype,
-            device=device,
             sequence_first=False,
         )
 

@@ -22,7 +22,15 @@ from megascend.changes import patch
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
 from megascend.config import CudaGraphs
 from megascend.distributed.objects import gather_objects, raise_on_all_ranks
-from megascend.engines.base import Engine, OnOutput, ScalarOutput, check_head, longest_sample, seed_generators
+from megascend.engines.base import (
+    Engine,
+    OnOutput,
+    ScalarOutput,
+    adapter_settings,
+    check_head,
+    longest_sample,
+    seed_generators,
+)
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.full_model import FullModel
 from megascend.engines.heads import fresh_weights
@@ -154,7 +162,18 @@ class MegatronEngine(Engine):
 
     def _train_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Freeze the model, and train adapters on it."""
-        self.trainable = self.adapters = self._adapter_manager(spec)
+        from megascend.lora.layers import AdapterManager
+
+        self.trainable = self.adapters = AdapterManager(
+            self.decoders,
+            self.config,
+            self.topology,
+            self.groups,
+            self.info.tensor_names,
+            adapter_settings(spec, self.device),
+            vocab_size=self.info.shape.vocab_size,
+            model_dir=self.model_dir,
+        )
         # Pure data parallelism of a dense model: adapters communicate only in their step.
         self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
         # No DDP: a frozen model has no gradients to reduce.
@@ -215,26 +234,6 @@ class MegatronEngine(Engine):
             return Verdict("off")
         has_window = self.config.window_size is not None
         return require_agreement(self.model_dir, full, self.max_length, has_window, self.groups, checker)
-
-    def _adapter_manager(self, spec: EngineSpec) -> AdapterManager:
-        from megascend.lora.layers import AdapterManager
-
-        assert spec.adapters is not None
-        return AdapterManager(
-            self.decoders,
-            self.config,
-            self.topology,
-            self.groups,
-            self.info.tensor_names,
-            spec.adapters,
-            adam=spec.optimizer,
-            schedule=spec.schedule,
-            seed=spec.seed,
-            dtype=self.dtype,
-            device=self.device,
-            vocab_size=self.info.shape.vocab_size,
-            model_dir=self.model_dir,
-        )
 
     def graph_steps(self, settings: CudaGraphs, capture: Capture) -> None:
         """Run micro batches as CUDA graphs from now on, if they can be captured."""

@@ -12,6 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megascend.batch.gradient_scaling import INITIAL_LOSS_SCALE
 from megascend.batch.results import StepResult
 from megascend.bootstrap import current_runtime
 from megascend.config import Adam, Precision, Schedule
@@ -20,9 +21,6 @@ from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron.routers import Routers
-
-# Not Megatron's default of 2**32, from which nearly every first step overflows.
-INITIAL_LOSS_SCALE = 2.0**16
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patch
 from megascend.config import Adapters, VisionTower
+from megascend.engines import pictures
 from megascend.errors import ConfigError
 from megascend.lora.target_modules import EMBEDDING, matches
 from megascend.models import Images
@@ -116,11 +117,10 @@ class Features:
             # Every rank and micro batch gives the tower a gradient, which data parallel ranks reduce together: here one of zeros.
             # With overlap_grad_reduce Megatron starts a bucket's reduction once all of its parameters have gradients, and
             # asserts at the end of the step that it has been started.
-            final, inner = self._features(*self._black_picture(embeddings))
-            zero = torch.stack([features.float().mean() * 0.0 for features in (final, *inner)]).sum()
-            return {"inputs_embeds": embeddings + zero.to(embeddings.dtype)}
+            return {"inputs_embeds": pictures.add_unused_features(self._tower, embeddings, self._dtype)}
         assert image_grid_thw is not None
-        final, inner = self._features(pixel_values, image_grid_thw)
+        # Patches are fp32 in every precision, as the image processor makes them.
+        final, *inner = pictures.features_of(self._tower, pixel_values.to(self._dtype), image_grid_thw)
         # masked_scatter takes features in the order of [batch, sequence], which is that of the samples and so of their pictures.
         mask = input_ids == self._token
         inputs: dict[str, Any] = {
@@ -144,16 +144,9 @@ class Features:
             inputs["deepstack_visual_embeds"] = torch.stack([features[order] for features in inner])
         return inputs
 
-    def _features(self, pixel_values: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        # Patches are fp32 in every precision, as the image processor makes them.
-        output = self._tower(pixel_values.to(next(self._tower.parameters()).dtype), grid_thw=grids)
-        return output.pooler_output, list(getattr(output, "deepstack_features", None) or [])
-
-    def _black_picture(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        config: Any = self._tower.config
-        side = config.spatial_merge_size
-        width = config.in_channels * config.temporal_patch_size * config.patch_size**2
-        return like.new_zeros(side * side, width), torch.tensor([[1, side, side]], device=like.device)
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self._tower.parameters()).dtype
 
 
 @contextlib.contextmanager
@@ -170,6 +163,4 @@ def frequencies_in_fp32(chunk: Any, images: Images | None) -> Iterator[None]:
 
 def arguments(batch: MicroBatch, chunk: Any, images: Images | None) -> dict[str, Tensor]:
     """Return the pictures of a micro batch as arguments of a chunk with a vision tower; none for other chunks."""
-    if batch.images is None or tower(chunk, images) is None:
-        return {}
-    return {"pixel_values": batch.images.pixel_values, "image_grid_thw": batch.images.grids}
+    return {} if tower(chunk, images) is None else pictures.arguments(batch)

@@ -14,7 +14,7 @@ from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.sample import Sample
 from megascend.changes import patched
 from megascend.config import Lora
-from megascend.engines.base import DTYPES
+from megascend.engines.base import adapter_settings
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.lora.adapter_set import AdapterSet
 from megascend.lora.factors import Factors
@@ -36,19 +36,10 @@ class PeftAdapters(AdapterSet):
         # machine with two versions of cuDNN, the loader would mix them.
         import peft  # noqa: F401
 
-        assert spec.adapters is not None
         model.requires_grad_(False)
         targets = adapter_targets(model)
-        registry = AdapterRegistry.for_model(
-            targets,
-            sorted(target.slices[0].name for target in targets),
-            spec.adapters,
-            adam=spec.optimizer,
-            schedule=spec.schedule,
-            seed=spec.seed,
-            dtype=DTYPES[spec.precision],
-            device=context.groups.device,
-        )
+        names = sorted(target.slices[0].name for target in targets)
+        registry = AdapterRegistry.for_model(targets, names, adapter_settings(spec, context.groups.device))
         super().__init__(registry, context.topology, context.groups, context.model_dir)
         self._model = model
         self._names: list[str] = []

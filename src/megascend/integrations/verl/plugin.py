@@ -11,10 +11,7 @@ import os
 import sys
 import traceback
 
-from megascend.integrations.verl.settings_table import VENDOR
-
-ROLLOUT = "megascend"
-"""Value of ``actor_rollout_ref.rollout.name`` that selects megascend's rollout."""
+from megascend.integrations.verl.settings_table import ROLLOUT_NAME, VENDOR
 
 
 def is_selected() -> bool:
@@ -50,7 +47,7 @@ def _register_adapter() -> None:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     # A class path, as in verl's own entries.
-    _ROLLOUT_REGISTRY[ROLLOUT, "async"] = "megascend.integrations.verl.rollout.ServerAdapter"
+    _ROLLOUT_REGISTRY[ROLLOUT_NAME, "async"] = "megascend.integrations.verl.rollout.ServerAdapter"
 
 
 def _register_replica() -> None:
@@ -61,7 +58,7 @@ def _register_replica() -> None:
 
         return Replica
 
-    RolloutReplicaRegistry.register(ROLLOUT, load)
+    RolloutReplicaRegistry.register(ROLLOUT_NAME, load)
 
 
 def _register_trainer() -> None:

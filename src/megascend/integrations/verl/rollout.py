@@ -25,7 +25,8 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from megascend.errors import ConfigError
 from megascend.integrations.verl.rollout_server import DTYPES, RolloutServer
-from megascend.integrations.verl.rollout_settings import NAME, RolloutSettings, translate_rollout
+from megascend.integrations.verl.rollout_settings import RolloutSettings, translate_rollout
+from megascend.integrations.verl.settings_table import ROLLOUT_NAME
 from megascend.weightsync.delivery import Delivery
 from weightwire.manifest import default_bucket_bytes
 from weightwire.remote_engine import RemoteEngine
@@ -75,7 +76,7 @@ class Replica(replica.RolloutReplica):
         """
         if self.is_reward_model or self.is_teacher_model:
             raise ConfigError(
-                f"the rollout {NAME} samples from the policy: reward models and teachers need another one"
+                f"the rollout {ROLLOUT_NAME} samples from the policy: reward models and teachers need another one"
             )
         if self.nnodes != 1:
             raise ConfigError(f"a replica of {self.world_size} ranks on {self.nnodes} nodes: an engine is on one node")
@@ -140,7 +141,7 @@ class ServerAdapter(base.BaseRollout):
         """
         if wire_format != "named_tensors" or peft_config is not None:
             raise ConfigError(
-                f"rollout {NAME}: {'an adapter alone' if peft_config is not None else wire_format} is not supported; set "
+                f"rollout {ROLLOUT_NAME}: {'an adapter alone' if peft_config is not None else wire_format} is not supported; set "
                 "actor_rollout_ref.model.lora.merge=True"
             )
         dtype = getattr(torch, DTYPES[self._settings.precision])

@@ -9,10 +9,7 @@ from typing import Any
 from megascend.config import Precision
 from megascend.errors import ConfigError
 from megascend.integrations.verl.settings import PRECISIONS, check
-from megascend.integrations.verl.settings_table import READ_BY_VERL, Rule, mapped, no_effect, only
-
-NAME = "megascend"
-"""Value of ``actor_rollout_ref.rollout.name`` that selects this rollout."""
+from megascend.integrations.verl.settings_table import READ_BY_VERL, ROLLOUT_NAME, Rule, mapped, no_effect, only
 
 _PLAIN = (
     "responses are sampled from the whole distribution, which is the one that the trainer's log-probabilities are of"
@@ -21,7 +18,7 @@ _OPTIONS = no_effect("vLLM's own option; give it in engine_kwargs.megascend.opti
 
 ROLLOUT: dict[str, Rule] = {
     "_target_": READ_BY_VERL,
-    "name": only(NAME, reason="another rollout"),
+    "name": only(ROLLOUT_NAME, reason="another rollout"),
     "mode": only("async", reason="verl has no other one"),
     "nnodes": only(0, reason="engines belong to the trainer's ranks; standalone ones are not supported"),
     "n_gpus_per_node": READ_BY_VERL,
@@ -150,10 +147,10 @@ def translate_rollout(rollout: Mapping[str, Any]) -> RolloutSettings:
     Raises:
         ConfigError: unsupported settings; the message names all of them.
     """
-    options = (rollout.get("engine_kwargs") or {}).get(NAME) or {}
+    options = (rollout.get("engine_kwargs") or {}).get(ROLLOUT_NAME) or {}
     problems = [*_problems(rollout, options)]
     if problems:
-        raise ConfigError(f"verl's settings, with the rollout {NAME}:\n- " + "\n- ".join(problems))
+        raise ConfigError(f"verl's settings, with the rollout {ROLLOUT_NAME}:\n- " + "\n- ".join(problems))
     response = int(rollout.get("response_length", 512))
     longest = rollout.get("max_model_len") or int(rollout.get("prompt_length", 512)) + response
     return RolloutSettings(
@@ -176,7 +173,7 @@ def _problems(rollout: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     prefix = "actor_rollout_ref.rollout"
     problems = check(prefix, ROLLOUT, rollout)
     problems += check(f"{prefix}.val_kwargs", VALIDATION, rollout.get("val_kwargs") or {})
-    problems += check(f"{prefix}.engine_kwargs.{NAME}", OWN_SETTINGS, options)
+    problems += check(f"{prefix}.engine_kwargs.{ROLLOUT_NAME}", OWN_SETTINGS, options)
     for name, switch in _OFF.items():
         if (rollout.get(name) or {}).get(switch):
             problems.append(f"{prefix}.{name}.{switch}=True: not supported with this rollout")
@@ -191,8 +188,8 @@ def _problems(rollout: Mapping[str, Any], options: Mapping[str, Any]) -> list[st
     if not options.get("vllm_python") and ranks != 1:
         problems.append(
             f"{prefix}.tensor_model_parallel_size={ranks}: the local engine is one process; set it to 1, or "
-            f"engine_kwargs.{NAME}.vllm_python"
+            f"engine_kwargs.{ROLLOUT_NAME}.vllm_python"
         )
     if not options.get("vllm_python") and options.get("options"):
-        problems.append(f"{prefix}.engine_kwargs.{NAME}.options are vLLM's, and there is no vllm_python")
+        problems.append(f"{prefix}.engine_kwargs.{ROLLOUT_NAME}.options are vLLM's, and there is no vllm_python")
     return problems

@@ -11,6 +11,8 @@ from typing import Any
 
 VENDOR = "megascend"
 """Value of ``VERL_ENGINE_VENDOR`` that selects megascend's engine."""
+ROLLOUT_NAME = "megascend"
+"""Value of ``actor_rollout_ref.rollout.name`` that selects megascend's rollout."""
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+from typing_extensions import Self
 
 from megascend.errors import ControllerError, ControllerLostError, EngineError, EngineOwnedError
 from megascend.rollout.availability import Availability
@@ -42,7 +45,33 @@ class ControllerLimits:
     max_kept_bytes: int = 256 * 2**20
 
 
-class Controller:
+class ClosedOnce(ABC):
+    """Asynchronous context that runs ``_close`` once, whoever closes it and how often.
+
+    Attributes:
+        closed: the closing, once it has begun.
+    """
+
+    closed: asyncio.Future[None] | None = None
+
+    async def close(self, reason: str = "the controller is closing") -> None:
+        """Close; a second call waits for the first."""
+        if self.closed is None:
+            self.closed = asyncio.ensure_future(self._close(reason))
+        # A second signal, or a cancelled caller, must not end the closing halfway.
+        await asyncio.shield(self.closed)
+
+    @abstractmethod
+    async def _close(self, reason: str) -> None: ...
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+
+class Controller(ClosedOnce):
     """Engines with one owner at a time, who updates and pauses them under leases.
 
     For one event loop. After a failed call the owner's update is dropped on all its engines, and paused ones are resumed; the
@@ -81,7 +110,6 @@ class Controller:
         self._operations: set[asyncio.Task[Any]] = set()
         self._cleanups: set[asyncio.Future[Any]] = set()
         self._timer: Timer | None = None
-        self._closed: asyncio.Future[None] | None = None
 
     # --- ownership ---
 
@@ -138,18 +166,6 @@ class Controller:
             }
         return {"instance": self.instance, "engines": engines, "rollouts": dict(self.tasks.status())}
 
-    async def close(self, reason: str = "the controller is closing") -> None:
-        """Cancel operations, drop updates, resume paused engines, fail rollouts in flight. A second call waits for the first."""
-        if self._closed is None:
-            self._closed = asyncio.ensure_future(self._close(reason))
-        await asyncio.shield(self._closed)
-
-    async def __aenter__(self) -> Controller:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
-
     # --- internals ---
 
     async def _sample(self, claim_id: str, work: Callable[[InferenceEngine], Awaitable[T]], n: int) -> T:
@@ -172,7 +188,7 @@ class Controller:
             self._availability.failed(number)
             raise
         except asyncio.CancelledError:
-            if self._closed and task.cancelled():
+            if self.closed and task.cancelled():
                 raise ControllerLostError("the controller is closing") from None
             raise
         finally:
@@ -183,6 +199,7 @@ class Controller:
         return result
 
     async def _close(self, reason: str) -> None:
+        """Cancel operations, drop updates, resume paused engines, fail rollouts in flight."""
         if self._timer is not None:
             self._timer.cancel()
         # First of all: an operation that goes on could pause engines after they were resumed below.
@@ -230,7 +247,7 @@ class Controller:
         try:
             return await task
         except asyncio.CancelledError:
-            if self._closed and task.cancelled():
+            if self.closed and task.cancelled():
                 raise ControllerLostError(
                     "the controller is closing; the update was dropped, engines were resumed"
                 ) from None
@@ -285,7 +302,7 @@ class Controller:
             self._timer = None
         ends = [end for end in (self._ownership.next_lapse(), self._pauses.next_lapse()) if end is not None]
         # A closing controller ends all claims itself.
-        if ends and self._closed is None:
+        if ends and self.closed is None:
             self._timer = self._clock.call_at(min(ends), self._on_lapse)
 
     def _on_lapse(self) -> None:
@@ -307,7 +324,7 @@ class Controller:
         return task
 
     def _check_open(self) -> None:
-        if self._closed is not None:
+        if self.closed is not None:
             raise ControllerLostError("the controller is closing")
 
 

@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from typing_extensions import Self
 
 from megascend.errors import (
     ConfigError,
@@ -29,7 +30,7 @@ from megascend.errors import (
 from megascend.rollout.connections import OWNER, BoundedServer, listen
 from megascend.rollout.controller.address import Address, PublishedAddress
 from megascend.rollout.controller.areal import CALLBACKS, ArealCallbacks, bearer_of
-from megascend.rollout.controller.controller import Controller
+from megascend.rollout.controller.controller import ClosedOnce, Controller
 from megascend.rollout.controller.messages import AUDIENCE, BEARER, Call, read_call, write_error, write_result
 from megascend.rollout.controller.replies import Replies
 from megascend.rollout.controller.routes import PREFIX, ReadCall, read_route
@@ -76,7 +77,7 @@ class Refusal(Exception):
         self.status = status
 
 
-class ControllerServer:
+class ControllerServer(ClosedOnce):
     """HTTP server of a controller, for callers with the job's key.
 
         async with ControllerServer(Controller(engines), key, publish="run/controller.json") as server:
@@ -122,7 +123,6 @@ class ControllerServer:
         self._server: BoundedServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._stopping: str | None = None
-        self._closed: asyncio.Future[None] | None = None
         self._areal = ArealCallbacks(controller)
         areal = Route(CALLBACKS + "{name}", self._respond_to_areal, methods=["POST"])
         calls = Route("/{path:path}", self._respond, methods=["POST"])
@@ -177,13 +177,6 @@ class ControllerServer:
         log.info("rollout controller %s listens on %s", self.controller.instance, self.address)
         return self.address
 
-    async def close(self, reason: str = "the controller is closing") -> None:
-        """Refuse new calls, close the controller (which resumes paused engines), answer running calls."""
-        if self._closed is None:
-            self._closed = asyncio.ensure_future(self._close(reason))
-        # A second signal, or a cancelled caller, must not end the closing halfway.
-        await asyncio.shield(self._closed)
-
     async def until_signal(self) -> signal.Signals:
         """Serve until SIGTERM or SIGINT arrives, then close. Only in the main thread.
 
@@ -197,12 +190,9 @@ class ControllerServer:
             await self.close(f"the controller got {number.name}")
         return number
 
-    async def __aenter__(self) -> ControllerServer:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.close()
 
     # --- internals ---
 
@@ -317,6 +307,7 @@ class ControllerServer:
             self._published.withdraw()
 
     async def _close(self, reason: str) -> None:
+        """Refuse new calls, close the controller (which resumes paused engines), answer running calls."""
         self._stopping = reason
         if self._server is not None:
             # No new connections, while running calls are still answered.

@@ -74,8 +74,7 @@ class Inbox:
         with self._changed:
             # The lock is released while it waits, so the event loop never blocks in submit().
             if wait and self._changed.wait_for(lambda: self._commands or self._closed, KEEP_ALIVE_S):
-                end = time.monotonic() + self._window_s
-                self._changed.wait_for(self._complete, max(0.0, end - time.monotonic()))
+                self._changed.wait_for(self._complete, self._window_s)
             elif 0 < ready < self._max_tokens:
                 self._wait_for_expected(ready)
             # Polled on every turn: `stopped` reads a signal handler's flag, and a handler cannot take this lock to notify.
