@@ -142,9 +142,11 @@ def test_dry_run_and_real_run_refuse_in_the_same_words(engine: str, folder: Path
         assert words in real, name
 
 
-def test_rl_dry_run_counts_prompts_and_asks_no_engine(folder: Path) -> None:
+def test_rl_dry_run_describes_prompts_trial_and_memory(folder: Path) -> None:
     lines = run_here("rl", folder)["lines"]
-    assert "prompts   1" in lines
+    assert "prompts   1; 3 tokens each" in lines
+    assert any(line.startswith("trial ") and "prompts.jsonl:1: reward" in line for line in lines)
+    assert any(line.strip().startswith("total ") for line in lines)
     assert any(line.startswith("steps     3 of ") for line in lines)
     assert not (folder / "out").exists()
 

@@ -286,7 +286,7 @@ def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
     learned.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     training_only = config.model_copy(update={"evaluation": None})
     tokenizer = byte_tokenizer(4096)
-    *_, tokens = read_and_check(training_only, tokenizer, SampleLimits(50))
-    assert read_and_check(training_only, tokenizer, SampleLimits(50))[2] == tokens
+    first = read_and_check(training_only, tokenizer, SampleLimits(50))
+    assert read_and_check(training_only, tokenizer, SampleLimits(50)).digest == first.digest
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert read_and_check(training_only, tokenizer, SampleLimits(50))[2] != tokens
+    assert read_and_check(training_only, tokenizer, SampleLimits(50)).digest != first.digest

@@ -166,8 +166,7 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
     world, config = prepare(training, plan, overwrite, resume)
     plan, runtime = world.plan, world.runtime
     info, topology, budget = plan.info, plan.topology, config.batching.budget
-    prompts, held_out = training.prompt_counts
-    lengths = sorted(training.prompt_lengths)
+    lengths = sorted(training.prompts.lengths)
     hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
 
     def memory(config: RlConfig) -> Estimate | None:
@@ -183,8 +182,8 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
         platform=runtime.platform.name,
         topology=topology,
         info=info,
-        prompts=prompts,
-        held_out=held_out,
+        prompts=len(training.prompts.learned),
+        held_out=len(training.prompts.held_out),
         prompt_lengths=(lengths[0], lengths[len(lengths) // 2], lengths[-1]),
         trial=training.try_episode(config),
         engines=ask_engines(config),

@@ -113,7 +113,11 @@ def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
         yield f"{'' if index else 'engines':<10}{line}"
     evaluated = f", {dry.held_out} for evaluation" if config.evaluation is not None else ""
     shortest, median, longest = dry.prompt_lengths
-    lengths = f"; {shortest} to {longest} tokens, median {median}" if longest else "; the environment makes them"
+    lengths = "; the environment makes them"
+    if longest:
+        lengths = (
+            f"; {shortest} to {longest} tokens, median {median}" if shortest < longest else f"; {longest} tokens each"
+        )
     yield f"prompts   {dry.prompts}{evaluated}{lengths}"
     trial = dry.trial
     parts = "".join(f", {name} {value:g}" for name, value in trial.rewards.items())

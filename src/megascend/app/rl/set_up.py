@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -129,15 +130,24 @@ def check_objective(objective: Objective) -> None:
         )
 
 
-def read_and_check(
-    config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits
-) -> tuple[list[tuple[str, Prompt]], list[tuple[str, Prompt]], str, list[int]]:
-    """Read all prompts and check them.
+@dataclass(frozen=True)
+class PromptData:
+    """Prompts of a run.
 
-    Returns:
-        The prompts that are learned from and those of evaluations, with file and line, a digest of the former's tokens, and their
-        lengths; 0 for lines of which an environment makes the prompt.
+    Attributes:
+        learned, held_out: prompts for training and for evaluation, with file and line.
+        digest: of the tokens of those for training.
+        lengths: their tokens; 0 for lines of which an environment makes the prompt.
     """
+
+    learned: list[tuple[str, Prompt]]
+    held_out: list[tuple[str, Prompt]]
+    digest: str
+    lengths: list[int]
+
+
+def read_and_check(config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> PromptData:
+    """Read all prompts and check them."""
     stop_tokens(tokenizer, config.rollout.stop)
     findings, prompts, digests, lengths = Findings(), [], [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
@@ -157,7 +167,7 @@ def read_and_check(
     findings.raise_problems("prompts")
     for line in findings.lines():
         logger.warning("prompts: %s", line)
-    return prompts[0], prompts[1], digests[0], lengths
+    return PromptData(prompts[0], prompts[1], digests[0], lengths)
 
 
 def _check_prompt(

@@ -20,6 +20,7 @@ from megascend.errors import DataError, EngineError
 if TYPE_CHECKING:
     from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
+    from megascend.app.rl.set_up import PromptData
     from megascend.app.rl.trial import Trial
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
@@ -108,6 +109,8 @@ class ReinforcementLearning(Training[RlConfig]):
     progress_keys = ("rollouts", "rl")
     shared_errors = (DataError, EngineError)  # of rank 0, which tells all
     panels = PANELS
+    prompts: PromptData
+    """After :meth:`prepare`."""
     _grader: Reward | Environment
     _run: Run[RlConfig]
     _rollouts: SharedRollouts
@@ -139,26 +142,19 @@ class ReinforcementLearning(Training[RlConfig]):
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
         config = with_template_date(config, plan.tokenizer, world.resume, world.launch)
-        self._prompts, self._held_out, self._digest, self.prompt_lengths = read_and_check(
-            config, plan.tokenizer, plan.limits
-        )
+        self.prompts = read_and_check(config, plan.tokenizer, plan.limits)
         return config
-
-    @property
-    def prompt_counts(self) -> tuple[int, int]:
-        """Number of prompts that are learned from, and of those of evaluations; after :meth:`prepare`."""
-        return len(self._prompts), len(self._held_out)
 
     def try_episode(self, config: RlConfig) -> Trial:
         """Run an episode of the first prompt with a canned response; after :meth:`prepare`. See :func:`trial.try_episode`."""
         from megascend.app.rl.trial import try_episode
 
-        return try_episode(config, self._episodes(config), self._tokenizer, *self._prompts[0])
+        return try_episode(config, self._episodes(config), self._tokenizer, *self.prompts.learned[0])
 
     def _episodes(self, config: RlConfig) -> Episodes:
         from megascend.app.rl.set_up import make_episodes
 
-        located = [*self._prompts, *self._held_out]
+        located = [*self.prompts.learned, *self.prompts.held_out]
         return make_episodes(config, self._tokenizer, self._grader, self._max_length, located)
 
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
@@ -179,8 +175,8 @@ class ReinforcementLearning(Training[RlConfig]):
                 print(line, flush=True)
             if backend.self_check is not None:
                 print(backend.self_check.summary(), flush=True)
-        prompts = [prompt for _, prompt in self._prompts]
-        sources = {"chat template, tokenizer or date": self._digest}
+        prompts = [prompt for _, prompt in self.prompts.learned]
+        sources = {"chat template, tokenizer or date": self.prompts.digest}
         # One at a time: the collector draws as engines become free.
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
         engines: list[InferenceEngine] = []
@@ -290,7 +286,7 @@ class ReinforcementLearning(Training[RlConfig]):
         """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have."""
         settings = self._run.config.evaluation
         assert settings is not None
-        held_out = [prompt for _, prompt in self._held_out]
+        held_out = [prompt for _, prompt in self.prompts.held_out]
         return self._rollouts.evaluate(held_out, settings.temperature, settings.samples)
 
     def progress(self) -> dict[str, Any]:
@@ -306,7 +302,7 @@ class ReinforcementLearning(Training[RlConfig]):
         device = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {engines}"
         steps = f"{config.steps} steps of {rollout.prompts_per_step} x {rollout.group_size} responses"
         return (
-            f"{model_line(config, run.backend)}: {len(self._prompts)} prompts, {steps}; lag {rollout.max_lag}; "
+            f"{model_line(config, run.backend)}: {len(self.prompts.learned)} prompts, {steps}; lag {rollout.max_lag}; "
             f"{config.precision}; {device}"
         )
 
