@@ -89,12 +89,12 @@ def test_conversation_keeps_sampled_tokens_and_adds_what_the_template_writes(tem
     engine = ScriptedEngine(first, second, tokenizer=tokenizer)
     [trajectory] = play(TwoTurns(), engine, tokenizer)
     prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    written = "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+    between = "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
     if template is None:
         assert tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True) == prompt
     assert tokenizer.decode(engine.contexts[0]) == prompt
-    assert tokenizer.decode(engine.contexts[1]) == prompt + first + written
-    assert tokenizer.decode([*trajectory.prompt_tokens, *trajectory.tokens]) == prompt + first + written + second
+    assert tokenizer.decode(engine.contexts[1]) == prompt + first + between
+    assert tokenizer.decode([*trajectory.prompt_tokens, *trajectory.tokens]) == prompt + first + between + second
     sampled = [token for token, mark in zip(trajectory.tokens, trajectory.mask, strict=True) if mark]
     assert tokenizer.decode(sampled) == first + second
     # The second context is the first with its reply, token for token.
@@ -146,15 +146,15 @@ def test_conversation_is_full_at_the_longest_trajectory() -> None:
 class Sometimes:
     """Environment that raises, or never ends, for prompts of a kind."""
 
-    def __init__(self, every: int = 3, hangs: bool = False) -> None:
-        self.every, self.hangs, self.runs, self.cancelled = every, hangs, 0, 0
+    def __init__(self, period: int = 3, hangs: bool = False) -> None:
+        self.period, self.hangs, self.runs, self.cancelled = period, hangs, 0, 0
 
     async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
         self.runs += 1
         number = self.runs
         conversation = policy.conversation("go")
         await conversation.reply()
-        if number % self.every == 0:
+        if number % self.period == 0:
             if not self.hangs:
                 raise KeyError("no such tool")
             try:
@@ -192,10 +192,10 @@ def test_failed_episodes_are_counted_and_left_out(hangs: bool, caplog: pytest.Lo
         counts = rollouts.counts()
     assert groups is not None
     assert len(groups) == 4
-    lost = 16 - sum(len(group.trajectories) for group in groups)
-    assert lost >= 4
+    missing = 16 - sum(len(group.trajectories) for group in groups)
+    assert missing >= 4
     assert (counts.timed_out, counts.failed) == ((counts.timed_out, 0) if hangs else (0, counts.failed))
-    assert counts.timed_out + counts.failed >= lost
+    assert counts.timed_out + counts.failed >= missing
     assert environment.cancelled == (counts.timed_out if hangs else 0)
     expected = "did not end within 0.5 s" if hangs else "raised KeyError: 'no such tool'"
     assert expected in caplog.messages[0]
@@ -205,7 +205,7 @@ def test_failed_episodes_are_counted_and_left_out(hangs: bool, caplog: pytest.Lo
 
 def test_too_many_failed_episodes_end_the_run() -> None:
     with (
-        collecting(Sometimes(every=2), Engine("one"), max_failed=0.4) as rollouts,
+        collecting(Sometimes(period=2), Engine("one"), max_failed=0.4) as rollouts,
         pytest.raises(DataError, match=r"of the last \d+ episodes failed, more than the share 0.4 .*no such tool"),
     ):
         learn_from(rollouts, 20)

@@ -23,7 +23,7 @@ class Order(str, Enum):
 
 
 class Outcome(str, Enum):
-    """What became of a trajectory's group."""
+    """Use of a trajectory's group: learned from, or dropped for a reason."""
 
     learned = "learned"
     equal = "equal"
@@ -64,7 +64,7 @@ def rollouts_command(
     The newest come first. Reads RUN/rollouts.1.jsonl and RUN/rollouts.jsonl, also while the run writes them.
     """
 
-    def wanted(row: dict[str, Any]) -> bool:
+    def matches(row: dict[str, Any]) -> bool:
         return (
             (step is None or row["step"] == step)
             and (prompt is None or row["prompt_number"] == prompt)
@@ -74,15 +74,15 @@ def rollouts_command(
             and (contains is None or contains in row["prompt"] or contains in row["response"])
         )
 
-    rows = [row for row in read_rollouts(run) if wanted(row)]
+    rows = [row for row in read_rollouts(run) if matches(row)]
     rows.sort(key=FIGURES[sort], reverse=not ascending)
     page = rows[offset : offset + limit]
     for row in page:
-        typer.echo(json.dumps(row) if as_json else described(row, full=full))
+        typer.echo(json.dumps(row) if as_json else trajectory_text(row, full=full))
     if not as_json:
         last = offset + len(page)
-        more = f"; the next with --offset {last}" if last < len(rows) else ""
-        typer.echo(f"{len(page)} of {len(rows)} trajectories{more}")
+        hint = f"; the next with --offset {last}" if last < len(rows) else ""
+        typer.echo(f"{len(page)} of {len(rows)} trajectories{hint}")
 
 
 def read_rollouts(run: Path) -> Iterator[dict[str, Any]]:
@@ -108,7 +108,7 @@ def read_rollouts(run: Path) -> Iterator[dict[str, Any]]:
                     yield json.loads(line)
 
 
-def described(row: dict[str, Any], *, full: bool) -> str:
+def trajectory_text(row: dict[str, Any], *, full: bool) -> str:
     """Describe a trajectory: a line of figures, the prompt, and the response."""
     from megascend.app.run_log import MAX_CHARACTERS, quoted
 

@@ -329,7 +329,7 @@ class RolloutCollector:
         if len(trajectories) < min(n, 2):
             return None
         # In the trainer's count, in which staleness is measured.
-        counted = (
+        renumbered = (
             replace(
                 trajectory,
                 first_version=trajectory.first_version - self._offset,
@@ -337,7 +337,7 @@ class RolloutCollector:
             )
             for trajectory in trajectories
         )
-        return TrajectoryGroup(number, tuple(counted))
+        return TrajectoryGroup(number, tuple(renumbered))
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[TrajectoryGroup]:
         def seeded(number: int) -> Sampling:

@@ -125,11 +125,11 @@ class PromptRenderer:
         while placeholder in str(added):
             placeholder += "x"
         rendered = self._render([*earlier, {"role": "assistant", "content": placeholder}, *added], tools, prompt=True)
-        written = rendered[rendered.rindex(placeholder) + len(placeholder) :]
+        between = rendered[rendered.rindex(placeholder) + len(placeholder) :]
         # The token that ends the turn was sampled, unless the reply was cut off.
-        if last and written.lstrip().startswith(last):
-            written = written[written.index(last) + len(last) :]
-        return self._encode(written)
+        if last and between.lstrip().startswith(last):
+            between = between[between.index(last) + len(last) :]
+        return self._encode(between)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of tokens, without special ones unless requested."""
@@ -363,11 +363,11 @@ class EnvironmentEpisodes(Episodes):
         loop = asyncio.get_running_loop()
 
         def generate(tokens: Sequence[int], sampling: Sampling) -> Future[Completion]:
-            async def one() -> Completion:
+            async def completion() -> Completion:
                 return (await sample(engine, tokens, sampling, 1))[0]
 
             # On the loop of the engines' connections; the environment waits on its own.
-            return asyncio.run_coroutine_threadsafe(one(), loop)
+            return asyncio.run_coroutine_threadsafe(completion(), loop)
 
         async def episode(number: int) -> list[Trajectory]:
             seed = None if sampling.seed is None else (sampling.seed + 104_729 * number) % 2**31
@@ -412,7 +412,7 @@ class EnvironmentEpisodes(Episodes):
 
     def _checked(self, result: Any) -> list[Trajectory]:
         trajectories = [result] if isinstance(result, Trajectory) else list(result or ())
-        if not trajectories or not all(isinstance(one, Trajectory) for one in trajectories):
+        if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
             raise DataError(f"returned {result!r:.80}, not a Trajectory or several (conversation.trajectory(reward))")
         return [replace(trajectory, reward=_finite("reward", trajectory.reward)) for trajectory in trajectories]
 
@@ -421,11 +421,11 @@ class EnvironmentEpisodes(Episodes):
         source = self._locate(prompt)
         if isinstance(problem, asyncio.TimeoutError):
             self.timed_out += 1
-            what = f"did not end within {self._limits.timeout_s:g} s (rollout.environment.timeout_s)"
+            event = f"did not end within {self._limits.timeout_s:g} s (rollout.environment.timeout_s)"
         else:
             self.failed += 1
-            what = f"raised {type(problem).__name__}: {problem}{_place(problem)}"
-        line = f"{self.name} {what}{f' for the prompt at {source}' if source else ''}"
+            event = f"raised {type(problem).__name__}: {problem}{_location(problem)}"
+        line = f"{self.name} {event}{f' for the prompt at {source}' if source else ''}"
         self.last_failure = line
         log.warning("%s; the episode is left out", line)
         failures, count = sum(self._outcomes), len(self._outcomes)
@@ -461,19 +461,19 @@ def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
     Raises:
         ConfigError: it cannot be imported or made, or has no asynchronous method ``run(policy, example)``.
     """
-    made = load_object(name, "rollout.environment", lambda value: callable(value) or hasattr(value, "run"))
-    if isinstance(made, type) or not hasattr(made, "run"):
+    environment = load_object(name, "rollout.environment", lambda value: callable(value) or hasattr(value, "run"))
+    if isinstance(environment, type) or not hasattr(environment, "run"):
         try:
-            made = made(**options)
+            environment = environment(**options)
         except Exception as error:
             raise ConfigError(
-                f"rollout.environment: {name}({', '.join(options)}) raised {type(error).__name__}: {error}{_place(error)}"
+                f"rollout.environment: {name}({', '.join(options)}) raised {type(error).__name__}: {error}{_location(error)}"
             ) from error
     elif options:
         raise ConfigError(f"rollout.environment: {name} is an object and takes no options: {', '.join(options)}")
-    if not asyncio.iscoroutinefunction(getattr(made, "run", None)):
+    if not asyncio.iscoroutinefunction(getattr(environment, "run", None)):
         raise ConfigError(f"rollout.environment: {name} has no method 'async def run(self, policy, example)'")
-    return cast("Environment", made)
+    return cast("Environment", environment)
 
 
 def _finite(name: str, value: Any) -> float:
@@ -483,7 +483,7 @@ def _finite(name: str, value: Any) -> float:
     return number
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """Return file and line of the user's code that raised an error, in parentheses."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "megascend/" not in frame.filename]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
