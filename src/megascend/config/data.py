@@ -20,6 +20,9 @@ class Pictures(Section):
         description="most pixels of a picture, width x height, before the model's processor makes it smaller",
     )
     max_count: Size = Field(32, description="most pictures of a conversation")
+    folder: Path | None = Field(
+        None, description="folder that all files of pictures must be in, links followed; unset: anywhere"
+    )
 
 
 class Data(Section):
