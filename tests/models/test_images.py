@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from megascend.batch.images import SampleImages
 from megascend.batch.sample import Sample
 from megascend.config import Adapters, Parallel, Recompute
-from megascend.distributed.launch import plain_environment
 from megascend.errors import ConfigError, DataError, DistributedTestError
 from megascend.lora import peft_format
 from megascend.testing import run_distributed
@@ -40,6 +36,7 @@ from support.lora_parity import (
     peft_reference,
     train_adapter,
 )
+from support.picture_programs import run_program
 from support.pictures import (
     TOKEN,
     TOWER,
@@ -51,8 +48,6 @@ from support.pictures import (
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
-PROGRAM = Path(__file__).with_name("picture_steps.py")
-ROOT = Path(__file__).parents[2]
 STEPS = 3
 LAYOUTS = (
     Case("single"),
@@ -152,17 +147,13 @@ def test_engines_of_transformers_train_with_pictures(
         assert frozen_parts == [0.0] * len(frozen_parts)
 
 
-def run_program(processes: int, folder: Path, **job: Any) -> dict[str, Any]:
-    """Run ``picture_steps.py`` on a number of ranks, and return its result."""
-    job = {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}
-    result = folder / "result.pt"
-    command = [sys.executable, str(PROGRAM), json.dumps(job | {"result": str(result)})]
-    if processes > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = plain_environment() | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    return torch.load(result)
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_fsdp_divides_experts_of_models_with_pictures(arch: str, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, arch)
+    result = run_program(2, tmp_path, engine="fsdp", checkpoint=checkpoint, steps=STEPS, tower="train", expert=2)
+    reference = picture_reference(parity_folder, checkpoint, frozen=False, steps=STEPS, weights=True)
+    assert_equals(Trajectory(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=False)
 
 
 @first_stack_only

@@ -29,7 +29,7 @@ from megascend.models.base import LinearAttention
 from weightwire.manifest import LAYER
 
 if TYPE_CHECKING:
-    from megascend.config import Mtp
+    from megascend.config import Mtp, VisionTower
 
 
 @dataclass(frozen=True)
@@ -213,11 +213,15 @@ NO_TARGETS = ("gate", "router", "_bias", "conv1d")
 """Ends of names in a layer that are no linear layers for an adapter: routers, biases of fused experts, and convolutions."""
 
 
-def linear_layers(info: ModelInfo) -> list[str]:
+def linear_layers(info: ModelInfo, tower: VisionTower = "frozen") -> list[str]:
     """Return names in transformers' model of the layers that a LoRA adapter may target, from the headers of its weights.
 
     Experts have the names under which transformers fuses them; routers are left out, tied embedding and output layer too.
+
+    Args:
+        tower: ``train`` if adapters may act on the vision tower of a model that takes pictures.
     """
+    images = info.architecture.inputs
     untied = OUTPUT in info.tensors
     names: dict[str, None] = {}
     for weight, header in info.tensors.items():
@@ -226,6 +230,9 @@ def linear_layers(info: ModelInfo) -> list[str]:
         name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
         linear = ".layers." in name and len(header.shape) > 1 and not name.endswith(NO_TARGETS)
+        if images is not None and name.startswith(images.tower):
+            is_linear = len(header.shape) > 1 and name.removeprefix(images.tower) not in images.not_linear
+            linear = tower == "train" and is_linear
         if linear or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
             names[name] = None
     return list(names)
