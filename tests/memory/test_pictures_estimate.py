@@ -86,13 +86,13 @@ def test_adapter_in_the_tower_is_counted_once_on_every_tensor_parallel_rank(chec
     for tensor in (1, 2):
         [parameters] = stage_parameters(checkpoint, tensor=tensor)
         topology = plan(Parallel(tensor=tensor), tensor, info.shape)
-        with_tower, without = (
+        with_tower, text_only = (
             adapter_bytes(
                 Lora(rank=rank), info.tensors, parameters, topology, 4, fused=True, stacked=False, tower=tower
             )
             for tower in (images, None)
         )
-        assert with_tower - without == expected
+        assert with_tower - text_only == expected
     names = {name for name in linear_layers(info, "train") if name.startswith("model.visual.")}
     assert len(names) == len(shapes)
     assert not [name for name in linear_layers(info) if name.startswith("model.visual.")]

@@ -16,12 +16,11 @@ from megascend.config import Adapters, Lora, Parallel, Recompute
 from megascend.errors import ConfigError
 from megascend.lora import peft_format
 from megascend.testing import run_distributed
-from megascend.testing.artifact_cache import make_once
 from megascend.testing.parity import Case, case_backend, case_checkpoint, first_of_equals
 from support.covering import FIRST_STACK, first_stack_only
-from support.lora_parity import PeftTrajectory, adapter_differences, first_gradients, peft_reference, write_adapter
+from support.lora_parity import PeftTrajectory, adapter_differences, first_gradients, peft_reference
 from support.picture_programs import run_program
-from support.pictures import TOKEN, TOWER, picture_fields, picture_samples, picture_tokens
+from support.pictures import TOKEN, TOWER, picture_fields, picture_samples, picture_tokens, tower_adapter
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -56,20 +55,6 @@ MATRIX = [
 ]
 
 
-def tower_adapter(checkpoint: Path, seed: int, targets: Any = "all-linear") -> Path:
-    """Return an adapter with factors that are all not zero, made once for a checkpoint and these targets."""
-    kind = "all" if targets == "all-linear" else "-".join(targets)
-
-    def write(path: Path) -> None:
-        def on_rank() -> None:
-            with case_backend(Case("single"), checkpoint, adapters=Adapters(), vision_tower="train") as backend:
-                write_adapter(backend, path, Lora(rank=4 + 4 * seed, alpha=12.0, seed=seed, targets=targets))
-
-        run_distributed(on_rank, 1, init=False, timeout_s=120)
-
-    return make_once(checkpoint.parent / f"{checkpoint.name}-tower-adapter-{kind}-{seed}", write)
-
-
 def tenant_samples(tenants: int) -> list[Sample]:
     """Return the samples of all tenants; a single one has all."""
     samples = picture_samples()
@@ -92,10 +77,10 @@ def train(case: Case, checkpoint: Path, adapters: Sequence[Path], out: Path) -> 
             backend.load_adapter(name, path, optimizer=False)
         share = backend.shard(tenant_samples(len(adapters)))
         for step in range(STEPS):
-            result, taken = backend.forward_backward(share), backend.optimizer_step()
+            result, step_result = backend.forward_backward(share), backend.optimizer_step()
             for name in names:
                 losses[name].append(result.adapters[name].loss)
-                norms[name].append(taken.adapters[name].grad_norm)
+                norms[name].append(step_result.adapters[name].grad_norm)
                 if step == 0:
                     backend.save_adapter(name, out / f"{name}-first")
         for name in names:
@@ -136,8 +121,8 @@ def test_adapters_in_the_tower_equal_peft(case: Case, tenants: int, parity_folde
     ranks = run_distributed(train, case.world_size, case, checkpoint, adapters, tmp_path, init=False, timeout_s=120)
     runs = [first_of_equals(case.name, [rank[number] for rank in ranks]) for number in range(tenants)]
     for number, run in enumerate(runs):
-        of_tower = [name for name in run.factors if name.startswith(TOWER)]
-        assert {name.rpartition(".")[2] for name in of_tower} == {"qkv", "proj", "linear_fc1", "linear_fc2"}
+        tower_names = [name for name in run.factors if name.startswith(TOWER)]
+        assert {name.rpartition(".")[2] for name in tower_names} == {"qkv", "proj", "linear_fc1", "linear_fc2"}
         share = None if tenants == 1 else SHARES[number]
         assert_equals_peft(run, parity_folder, checkpoint, adapters[number], share)
 
@@ -311,7 +296,7 @@ def test_dropout_in_the_tower_is_the_same_in_a_mixed_batch(parity_folder: Path) 
                     backend.remove_adapter(name)
         return results
 
-    mixed, first, second, without = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
+    mixed, first, second, plain = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
     assert abs(mixed[0] - first[0]) <= 1e-5
     assert abs(mixed[1] - second[0]) <= 1e-5
-    assert min(abs(mixed[number] - without[number]) for number in range(2)) > 1e-3
+    assert min(abs(mixed[number] - plain[number]) for number in range(2)) > 1e-3

@@ -75,7 +75,7 @@ class Answering:
                 "they are, or name a template with data.chat_template"
             )
         template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
-        pictures = PictureProcessor.of(model, data.pictures)
+        pictures = PictureProcessor.for_model(model, data.pictures)
         rendered = [_tokens(prompt, template, tokenizer, pictures) for prompt in settings.prompts]
         prompts = tuple(tuple(tokens) for tokens, _ in rendered)
         for prompt, tokens in zip(settings.prompts, prompts, strict=True):

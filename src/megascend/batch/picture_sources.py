@@ -46,9 +46,11 @@ class PictureSources:
 
     Attributes:
         folder: that their paths are relative to.
-        identities: of the pictures when they were read.
+        identities: of the pictures when they were read; empty if they are not files.
+        grids: frames, rows and columns of their patches; empty if they are not known.
     """
 
     sources: tuple[PictureSource, ...]
     folder: Path
-    identities: tuple[PictureIdentity, ...]
+    identities: tuple[PictureIdentity, ...] = ()
+    grids: tuple[tuple[int, int, int], ...] = ()

@@ -16,6 +16,7 @@ import xxhash
 
 from megascend.batch.picture_sources import PictureIdentity, PictureSource, PictureSources
 from megascend.config import Pictures
+from megascend.config.data import PictureLimits
 from megascend.data.document import Document, Message, Messages
 from megascend.errors import DataError, MissingDependencyError
 from megascend.huggingface.files import read_config
@@ -171,7 +172,7 @@ def folder_of(source: str) -> Path:
 # The only place in which pictures are read and decoded, for data, stores, prompts and requests alike.
 
 
-def location(source: PictureSource, folder: Path | None, limits: Pictures) -> Path:
+def location(source: PictureSource, folder: Path | None, limits: PictureLimits) -> Path:
     """Return the absolute path of a picture's file, links followed.
 
     Args:
@@ -191,13 +192,13 @@ def location(source: PictureSource, folder: Path | None, limits: Pictures) -> Pa
     except (OSError, ValueError) as error:
         problem = getattr(error, "strerror", None) or error
         raise DataError(f"picture {source.name}: {str(path)!r} cannot be read: {problem}") from None
-    root = limits.folder
+    root = limits.folder if isinstance(limits, Pictures) else None
     if root is not None and not file.is_relative_to(root.resolve()):
         raise DataError(f"picture {source.name}: {str(file)!r} is outside {root} (data.pictures.folder)")
     return file
 
 
-def encoded(source: PictureSource, limits: Pictures, folder: Path | None = None) -> bytes:
+def encoded(source: PictureSource, limits: PictureLimits, folder: Path | None = None) -> bytes:
     """Return a picture's file as it is stored.
 
     Args:
@@ -224,13 +225,16 @@ def encoded(source: PictureSource, limits: Pictures, folder: Path | None = None)
         raise DataError(f"picture {source.name} is empty: 0 bytes")
     if max(size, len(content)) > limits.max_bytes:
         raise DataError(
-            f"picture {source.name} has {size} bytes, over the limit of {limits.max_bytes} (data.pictures.max_bytes)"
+            f"picture {source.name} has {size} bytes, over the limit of {limits.max_bytes} ({limits.setting}.max_bytes)"
         )
     return content
 
 
-def decode(content: bytes, name: str, limits: Pictures) -> Image:
+def decode(content: bytes, name: str, limits: PictureLimits, formats: Sequence[str] = FORMATS) -> Image:
     """Decode a still picture to RGB, upright, as transformers' processors do; of 16 bits a channel, the upper 8 are taken.
+
+    Args:
+        formats: Pillow's names of those that it may have.
 
     Raises:
         DataError: it has more pixels than the limit, which is read before they are decoded; or is damaged, or none.
@@ -241,12 +245,12 @@ def decode(content: bytes, name: str, limits: Pictures) -> Image:
         with warnings.catch_warnings():
             # The limit below is checked instead, before any pixel is decoded.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image = Image.open(io.BytesIO(content), formats=tuple(formats))
             width, height = image.size
             if width * height > limits.max_pixels:
                 raise DataError(
                     f"picture {name} has {width} x {height} pixels, over the limit of {limits.max_pixels} "
-                    "(data.pictures.max_pixels)"
+                    f"({limits.setting}.max_pixels)"
                 )
             if width < 1 or height < 1:
                 raise DataError(f"picture {name} has {width} x {height} pixels")
@@ -263,10 +267,10 @@ def decode(content: bytes, name: str, limits: Pictures) -> Image:
     except Image.DecompressionBombError:
         raise DataError(
             f"picture {name} has more pixels than Pillow decodes, over the limit of {limits.max_pixels} "
-            "(data.pictures.max_pixels)"
+            f"({limits.setting}.max_pixels)"
         ) from None
     except Image.UnidentifiedImageError:
-        raise DataError(f"picture {name} is in none of the formats {', '.join(FORMATS)}, or damaged") from None
+        raise DataError(f"picture {name} is in none of the formats {', '.join(formats)}, or damaged") from None
     except Exception as error:  # damaged files raise whatever their decoder stumbles over
         raise DataError(f"picture {name} is damaged: {type(error).__name__}: {error}") from error
 
@@ -282,7 +286,7 @@ class PictureProcessor:
         limits: of what is decoded.
     """
 
-    def __init__(self, model: Path, layout: ImageLayout, limits: Pictures) -> None:
+    def __init__(self, model: Path, layout: ImageLayout, limits: PictureLimits) -> None:
         """Read the processor's settings; DataError if the checkpoint has none.
 
         Args:
@@ -292,7 +296,7 @@ class PictureProcessor:
         self._processor = _image_processor(model)
 
     @classmethod
-    def of(cls, model: Path, limits: Pictures | None = None) -> PictureProcessor | None:
+    def for_model(cls, model: Path, limits: PictureLimits | None = None) -> PictureProcessor | None:
         """Return the processor of a model that takes pictures; None for a model of text."""
         if not (model / "config.json").is_file():  # a directory with a tokenizer only
             return None
@@ -312,7 +316,7 @@ class PictureProcessor:
         if len(sources) > self.limits.max_count:
             raise DataError(
                 f"the conversation has {len(sources)} pictures, over the limit of {self.limits.max_count} "
-                "(data.pictures.max_count)"
+                f"({self.limits.setting}.max_count)"
             )
         identities, tokens = [], []
         for source in sources:
@@ -340,13 +344,30 @@ class PictureProcessor:
 
         # One by one: decoded pictures are far larger than their patches.
         outputs = [
-            self._processor(images=[decode(content, name, self.limits)], return_tensors="pt")
+            self._patches(decode(content, name, self.limits), name)
             for content, name in zip(contents, names, strict=True)
         ]
         return SampleImages(
             torch.cat([output["pixel_values"] for output in outputs]),
             torch.cat([output["image_grid_thw"] for output in outputs]),
         )
+
+    def grid(self, image: Image, name: str) -> tuple[int, int, int]:
+        """Return frames, rows and columns of a decoded picture's patches."""
+        frames, rows, columns = self._patches(image, name)["image_grid_thw"][0].tolist()
+        return frames, rows, columns
+
+    def _patches(self, image: Image, name: str) -> Any:
+        try:
+            return self._processor(images=[image], return_tensors="pt")
+        except ValueError as error:
+            raise DataError(f"picture {name} of {image.width} x {image.height} pixels: {error}") from error
+
+    def deferred(self, sources: PictureSources) -> SampleImages:
+        """Return the pictures of a sample, decoded when they are first used."""
+        from megascend.batch.images import DeferredImages  # here: it needs torch
+
+        return DeferredImages(lambda: self.load(sources), sources.grids, self.layout.patch_width)
 
     def load(self, sources: PictureSources) -> SampleImages:
         """Return the patches of a sample's pictures, from where they are."""

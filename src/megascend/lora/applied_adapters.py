@@ -63,8 +63,8 @@ class AppliedAdapters:
 
     def _to_tower(self, shape_group: int, layer: int, target: TargetModule, x: Tensor, out: Tensor) -> Tensor:
         """Return ``out`` plus the adapters' part of a layer of a vision tower, which has all of its rows on every rank."""
-        stacked, of_tokens = self._active()
-        segments = of_tokens.patches if target.rows == "patches" else of_tokens.features
+        stacked, token_segments = self._active()
+        segments = token_segments.patches if target.rows == "patches" else token_segments.features
         if segments is None:  # the black picture of a micro batch of text
             return out
         rows = x.shape[:-1].numel()

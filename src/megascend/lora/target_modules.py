@@ -153,11 +153,11 @@ def untargeted_of(linear: Sequence[str], images: Images, trained: VisionTower) -
     Args:
         linear: names of its linear layers.
     """
-    others = tuple(f"{images.tower}{name}" for name in images.not_linear)
+    not_linear = tuple(f"{images.tower}{name}" for name in images.not_linear)
     if trained == "train":
         reason = "no linear layer and not adapted: name the layers that are meant by more of their names (attn.proj)"
-        return Untargeted(others, reason, always=True)
-    return Untargeted((*linear, *others), "in the vision tower: set vision_tower: train", always=False)
+        return Untargeted(not_linear, reason, always=True)
+    return Untargeted((*linear, *not_linear), "in the vision tower: set vision_tower: train", always=False)
 
 
 class ModelLayout:

@@ -231,8 +231,8 @@ def adapter_targets(
             f"engine fsdp: adapters.targets is all-linear, but {ungated} of {type(model).__name__} has no gate, and such "
             "experts are not adapted; name the other layers in adapters.targets"
         )
-    of_tower, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
-    targets = layer_targets(model) + ([] if tied else embedding_and_output(model)) + of_tower
+    tower_layers, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
+    targets = layer_targets(model) + ([] if tied else embedding_and_output(model)) + tower_layers
     check_limits(limits, [target.slices[0].name for target in targets], untargeted)
     return targets, untargeted
 

@@ -120,9 +120,9 @@ def adapter_targets(
         images: of a model that takes pictures.
         trained: ``train`` if adapters may act on its vision tower.
     """
-    of_tower, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
+    tower_layers, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
     # peft before 0.20 swaps the dimensions of transposed experts.
-    return [target for target in layer_targets(model) if not is_transposed(target)] + of_tower, untargeted
+    return [target for target in layer_targets(model) if not is_transposed(target)] + tower_layers, untargeted
 
 
 class ActiveAdapter:

@@ -135,7 +135,9 @@ class SingleEngine(TransformersEngine):
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
-        self._cached = cached_attention.CachedAttentionFunction(self.model)
+        images = self.info.architecture.inputs
+        tower = None if images is None else pictures.tower(self.model, images)
+        self._cached = cached_attention.CachedAttentionFunction(self.model, tower)
         try:
             with self._cached.installed():
                 yield
