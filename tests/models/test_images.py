@@ -348,6 +348,10 @@ def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, t
     for name, tensor in exports[plain.name, "after"].items():
         other = exports["transposed", "after"][name]
         assert torch.equal(other, tensor.mT if name in fused else tensor)
+    with pytest.raises(
+        AssertionError, match=r"experts are stored as \[experts, in, out\], which engine fsdp does not read"
+    ):
+        run_program(1, tmp_path, engine="fsdp", checkpoint=transposed, steps=1, tower="train")
     job = {"engine": "single", "checkpoint": transposed, "steps": 1, "tower": "train"}
     weights = run_program(1, tmp_path, **job)["weights"]
     for name, tensor in exports["transposed", "after"].items():

@@ -125,8 +125,14 @@ def _slices_of_layer(
         stored = headers[source].shape
         # Dimensions of size 1 may be missing: a single expert is stored without the expert dimension.
         if tuple(size for size in sizes if size > 1) != tuple(size for size in stored if size > 1):
+            advice = ""
+            if len(shapes[name]) == 3 and tuple(stored) == (shapes[name][0], *reversed(shapes[name][1:])):
+                advice = (
+                    ": experts are stored as [experts, in, out], which engine fsdp does not read; use engine megatron or single, "
+                    "or save the model once with transformers 5 (from_pretrained, save_pretrained)"
+                )
             raise CheckpointError(
-                f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}"
+                f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}{advice}"
             )
         slices[name].append(HfSlice(offsets, sizes, source, (0,) * len(stored)))
     return slices

@@ -70,9 +70,11 @@ class ModelShape:
         text = config.get("text_config")
         if text is not None and not isinstance(text, Mapping):
             raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
-        # Multimodal models: the decoder's sizes are in text_config, but tie_word_embeddings may be at the top level.
+        # Multimodal models: the decoder's sizes are in text_config, but tie_word_embeddings may be at the top level, where
+        # transformers reads it; its own default in a text_config that it saves may differ (Qwen3-VL-MoE).
         if text is not None:
-            config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
+            outer = config.get("tie_word_embeddings")
+            config = dict(text) if outer is None else {**text, "tie_word_embeddings": outer}
         architecture = architecture_of(config)
         config = architecture.normalise(config)
         num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
@@ -434,7 +436,7 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
 
 def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
     """Return ``tie_word_embeddings`` of a configuration, or its architecture's default."""
-    for part in (config.get("text_config") or {}, config):
+    for part in (config, config.get("text_config") or {}):
         if part.get("tie_word_embeddings") is not None:
             return bool(part["tie_word_embeddings"])
     from transformers import CONFIG_MAPPING, AutoConfig
