@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from megascend.batch.images import SampleImages
 from megascend.batch.sample import Sample
 from megascend.config import Adapters, Parallel, Recompute
+from megascend.distributed.launch import plain_environment
 from megascend.errors import ConfigError, DataError, DistributedTestError
 from megascend.lora import peft_format
 from megascend.testing import run_distributed
@@ -36,7 +39,7 @@ from support.lora_parity import (
     peft_reference,
     train_adapter,
 )
-from support.picture_programs import run_program
+from support.picture_programs import ROOT, run_program
 from support.pictures import (
     TOKEN,
     TOWER,
@@ -442,3 +445,39 @@ def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
     assert wrong == []
     reference = picture_reference(parity_folder, checkpoint, frozen=True, steps=STEPS)
     assert abs(loss - reference.losses[0]) < 0.05
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp", "megatron"])
+def test_qwen2_5_vl_is_refused_by_name(engine: str, tmp_path: Path) -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", QWEN2_5_VL, engine, str(tmp_path)],
+        env=plain_environment() | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    assert completed.stdout.strip().startswith(
+        "qwen2_5_vl is a multimodal model that megascend does not declare (its vision"
+    )
+
+
+QWEN2_5_VL = """
+import sys
+from pathlib import Path
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+import megascend
+
+engine, folder = sys.argv[1], Path(sys.argv[2])
+text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 320,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+tower = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 4, "out_hidden_size": 64,
+         "window_size": 16, "fullatt_block_indexes": [1]}
+Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=tower)).save_pretrained(folder)
+try:
+    megascend.make_backend(engine, model=folder, precision="fp32", platform="cpu")
+except megascend.ConfigError as error:
+    print(error)
+"""

@@ -152,9 +152,10 @@ def test_engines_and_exports_get_the_trained_vision_tower(parity_folder, tmp_pat
     assert [name for name in tower if torch.equal(exported[name], source[name]) and source[name].numel() > 1] == []
     from transformers import AutoModelForImageTextToText
 
-    model, problems = AutoModelForImageTextToText.from_pretrained(
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "after", dtype=torch.float32, output_loading_info=True
     )
+    model, problems = loaded
     assert not problems["missing_keys"]
     assert not problems["unexpected_keys"]
     for tokens, fields, values in zip(picture_tokens(), picture_fields(), logprobs, strict=True):

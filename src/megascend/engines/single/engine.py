@@ -242,9 +242,10 @@ def check_model(spec: EngineSpec, info: ModelInfo) -> list[str]:
     config = model_config(spec.model)
     if info.scalar_head is None:
         tie_embeddings(config, info.shape.tied)
+    loader = model_class(config, info.scalar_head)
     try:
         with torch.device("meta"):
-            model = model_class(config, info.scalar_head).from_config(config)
+            model = loader.from_config(config)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"model: transformers cannot load {spec.model}: {error}") from error
     targets = check_support(model, spec, info)
