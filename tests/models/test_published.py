@@ -37,14 +37,14 @@ def configuration(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def described(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def describe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("described")
 
-    def describe(name: str) -> Path:
+    def checkpoint(name: str) -> Path:
         path = folder / name
         return path if path.exists() else describe_checkpoint(path, configuration(name))
 
-    return describe
+    return checkpoint
 
 
 def test_every_declared_family_has_a_published_configuration() -> None:
@@ -53,16 +53,16 @@ def test_every_declared_family_has_a_published_configuration() -> None:
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_parameters_are_the_published_ones(name: str, described: Any) -> None:
+def test_parameters_are_the_published_ones(name: str, describe: Any) -> None:
     entry = INDEX[name]
-    assert inspect_checkpoint(described(name)).parameter_count == pytest.approx(
+    assert inspect_checkpoint(describe(name)).parameter_count == pytest.approx(
         entry["parameters"], rel=entry["tolerance"]
     )
 
 
 @pytest.mark.parametrize("name", WITH_MTP_BESIDE)
-def test_difference_from_the_hubs_count_is_qwens_mtp_layer(name: str, described: Any) -> None:
-    info = inspect_checkpoint(described(name))
+def test_difference_from_the_hubs_count_is_qwens_mtp_layer(name: str, describe: Any) -> None:
+    info = inspect_checkpoint(describe(name))
     hidden, last = info.shape.hidden_size, f".layers.{info.shape.num_layers - 1}."
     layer = sum(_elements(header.shape) for tensor, header in info.tensors.items() if last in tensor)
     # A projection of two hidden states and three norms, beside a layer like the last one; the embedding is the model's.
@@ -84,8 +84,8 @@ def test_every_published_tower_is_listed() -> None:
 
 
 @pytest.mark.parametrize("name", WITH_PICTURES)
-def test_towers_are_read_and_planned(name: str, described: Any) -> None:
-    info, (blocks, width, inner) = inspect_checkpoint(described(name)), WITH_PICTURES[name]
+def test_towers_are_read_and_planned(name: str, describe: Any) -> None:
+    info, (blocks, width, inner) = inspect_checkpoint(describe(name)), WITH_PICTURES[name]
     images, layout = info.architecture.inputs, info.image_layout
     assert images is not None
     assert layout is not None
@@ -105,14 +105,14 @@ def test_towers_are_read_and_planned(name: str, described: Any) -> None:
     assert elements(tower) == expected
     adapted = [layer for layer in linear_layers(info, "train") if layer.startswith(images.tower)]
     assert len(adapted) == 4 * blocks + 2 * (1 + inner)
-    topology, _ = published_plan(described(name), INDEX[name]["layout"])
+    topology, _ = published_plan(describe(name), INDEX[name]["layout"])
     first = stages(info.tensors, topology, info.shape.num_layers, info.shape.tied, images=images)[0]
     assert first.tower == expected
 
 
 @pytest.mark.parametrize("name", WITH_MTP)
-def test_difference_from_the_hubs_count_is_the_mtp_layer(name: str, described: Any) -> None:
-    info = inspect_checkpoint(described(name))
+def test_difference_from_the_hubs_count_is_the_mtp_layer(name: str, describe: Any) -> None:
+    info = inspect_checkpoint(describe(name))
     hidden, last = info.shape.hidden_size, f"layers.{info.shape.num_layers - 1}."
     layer = sum(_elements(header.shape) for tensor, header in info.tensors.items() if last in tensor)
     # A projection of two hidden states, three norms, and an embedding and an output layer of its own (DeepSeek-V3's report).
@@ -127,32 +127,32 @@ def _elements(shape: tuple[int, ...]) -> int:
     return product
 
 
-def test_tensors_are_as_many_as_in_the_published_files(described: Any) -> None:
+def test_tensors_are_as_many_as_in_the_published_files(describe: Any) -> None:
     # DeepSeek-V3's main model without scales, and OLMoE's, by public audits of their files.
-    assert len(inspect_checkpoint(described("deepseek-v3")).tensors) == 45_395
-    assert len(inspect_checkpoint(described("olmoe-1b-7b-0924")).tensors) == 3_219
+    assert len(inspect_checkpoint(describe("deepseek-v3")).tensors) == 45_395
+    assert len(inspect_checkpoint(describe("olmoe-1b-7b-0924")).tensors) == 3_219
 
 
 @pytest.mark.parametrize("name", [name for name in INDEX if INDEX[name]["layout"]])
-def test_layout_is_accepted_and_fits(name: str, described: Any) -> None:
-    topology, memory = published_plan(described(name), INDEX[name]["layout"])
+def test_layout_is_accepted_and_fits(name: str, describe: Any) -> None:
+    topology, memory = published_plan(describe(name), INDEX[name]["layout"])
     assert isinstance(topology, Topology)
     assert isinstance(memory, Estimate)
     assert 0.1 * CARD_BYTES < memory.total < CARD_BYTES
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_megatron_engine_supports_it(name: str, described: Any) -> None:
-    config = text_config(transformers_config(described(name)).to_dict())
+def test_megatron_engine_supports_it(name: str, describe: Any) -> None:
+    config = text_config(transformers_config(describe(name)).to_dict())
     assert architecture_of(config).unsupported(config) == []
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_configuration_that_transformers_saves_means_the_same(name: str, described: Any, tmp_path: Path) -> None:
-    transformers_config(described(name)).save_pretrained(tmp_path)
+def test_configuration_that_transformers_saves_means_the_same(name: str, describe: Any, tmp_path: Path) -> None:
+    transformers_config(describe(name)).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    assert _meaning(saved, inspect_checkpoint(described(name))) == _meaning(
-        configuration(name), inspect_checkpoint(described(name))
+    assert _meaning(saved, inspect_checkpoint(describe(name))) == _meaning(
+        configuration(name), inspect_checkpoint(describe(name))
     )
 
 
