@@ -31,6 +31,7 @@ from megascend.config.serve import ServeConfig
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import stages
 from megascend.models.base import LatentAttention, expert_count
+from megascend.models.qwen3_vl import UNDECLARED
 from megascend.models.registry import BUILT_IN
 from megascend.testing.parity import Case, family_matrix, matrix
 from megascend.tracking.metrics import Metric, declared_metrics
@@ -231,6 +232,7 @@ def families() -> str:
         if architecture.proven_with_pictures:
             compared = "with pictures, in the layouts of [Pictures](images.md#what-is-trained)"
         rows.append([f"`{model_type}`", ", ".join(filter(None, parts)), compared])
+    rows += [[f"`{model_type}`", "vision tower", f"refused: {reason}"] for model_type, reason in UNDECLARED.items()]
     return table(["`model_type`", "beside a plain decoder", "compared with Hugging Face on the Megatron engine"], rows)
 
 
@@ -246,7 +248,13 @@ def published_models() -> str:
             cells = ["engines fsdp and single", "", ""]
             if layout is not None:
                 topology, memory = published_plan(checkpoint, layout)
-                per_rank = stages(info.tensors, topology, info.shape.num_layers, info.shape.tied)
+                per_rank = stages(
+                    info.tensors,
+                    topology,
+                    info.shape.num_layers,
+                    info.shape.tied,
+                    images=info.architecture.inputs,
+                )
                 names = {"tensor": "TP", "pipeline": "PP", "expert": "EP"}
                 sizes = [f"{names[axis]}{layout[axis]}" for axis in names if layout[axis] > 1]
                 cells = [

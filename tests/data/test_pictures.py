@@ -22,11 +22,12 @@ from megascend.batch.images import SampleImages, decode_together
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import Data, Pictures
 from megascend.data.files import read_documents
+from megascend.data.findings import Findings
 from megascend.data.order import fingerprint_of
-from megascend.data.pictures import PictureProcessor
+from megascend.data.pictures import PictureProcessor, decode
 from megascend.data.prepare import prepare_samples
-from megascend.data.samples import SampleLimits, build_samples
-from megascend.data.store import SampleStore
+from megascend.data.samples import Encoder, SampleLimits, build_samples
+from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
 from megascend.models.qwen3_vl import PICTURES
 
@@ -105,6 +106,11 @@ def record_forms(content: bytes) -> dict[str, dict[str, Any]]:
         "path key": {"messages": conversation({"type": "image", "path": PATH})},
         "data URL": {"messages": conversation({"type": "image", "image": url})},
         "image_url": {"messages": conversation({"type": "image_url", "image_url": {"url": url}})},
+        "broken lines": {"messages": conversation({"type": "image", "base64": base64.encodebytes(content).decode()})},
+        "base64 key with a URL": {"messages": conversation({"type": "image", "base64": url})},
+        "URL with a parameter": {
+            "messages": conversation({"type": "image", "image": f"data:image/png;name=a.png;base64,{text}"})
+        },
         "column and parts": {"messages": conversation({"type": "image"}), "images": [PATH]},
         "column and placeholders": {"messages": plain, "images": [PATH]},
         "one in a column": {"messages": plain, "image": PATH},
@@ -157,7 +163,7 @@ def test_several_pictures_and_none_in_one_file(folder: Path, model: Path) -> Non
     assert int((store[0].input_ids == PAD).sum()) == 6 + 8
     assert store[1].images is None
     in_memory = build_samples(
-        read_documents(path), byte_tokenizer(2048, PICTURES), 400, pictures=PictureProcessor.of(model)
+        read_documents(path), byte_tokenizer(2048, PICTURES), 400, pictures=PictureProcessor.for_model(model)
     )
     for stored, built in zip(store, in_memory, strict=True):
         assert torch.equal(stored.input_ids, built.input_ids)
@@ -197,25 +203,71 @@ def test_preference_pair_has_the_picture_on_both_sides(folder: Path, model: Path
 # --- refusals ---
 
 
+def png(*chunks: bytes) -> bytes:
+    """Return a PNG file of chunks, each its name and content."""
+    body = b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks
+    )
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def header(width: int, height: int, depth: int = 8, colour: int = 2) -> bytes:
+    """Return the first chunk of a PNG file; ``colour``: 0 grey, 2 RGB, 4 grey and alpha, 6 RGB and alpha."""
+    return b"IHDR" + struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+
+
 def png_header(width: int, height: int) -> bytes:
     """Return a PNG file that says its size and has no pixels."""
-    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = b"IDAT" + zlib.compress(b"\0")
-    chunks = b"".join(
-        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (header, data)
-    )
-    return b"\x89PNG\r\n\x1a\n" + chunks
+    return png(header(width, height), b"IDAT" + zlib.compress(b"\0"))
 
 
-def gif(path: Path) -> None:
-    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
-    frames[0].save(path, save_all=True, append_images=frames[1:])
+def text_bomb() -> bytes:
+    """Return a small PNG file with a comment that is 200 MB when it is decompressed."""
+    packer = zlib.compressobj(9)
+    comment = b"".join(packer.compress(b"a" * 2**20) for _ in range(200)) + packer.flush()
+    return png(header(8, 8), b"zTXtbomb\0\0" + comment, b"IDAT" + zlib.compress(bytes(8 * 25)))
+
+
+def animation(kind: str) -> Callable[[Path], object]:
+    def save_frames(path: Path) -> None:
+        frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
+        frames[0].save(path, kind, save_all=True, append_images=frames[1:])
+
+    return save_frames
+
+
+def part_of(kind: str, share: float) -> Callable[[Path], object]:
+    """Save the first share of a file of noise."""
+
+    def save_part(path: Path) -> None:
+        pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, kind)
+        path.write_bytes(buffer.getvalue()[: int(len(buffer.getvalue()) * share)])
+
+    return save_part
+
+
+def link_loop(path: Path) -> None:
+    path.symlink_to(path.with_name("other"))
+    path.with_name("other").symlink_to(path)
 
 
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "is no file"),
+    "folder": (lambda path: path.mkdir(), "is no file"),
+    "link to nothing": (lambda path: path.symlink_to(path.with_name("nothing")), "is no file"),
+    "link to itself": (link_loop, "bad.png' "),
+    "pipe": (lambda path: os.mkfifo(path), "is no file"),
+    "device without an end": (lambda path: path.symlink_to("/dev/zero"), "is no file"),
+    "empty": (lambda path: path.write_bytes(b""), "is empty: 0 bytes"),
     "not a picture": (lambda path: path.write_text("hello"), "is in none of the formats JPEG, PNG, WEBP, BMP, GIF"),
-    "cut off": (lambda path: path.write_bytes(save(path)[:800]), "is damaged"),
+    # A program that Pillow would run Ghostscript for.
+    "EPS": (lambda path: Image.new("RGB", (8, 8)).save(path, "EPS"), "is in none of the formats"),
+    "TIFF": (lambda path: Image.new("RGB", (8, 8)).save(path, "TIFF"), "is in none of the formats"),
+    "header alone": (lambda path: path.write_bytes(png(header(8, 8))), "damaged"),
+    "no pixels": (lambda path: path.write_bytes(png_header(8, 8)), "is damaged"),
+    "no width": (lambda path: path.write_bytes(png_header(0, 8)), "picture 'bad.png' "),
     "bomb": (
         lambda path: path.write_bytes(png_header(60_000, 60_000)),
         "has more pixels than Pillow decodes, over the limit of 67108864 (data.pictures.max_pixels)",
@@ -224,8 +276,16 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: path.write_bytes(png_header(9_000, 9_000)),
         "has 9000 x 9000 pixels, over the limit of 67108864 (data.pictures.max_pixels)",
     ),
-    "animated": (gif, "is animated; only still pictures are read"),
+    "comment that is a bomb": (lambda path: path.write_bytes(text_bomb()), "is damaged: ValueError: Decompressed data"),
+    "animated GIF": (animation("GIF"), "is animated; only still pictures are read"),
+    "animated PNG": (animation("PNG"), "is animated; only still pictures are read"),
+    "animated WebP": (animation("WEBP"), "is animated; only still pictures are read"),
     "thin": (lambda path: save(path, size=(2000, 8)), "absolute aspect ratio must be smaller than 200"),
+    **{
+        f"{share:.0%} of a {kind}": (part_of(kind, share), "damaged")
+        for kind in ("JPEG", "PNG", "WEBP", "BMP", "GIF")
+        for share in (0.001, 0.1, 0.5, 0.95)
+    },
 }
 
 
@@ -240,6 +300,148 @@ def test_damaged_picture_is_refused_with_its_line(kind: str, folder: Path, model
         samples_of(path, model)
     assert str(error.value).startswith(f"{path}:2: picture 'bad.png'")
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a\0b.png", "x" * 5000, "\ud800.png", "", " "])
+def test_paths_that_are_none_are_refused_with_their_line(name: str, folder: Path, model: Path) -> None:
+    path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": name})})
+    with pytest.raises(DataError) as error:
+        samples_of(path, model)
+    assert str(error.value).startswith(f"{path}:1: ")
+    assert str(error.value).isascii()
+
+
+def test_pictures_outside_their_folder_are_refused(folder: Path, model: Path) -> None:
+    save(folder / "secret.png", 7)
+    (folder / "cats" / "link.png").symlink_to(folder / "secret.png")
+    (folder / "cats" / "inner.png").symlink_to(folder / PATH)
+    limits = Pictures(folder=folder / "cats")
+    for name in ("secret.png", "cats/../secret.png", "cats/link.png", str(folder / "secret.png")):
+        path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": name})})
+        with pytest.raises(DataError) as error:
+            samples_of(path, model, pictures=limits)
+        expected = (
+            f"{path}:1: picture {name!r}: '{folder / 'secret.png'}' is outside {folder / 'cats'} (data.pictures.folder)"
+        )
+        assert str(error.value) == expected
+    path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": "cats/inner.png"})})
+    images = samples_of(path, model, pictures=limits)[0].images
+    assert_same_images(images, expected_images(model, folder / PATH))
+
+
+def test_picture_that_grows_while_samples_are_written_is_not_read_again(
+    folder: Path, model: Path, tmp_path: Path
+) -> None:
+    path = write(folder / "data.jsonl", {"messages": conversation({"type": "image", "image": PATH})})
+    findings, processor = Findings(), PictureProcessor.for_model(model, Pictures(max_bytes=10_000))
+    encoder = Encoder(byte_tokenizer(2048, PICTURES), LIMITS, findings, pictures=processor)
+
+    def documents() -> Any:
+        for number, document in enumerate(read_documents(path)):
+            samples = encoder.encode(document, number)
+            with (folder / PATH).open("r+b") as file:
+                file.truncate(2**36)  # sparse; reading it would need 64 GB
+            yield number, samples
+
+    write_store(tmp_path / "store", documents(), findings)
+    store = SampleStore(tmp_path / "store", processor)
+    with pytest.raises(DataError, match="has 68719476736 bytes, over the limit of 10000"):
+        store[0].image_fields()
+    assert store.changed_files() is not None
+
+
+# --- pixels ---
+
+
+def grey16(path: Path) -> np.ndarray:
+    values = np.random.default_rng(1).integers(0, 2**16, (16, 24), dtype=np.uint16)
+    Image.fromarray(values).save(path)
+    return np.repeat((values >> 8)[..., None], 3, 2)
+
+
+def colour16(path: Path) -> np.ndarray:
+    values = np.random.default_rng(2).integers(0, 2**16, (16, 24, 3), dtype=np.uint16)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    path.write_bytes(png(header(24, 16, 16), b"IDAT" + zlib.compress(rows), b"IEND"))
+    return values >> 8
+
+
+def palette(path: Path) -> np.ndarray:
+    rng = np.random.default_rng(3)
+    colours, numbers = rng.integers(0, 256, (7, 3), dtype=np.uint8), rng.integers(0, 7, (16, 24), dtype=np.uint8)
+    image = Image.fromarray(numbers, "P")
+    image.putpalette(colours.tobytes())
+    image.save(path, transparency=bytes([0, 128, 255, 255, 255, 255, 255]))
+    return colours[numbers]
+
+
+def grey_with_alpha(path: Path) -> np.ndarray:
+    values = np.random.default_rng(4).integers(0, 256, (16, 24, 2), dtype=np.uint8)
+    Image.fromarray(values, "LA").save(path)
+    return np.repeat(values[..., :1], 3, 2)
+
+
+def colour_with_alpha(path: Path) -> np.ndarray:
+    values = np.random.default_rng(5).integers(0, 256, (16, 24, 4), dtype=np.uint8)
+    Image.fromarray(values, "RGBA").save(path)
+    return values[..., :3]
+
+
+def black_and_white(path: Path) -> np.ndarray:
+    values = np.random.default_rng(6).integers(0, 2, (16, 24)).astype(bool)
+    Image.fromarray(values).save(path)
+    return np.repeat(values[..., None] * 255, 3, 2)
+
+
+def bitmap(path: Path) -> np.ndarray:
+    values = np.random.default_rng(7).integers(0, 256, (16, 24, 3), dtype=np.uint8)
+    Image.fromarray(values).save(path, "BMP")
+    return values
+
+
+def still_gif(path: Path) -> np.ndarray:
+    values = palette(path)
+    Image.open(path).convert("RGB").save(path, "GIF")
+    return values
+
+
+KINDS = (grey16, colour16, palette, grey_with_alpha, colour_with_alpha, black_and_white, bitmap, still_gif)
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_every_kind_of_pixels_becomes_rgb(make: Callable[[Path], np.ndarray], tmp_path: Path) -> None:
+    expected = make(tmp_path / "it.png")
+    assert np.array_equal(np.asarray(decode((tmp_path / "it.png").read_bytes(), "it", Pictures())), expected)
+
+
+def test_printing_colours_become_rgb(tmp_path: Path) -> None:
+    Image.new("CMYK", (16, 16), (0, 255, 255, 0)).save(tmp_path / "red.jpg", quality=95)
+    pixels = np.asarray(decode((tmp_path / "red.jpg").read_bytes(), "it", Pictures())).astype(int)
+    assert pixels.shape == (16, 16, 3)
+    assert np.abs(pixels - [255, 0, 0]).max() <= 4
+
+
+UPRIGHT: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda pixels: pixels,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: np.rot90,
+}
+"""How a viewer turns a picture, by the tag Orientation of EXIF 2.3."""
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_every_orientation_is_turned_upright(orientation: int, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(8).integers(0, 256, (16, 24, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).save(tmp_path / "it.png", exif=exif)
+    image = decode((tmp_path / "it.png").read_bytes(), "it", Pictures())
+    assert np.array_equal(np.asarray(image), UPRIGHT[orientation](pixels))
 
 
 def test_limits_are_settings(folder: Path, model: Path) -> None:
@@ -269,6 +471,10 @@ def test_limits_are_settings(folder: Path, model: Path) -> None:
             "pictures are read from files and data: URLs, never from a network: fetch them first",
         ),
         ({"messages": conversation({"type": "image", "image": "data:image/png;base64,@@"})}, "is not valid base64"),
+        ({"messages": conversation({"type": "image", "image": "data:image/png;base64,AAA"})}, "is not valid base64"),
+        ({"messages": conversation({"type": "image", "base64": "ÄÖ=="})}, "is not valid base64"),
+        ({"messages": conversation({"type": "image", "image": "data:image/png;base64,"})}, "is empty: 0 bytes"),
+        ({"messages": conversation({"type": "image", "image": "data:image/png,abc"})}, "is a data: URL without base64"),
         ({"messages": conversation({"type": "video", "video": "cat.mp4"})}, "is a part of type 'video'; only text and"),
         (
             {"messages": conversation({"type": "image", "image": 3})},

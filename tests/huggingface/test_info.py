@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import tensor_headers
 from megascend.huggingface.info import ModelShape, inspect_checkpoint, is_tied, linear_layers
+from megascend.testing import write_tiny_checkpoint
 from megascend.testing.parity import case_checkpoint
 from megascend.testing.reference import run_reference
 
@@ -148,3 +149,17 @@ def test_is_tied_follows_the_files(tmp_path, kind, setting, head, expected):
     save_file(tensors, tmp_path / "model.safetensors")
     shape = ModelShape(3, num_layers=1, num_heads=1, num_query_groups=1, vocab_size=4, ffn_hidden_size=8)
     assert is_tied(config, shape, tensor_headers(tmp_path), tmp_path) is expected
+
+
+def test_outer_setting_ties_the_embeddings_of_multimodal_models(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE's text_config says true when transformers saves it, whatever the model is."""
+    path = write_tiny_checkpoint(tmp_path / "model", "qwen3_vl_moe")
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    for outer, inner in ((False, True), (True, False)):
+        config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = outer, inner
+        assert ModelShape.from_hf_config(config).tied is outer
+    del config["tie_word_embeddings"]
+    config["text_config"]["tie_word_embeddings"] = True
+    assert ModelShape.from_hf_config(config).tied is True
+    del config["text_config"]["tie_word_embeddings"]
+    assert ModelShape.from_hf_config(config).tied is False

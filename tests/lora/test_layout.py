@@ -80,19 +80,20 @@ def test_a_rank_without_adapted_layers_has_an_empty_vector():
     assert set(layout.ranges.values()) == {(0, 0)}
 
 
-# Every layout of the four shardings, as (tensor, sequence, data * context, expert_tensor, expert_data) and the groups.
+# Every layout of the five shardings, as (tensor, sequence, data * context, expert_tensor, expert_data) and the groups.
 REDUCTIONS = [
-    ({}, ([], [], [], [])),
-    ({"tensor": 2}, ([], [], [], [])),
-    ({"tensor": 2, "sequence": True}, (["tp"], [], [], [])),
-    ({"sequence": True}, ([], [], [], [])),
-    ({"data": 2, "expert_data": 2}, (["dp_cp"], ["dp_cp"], ["edp"], ["edp"])),
-    ({"context": 2, "expert_data": 2}, (["dp_cp"], ["dp_cp"], ["edp"], ["edp"])),
-    ({"data": 2}, (["dp_cp"], ["dp_cp"], [], [])),  # expert parallelism over the data parallel ranks
-    ({"tensor": 2, "sequence": True, "expert_tensor": 2}, (["tp"], [], ["etp"], [])),
+    ({}, ([], [], [], [], [])),
+    ({"tensor": 2}, ([], [], [], [], [])),
+    # Ranks of a tensor parallel group each have the complete gradient of a vision tower.
+    ({"tensor": 2, "sequence": True}, (["tp"], [], [], [], [])),
+    ({"sequence": True}, ([], [], [], [], [])),
+    ({"data": 2, "expert_data": 2}, (["dp_cp"], ["dp_cp"], ["dp_cp"], ["edp"], ["edp"])),
+    ({"context": 2, "expert_data": 2}, (["dp_cp"], ["dp_cp"], ["dp_cp"], ["edp"], ["edp"])),
+    ({"data": 2}, (["dp_cp"], ["dp_cp"], ["dp_cp"], [], [])),  # expert parallelism over the data parallel ranks
+    ({"tensor": 2, "sequence": True, "expert_tensor": 2}, (["tp"], [], [], ["etp"], [])),
     (
         {"tensor": 2, "sequence": True, "expert_tensor": 2, "data": 2, "expert_data": 2},
-        (["tp", "dp_cp"], ["dp_cp"], ["etp", "edp"], ["edp"]),
+        (["tp", "dp_cp"], ["dp_cp"], ["dp_cp"], ["etp", "edp"], ["edp"]),
     ),
 ]
 

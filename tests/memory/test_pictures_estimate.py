@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megascend.config import Parallel, RunConfig
-from megascend.huggingface.info import inspect_checkpoint
-from megascend.memory.parameters import elements, stages
+from megascend.config import Lora, Parallel, RunConfig
+from megascend.huggingface.info import inspect_checkpoint, linear_layers
+from megascend.memory.parameters import adapter_bytes, elements, stages
 from megascend.testing import write_tiny_checkpoint
 from megascend.topology.topology import plan
 
@@ -68,3 +68,31 @@ def test_frozen_tower_has_no_gradients_and_moments(engine: str, checkpoint: Path
         for name in ("parameters", "gradients", "moments")
     }
     assert difference == {"parameters": 0, "gradients": 4 * single.tower, "moments": 8 * single.tower}
+
+
+def test_adapter_in_the_tower_is_counted_once_on_every_tensor_parallel_rank(checkpoint: Path) -> None:
+    info, rank = inspect_checkpoint(checkpoint), 4
+    images = info.architecture.inputs
+    assert images is not None
+    # By hand: factors of fp32, gradients and two moments, for each linear layer of the tower.
+    shapes = [
+        header.shape
+        for name, header in info.tensors.items()
+        if name.startswith("model.visual.")
+        and name.endswith((".qkv.weight", "attn.proj.weight", "_fc1.weight", "_fc2.weight"))
+    ]
+    assert len(shapes) == 3 * 4 + 3 * 2  # blocks, and a merger for each of two inner layers beside the last one
+    expected = sum(16 * rank * (rows + columns) for rows, columns in shapes)
+    for tensor in (1, 2):
+        [parameters] = stage_parameters(checkpoint, tensor=tensor)
+        topology = plan(Parallel(tensor=tensor), tensor, info.shape)
+        with_tower, text_only = (
+            adapter_bytes(
+                Lora(rank=rank), info.tensors, parameters, topology, 4, fused=True, stacked=False, tower=tower
+            )
+            for tower in (images, None)
+        )
+        assert with_tower - text_only == expected
+    names = {name for name in linear_layers(info, "train") if name.startswith("model.visual.")}
+    assert len(names) == len(shapes)
+    assert not [name for name in linear_layers(info) if name.startswith("model.visual.")]

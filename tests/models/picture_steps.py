@@ -4,8 +4,9 @@
 
 JOB is a JSON object with ``engine``, ``checkpoint``, ``steps``, ``tower`` and ``result``, the file that rank 0 writes: losses,
 gradient norms, the first log-probabilities, how far each sample's move when the first one has another picture, and the trained
-weights. It may name an ``adapter``, a PEFT directory, that is trained
-and saved to RESULT.adapter; and checkpoints to ``load`` before and to ``save`` after.
+weights. It may name an ``adapter``, a PEFT directory, that is trained and saved to RESULT.adapter; several ``tenants``, which are
+trained together on the samples of their ``shares`` and saved to RESULT.tenant-N; and checkpoints to ``load`` before and to
+``save`` after; ``expert`` is the expert parallel size.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from support.pictures import picture_samples
 
 
 def main(job: dict[str, Any]) -> None:
-    samples, adapter = picture_samples(), job.get("adapter")
+    samples, adapter, tenants = picture_samples(), job.get("adapter"), job.get("tenants", [])
     packed = job["engine"] == "fsdp"
     with megascend.make_backend(
         job["engine"],
@@ -35,13 +36,17 @@ def main(job: dict[str, Any]) -> None:
         optimizer=megascend.Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM),
         batching=megascend.Batching(packing=packed, micro_batch_tokens=64 if packed else 200),
         vision_tower=job["tower"],
+        **({"parallel": megascend.Parallel(expert=job["expert"])} if "expert" in job else {}),
         self_check=False,
-        adapters=megascend.Adapters() if adapter else None,
+        adapters=megascend.Adapters() if adapter or tenants else None,
     ) as backend:
         name = None
         if adapter:
             name = "tenant"
             backend.load_adapter(name, Path(adapter), optimizer=False)
+        if tenants:
+            train_tenants(backend, samples, job)
+            return
         if "load" in job:
             backend.load(Path(job["load"]))
         logprobs = backend.forward(samples, adapter=name).logprobs if backend.topology.data == 1 else []
@@ -63,6 +68,25 @@ def main(job: dict[str, Any]) -> None:
     if os.environ.get("RANK", "0") == "0":
         result = {"losses": losses, "grad_norms": norms, "logprobs": logprobs, "weights": weights, "moved": moved}
         torch.save(result, job["result"])
+
+
+def train_tenants(backend: Any, samples: list[Any], job: dict[str, Any]) -> None:
+    """Train several adapters in the same batches."""
+    names = [f"tenant-{number}" for number in range(len(job["tenants"]))]
+    batch = []
+    for name, path, share in zip(names, job["tenants"], job["shares"], strict=True):
+        backend.load_adapter(name, Path(path), optimizer=False)
+        batch += [dataclasses.replace(samples[index], adapter=name) for index in share]
+    losses, norms = ([[] for _ in names] for _ in range(2))
+    for _ in range(job["steps"]):
+        result, step = backend.forward_backward(backend.shard(batch)), backend.optimizer_step()
+        for number, name in enumerate(names):
+            losses[number].append(result.adapters[name].loss)
+            norms[number].append(step.adapters[name].grad_norm)
+    for name in names:
+        backend.save_adapter(name, Path(f"{job['result']}.{name}"))
+    if os.environ.get("RANK", "0") == "0":
+        torch.save({"tenant_losses": losses, "tenant_norms": norms}, job["result"])
 
 
 if __name__ == "__main__":

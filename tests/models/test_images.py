@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
@@ -40,6 +39,7 @@ from support.lora_parity import (
     peft_reference,
     train_adapter,
 )
+from support.picture_programs import ROOT, run_program
 from support.pictures import (
     TOKEN,
     TOWER,
@@ -51,8 +51,6 @@ from support.pictures import (
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
-PROGRAM = Path(__file__).with_name("picture_steps.py")
-ROOT = Path(__file__).parents[2]
 STEPS = 3
 LAYOUTS = (
     Case("single"),
@@ -152,17 +150,13 @@ def test_engines_of_transformers_train_with_pictures(
         assert frozen_parts == [0.0] * len(frozen_parts)
 
 
-def run_program(processes: int, folder: Path, **job: Any) -> dict[str, Any]:
-    """Run ``picture_steps.py`` on a number of ranks, and return its result."""
-    job = {name: str(value) if isinstance(value, Path) else value for name, value in job.items()}
-    result = folder / "result.pt"
-    command = [sys.executable, str(PROGRAM), json.dumps(job | {"result": str(result)})]
-    if processes > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = plain_environment() | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert completed.returncode == 0, completed.stderr[-4000:]
-    return torch.load(result)
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_fsdp_divides_experts_of_models_with_pictures(arch: str, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, arch)
+    result = run_program(2, tmp_path, engine="fsdp", checkpoint=checkpoint, steps=STEPS, tower="train", expert=2)
+    reference = picture_reference(parity_folder, checkpoint, frozen=False, steps=STEPS, weights=True)
+    assert_equals(Trajectory(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=False)
 
 
 @first_stack_only
@@ -357,6 +351,10 @@ def test_experts_are_exported_as_their_authors_store_them(parity_folder: Path, t
     for name, tensor in exports[plain.name, "after"].items():
         other = exports["transposed", "after"][name]
         assert torch.equal(other, tensor.mT if name in fused else tensor)
+    with pytest.raises(
+        AssertionError, match=r"experts are stored as \[experts, in, out\], which engine fsdp does not read"
+    ):
+        run_program(1, tmp_path, engine="fsdp", checkpoint=transposed, steps=1, tower="train")
     job = {"engine": "single", "checkpoint": transposed, "steps": 1, "tower": "train"}
     weights = run_program(1, tmp_path, **job)["weights"]
     for name, tensor in exports["transposed", "after"].items():
@@ -447,3 +445,39 @@ def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
     assert wrong == []
     reference = picture_reference(parity_folder, checkpoint, frozen=True, steps=STEPS)
     assert abs(loss - reference.losses[0]) < 0.05
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp", "megatron"])
+def test_qwen2_5_vl_is_refused_by_name(engine: str, tmp_path: Path) -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", QWEN2_5_VL, engine, str(tmp_path)],
+        env=plain_environment() | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr[-4000:]
+    assert completed.stdout.strip().startswith(
+        "qwen2_5_vl is a multimodal model that megascend does not declare (its vision"
+    )
+
+
+QWEN2_5_VL = """
+import sys
+from pathlib import Path
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+import megascend
+
+engine, folder = sys.argv[1], Path(sys.argv[2])
+text = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 320,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+tower = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "patch_size": 4, "out_hidden_size": 64,
+         "window_size": 16, "fullatt_block_indexes": [1]}
+Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=tower)).save_pretrained(folder)
+try:
+    megascend.make_backend(engine, model=folder, precision="fp32", platform="cpu")
+except megascend.ConfigError as error:
+    print(error)
+"""

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint
+from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint, linear_layers
 from megascend.memory.estimate import Estimate
+from megascend.memory.parameters import elements, stages
 from megascend.models import architecture_of, expert_layers, text_config
 from megascend.models.base import LatentAttention, LinearAttention
 from megascend.models.registry import BUILT_IN
@@ -27,6 +28,8 @@ CARD_BYTES = 64 * 10**9
 """Of the smaller of the devices that the layouts are for: NPUs of 64 GB and GPUs of 80 GB."""
 WITH_MTP = {"deepseek-v3": 684_531_386_000 - 41_540_496, "glm-4.5": 358_337_791_296, "glm-4.5-air": 110_468_824_832}
 """The Hub's counts with the layer for multi-token prediction, DeepSeek's without the fp32 scales of its fp8 blocks."""
+WITH_MTP_BESIDE = {"qwen3.5-4b": 4_659_865_088, "qwen3.5-35b-a3b": 35_951_822_704}
+"""The Hub's counts of models whose head for multi-token prediction shares the embedding."""
 
 
 def configuration(name: str) -> dict[str, Any]:
@@ -34,33 +37,82 @@ def configuration(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def described(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def describe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("described")
 
-    def describe(name: str) -> Path:
+    def checkpoint(name: str) -> Path:
         path = folder / name
         return path if path.exists() else describe_checkpoint(path, configuration(name))
 
-    return describe
+    return checkpoint
 
 
 def test_every_declared_family_has_a_published_configuration() -> None:
     assert {path.stem for path in FOLDER.glob("*.json")} == {"index", *INDEX}
-    text_models = {name for name, architecture in BUILT_IN.items() if architecture.inputs is None}
-    assert {configuration(name)["model_type"] for name in INDEX} == text_models
+    assert {configuration(name)["model_type"] for name in INDEX} == set(BUILT_IN)
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_parameters_are_the_published_ones(name: str, described: Any) -> None:
+def test_parameters_are_the_published_ones(name: str, describe: Any) -> None:
     entry = INDEX[name]
-    assert inspect_checkpoint(described(name)).parameter_count == pytest.approx(
+    assert inspect_checkpoint(describe(name)).parameter_count == pytest.approx(
         entry["parameters"], rel=entry["tolerance"]
     )
 
 
+@pytest.mark.parametrize("name", WITH_MTP_BESIDE)
+def test_difference_from_the_hubs_count_is_qwens_mtp_layer(name: str, describe: Any) -> None:
+    info = inspect_checkpoint(describe(name))
+    hidden, last = info.shape.hidden_size, f".layers.{info.shape.num_layers - 1}."
+    layer = sum(_elements(header.shape) for tensor, header in info.tensors.items() if last in tensor)
+    # A projection of two hidden states and three norms, beside a layer like the last one; the embedding is the model's.
+    assert info.parameter_count + layer + 2 * hidden * hidden + 3 * hidden == WITH_MTP_BESIDE[name]
+
+
+WITH_PICTURES = {
+    "qwen3-vl-4b": (24, 1024, 3),
+    "qwen3-vl-8b": (27, 1152, 3),
+    "qwen3-vl-30b-a3b": (27, 1152, 3),
+    "qwen3.5-4b": (24, 1024, 0),
+    "qwen3.5-35b-a3b": (27, 1152, 0),
+}
+"""Blocks of the tower, its width, and the inner layers whose features the language model adds."""
+
+
+def test_every_published_tower_is_listed() -> None:
+    assert WITH_PICTURES.keys() == {name for name in INDEX if "vision_config" in configuration(name)}
+
+
+@pytest.mark.parametrize("name", WITH_PICTURES)
+def test_towers_are_read_and_planned(name: str, describe: Any) -> None:
+    info, (blocks, width, inner) = inspect_checkpoint(describe(name)), WITH_PICTURES[name]
+    images, layout = info.architecture.inputs, info.image_layout
+    assert images is not None
+    assert layout is not None
+    # 1280 x 720 pixels are 80 x 45 patches of 16, an even number of rows once they are resized: 80 x 44.
+    assert (layout.merge, layout.patch_width, layout.features(1, 44, 80)) == (2, 3 * 2 * 16 * 16, 880)
+    assert layout.token == configuration(name)["image_token_id"]
+    tower = {tensor: header for tensor, header in info.tensors.items() if tensor.startswith(images.tower)}
+    vision = configuration(name)["vision_config"]
+    hidden, ffn, merged = vision["hidden_size"], vision["intermediate_size"], 4 * vision["hidden_size"]
+    assert (vision["depth"], hidden) == (blocks, width)
+    linear = 4 * hidden * hidden + 2 * hidden * ffn  # of a block: qkv and proj, two layers of the MLP
+    biases = 4 * hidden + ffn + hidden + 4 * hidden  # of these, and of two norms
+    merger = merged * merged + merged + merged * vision["out_hidden_size"] + vision["out_hidden_size"]
+    embeddings = layout.patch_width * hidden + hidden + vision["num_position_embeddings"] * hidden
+    # Mergers of inner layers normalise after joining patches.
+    expected = blocks * (linear + biases) + embeddings + merger + 2 * hidden + inner * (merger + 2 * merged)
+    assert elements(tower) == expected
+    adapted = [layer for layer in linear_layers(info, "train") if layer.startswith(images.tower)]
+    assert len(adapted) == 4 * blocks + 2 * (1 + inner)
+    topology, _ = published_plan(describe(name), INDEX[name]["layout"])
+    first = stages(info.tensors, topology, info.shape.num_layers, info.shape.tied, images=images)[0]
+    assert first.tower == expected
+
+
 @pytest.mark.parametrize("name", WITH_MTP)
-def test_difference_from_the_hubs_count_is_the_mtp_layer(name: str, described: Any) -> None:
-    info = inspect_checkpoint(described(name))
+def test_difference_from_the_hubs_count_is_the_mtp_layer(name: str, describe: Any) -> None:
+    info = inspect_checkpoint(describe(name))
     hidden, last = info.shape.hidden_size, f"layers.{info.shape.num_layers - 1}."
     layer = sum(_elements(header.shape) for tensor, header in info.tensors.items() if last in tensor)
     # A projection of two hidden states, three norms, and an embedding and an output layer of its own (DeepSeek-V3's report).
@@ -75,32 +127,32 @@ def _elements(shape: tuple[int, ...]) -> int:
     return product
 
 
-def test_tensors_are_as_many_as_in_the_published_files(described: Any) -> None:
+def test_tensors_are_as_many_as_in_the_published_files(describe: Any) -> None:
     # DeepSeek-V3's main model without scales, and OLMoE's, by public audits of their files.
-    assert len(inspect_checkpoint(described("deepseek-v3")).tensors) == 45_395
-    assert len(inspect_checkpoint(described("olmoe-1b-7b-0924")).tensors) == 3_219
+    assert len(inspect_checkpoint(describe("deepseek-v3")).tensors) == 45_395
+    assert len(inspect_checkpoint(describe("olmoe-1b-7b-0924")).tensors) == 3_219
 
 
 @pytest.mark.parametrize("name", [name for name in INDEX if INDEX[name]["layout"]])
-def test_layout_is_accepted_and_fits(name: str, described: Any) -> None:
-    topology, memory = published_plan(described(name), INDEX[name]["layout"])
+def test_layout_is_accepted_and_fits(name: str, describe: Any) -> None:
+    topology, memory = published_plan(describe(name), INDEX[name]["layout"])
     assert isinstance(topology, Topology)
     assert isinstance(memory, Estimate)
     assert 0.1 * CARD_BYTES < memory.total < CARD_BYTES
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_megatron_engine_supports_it(name: str, described: Any) -> None:
-    config = text_config(transformers_config(described(name)).to_dict())
+def test_megatron_engine_supports_it(name: str, describe: Any) -> None:
+    config = text_config(transformers_config(describe(name)).to_dict())
     assert architecture_of(config).unsupported(config) == []
 
 
 @pytest.mark.parametrize("name", INDEX)
-def test_configuration_that_transformers_saves_means_the_same(name: str, described: Any, tmp_path: Path) -> None:
-    transformers_config(described(name)).save_pretrained(tmp_path)
+def test_configuration_that_transformers_saves_means_the_same(name: str, describe: Any, tmp_path: Path) -> None:
+    transformers_config(describe(name)).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    assert _meaning(saved, inspect_checkpoint(described(name))) == _meaning(
-        configuration(name), inspect_checkpoint(described(name))
+    assert _meaning(saved, inspect_checkpoint(describe(name))) == _meaning(
+        configuration(name), inspect_checkpoint(describe(name))
     )
 
 

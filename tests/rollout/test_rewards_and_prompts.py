@@ -9,6 +9,7 @@ from datetime import date
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +192,21 @@ def test_prompt_files(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(line: str) -> None:
     with pytest.raises(DataError, match=r"^prompts:7: "):
         parse_prompt(line, "prompts:7")
+
+
+@pytest.mark.parametrize(
+    ("record", "location"),
+    [
+        ({"messages": [{"role": "user", "content": "<image>what?"}], "images": ["cat.png"]}, "column 'images'"),
+        ({"prompt": "what?", "image": "cat.png"}, "column 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "cat.png"}]}]}, "parts of 'messages'"),
+    ],
+)
+def test_pictures_of_a_prompt_are_refused_and_not_left_out(record: dict[str, Any], location: str) -> None:
+    with pytest.raises(DataError) as error:
+        parse_prompt(json.dumps(record), "prompts:7")
+    assert str(error.value).startswith(f"prompts:7: pictures ({location}) are not supported in rollouts")
+    assert parse_prompt(json.dumps({"prompt": "what?", "images": []}), "prompts:7")["images"] == []
 
 
 def tokenizer_with_bos(*, closes: bool = False) -> PreTrainedTokenizerFast:

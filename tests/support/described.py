@@ -46,12 +46,13 @@ def describe_checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the tensors of the model of ``config.json``, built on torch's meta device, by their names in a checkpoint."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
 
     config = transformers_config(folder)
+    loader = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = loader.from_config(config)
     tensors = model.state_dict()
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)

@@ -27,11 +27,21 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in (5, 1, 150, 33)]
 
 
-def generated(checkpoint: Path, requests: list[tuple[list[int], Path | None]]) -> list[Response]:
-    """Return the greedy responses of transformers to (prompt, adapter), in a process without a bootstrap."""
+def generated(
+    checkpoint: Path, requests: list[tuple[list[int], Path | None]], images: list[dict[str, Any]] | None = None
+) -> list[Response]:
+    """Return the greedy responses of transformers to (prompt, adapter), in a process without a bootstrap.
+
+    Args:
+        images: further inputs of the model for each prompt: ``pixel_values`` and others.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job, result = Path(folder) / "job", Path(folder) / "result"
-        torch.save((str(checkpoint), [(prompt, adapter and str(adapter)) for prompt, adapter in requests]), job)
+        inputs = images or [{} for _ in requests]
+        rows = [
+            (prompt, adapter and str(adapter), extra) for (prompt, adapter), extra in zip(requests, inputs, strict=True)
+        ]
+        torch.save((str(checkpoint), rows), job)
         completed = run_forked(Path(__file__), job, result, timeout_s=120)
         assert completed.returncode == 0, completed.stderr[-4000:]
         return torch.load(result, weights_only=False)
@@ -45,17 +55,19 @@ def assert_equal(results: list[SampleResult], expected: list[Response]) -> None:
         assert result.samples[0].logprobs == pytest.approx(logprobs, abs=2e-5)
 
 
-def _response(checkpoint: str, prompt: list[int], adapter: str | None) -> Response:
-    from transformers import AutoModelForCausalLM
+def _response(checkpoint: str, prompt: list[int], adapter: str | None, images: dict[str, Any]) -> Response:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from support import peft_reference  # only here: it imports peft
 
     if adapter is None:
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
+        loader = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        model: Any = loader.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager")
     else:
         model = peft_reference.load(checkpoint, adapter)
     output = model.eval().generate(
         input_ids=torch.tensor([prompt]),
+        **images,
         max_new_tokens=GREEDY.max_tokens,
         do_sample=False,
         eos_token_id=None,

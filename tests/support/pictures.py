@@ -9,7 +9,11 @@ import torch
 
 from megascend.batch.images import SampleImages
 from megascend.batch.sample import Sample
-from megascend.testing.parity import PROMPT, hf_reference, token_lists
+from megascend.config import Adapters, Lora
+from megascend.testing import run_distributed
+from megascend.testing.artifact_cache import make_once
+from megascend.testing.parity import PROMPT, Case, case_backend, hf_reference, token_lists
+from support.lora_parity import write_adapter
 
 START, END, TOKEN = 312, 313, 314
 PATCH_WIDTH = 3 * 2 * 4 * 4
@@ -80,3 +84,17 @@ def picture_reference(folder: Path, checkpoint: Path, *, frozen: bool, steps: in
         frozen=[TOWER] if frozen else [],
         **options,
     )
+
+
+def tower_adapter(checkpoint: Path, seed: int, targets: Any = "all-linear") -> Path:
+    """Return an adapter with factors that are all not zero, made once for a checkpoint and these targets."""
+    kind = "all" if targets == "all-linear" else "-".join(targets)
+
+    def write(path: Path) -> None:
+        def on_rank() -> None:
+            with case_backend(Case("single"), checkpoint, adapters=Adapters(), vision_tower="train") as backend:
+                write_adapter(backend, path, Lora(rank=4 + 4 * seed, alpha=12.0, seed=seed, targets=targets))
+
+        run_distributed(on_rank, 1, init=False, timeout_s=120)
+
+    return make_once(checkpoint.parent / f"{checkpoint.name}-tower-adapter-{kind}-{seed}", write)

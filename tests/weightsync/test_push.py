@@ -23,6 +23,7 @@ from megascend import Adam, Adapters, Batching, Lora, Parallel
 from megascend.errors import ConfigError, MegascendError, OutOfStepError, WeightSyncError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from support.pictures import TOKEN, TOWER, picture_fields, picture_samples, picture_tokens
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -124,6 +125,82 @@ def test_push_of_merged_and_separate_adapters(parity_folder, tmp_path):
         assert served[0].state()["versions"] == {"model": 1, "adapter a": 2}
     assert factors < merged / 4
     assert version == 2
+
+
+@pytest.mark.parametrize("arch", ["qwen3_vl", pytest.param("qwen3_5_moe", marks=pytest.mark.nightly)])
+def test_engines_and_exports_get_the_trained_vision_tower(parity_folder, tmp_path, arch):
+    """Push and export a model with all of its towers' weights trained, and load the export in transformers' own class."""
+    checkpoint, samples = case_checkpoint(parity_folder, arch), picture_samples()
+    source = load_file(checkpoint / "model.safetensors")
+
+    with engines(tmp_path, "engine") as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, Parallel(tensor=2, sequence=True), vision_tower="train")
+            with megascend.WeightSync(backend, served) as sync:
+                backend.forward_backward(backend.shard(samples))
+                backend.optimizer_step()
+                sync.push(1)
+                backend.export_hf(tmp_path / "after")
+            return backend.forward(samples).logprobs
+
+        logprobs = run_distributed(on_rank, 2, init=False, timeout_s=120)[0]
+        exported = load_file(tmp_path / "after" / "model.safetensors")
+        assert equal(served[0].weights()[0][0], exported)
+    assert exported.keys() == source.keys()
+    tower = [name for name in source if name.startswith(TOWER)]
+    assert [name for name in tower if torch.equal(exported[name], source[name]) and source[name].numel() > 1] == []
+    from transformers import AutoModelForImageTextToText
+
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "after", dtype=torch.float32, output_loading_info=True
+    )
+    model, problems = loaded
+    assert not problems["missing_keys"]
+    assert not problems["unexpected_keys"]
+    for tokens, fields, values in zip(picture_tokens(), picture_fields(), logprobs, strict=True):
+        row = torch.tensor([tokens])
+        pictures = {}
+        if "pixel_values" in fields:
+            pictures = {
+                "pixel_values": torch.tensor(fields["pixel_values"]),
+                "image_grid_thw": torch.tensor(fields["grids"]),
+            }
+        with torch.no_grad():
+            logits = model(input_ids=row, mm_token_type_ids=(row == TOKEN).int(), **pictures).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+        assert float((values - expected).abs().max()) <= 2e-5
+
+
+def test_push_of_adapters_in_the_vision_tower(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3_vl")
+
+    with engines(tmp_path, "engine") as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, Parallel(tensor=2), adapters=Adapters(), vision_tower="train")
+            backend.add_adapter("a", Lora(rank=4, alpha=6.0, optimizer=Adam(lr=1e-2)))
+            for _ in range(2):
+                backend.forward_backward(backend.shard(picture_samples()), adapter="a")
+                backend.optimizer_step()
+            with megascend.WeightSync(backend, served) as sync:
+                sync.push(1, "a")
+                sync.push(1, "a", alone=True)
+            backend.save_adapter("a", tmp_path / "adapter", optimizer=False)
+            backend.export_hf(tmp_path / "merged", adapter="a")
+
+        run_distributed(on_rank, 2, init=False, timeout_s=120)
+        weights, adapters = served[0].weights()
+        merged = load_file(tmp_path / "merged" / "model.safetensors")
+        assert equal(weights[0], merged)
+        assert equal(adapters["adapter a"], load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    source = load_file(checkpoint / "model.safetensors")
+    assert merged.keys() == source.keys()
+    adapted = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in adapters["adapter a"]}
+    assert {name for name in source if not torch.equal(merged[name], source[name])} == {
+        f"{name}.weight" for name in adapted
+    }
+    assert len([name for name in adapted if name.startswith(TOWER)]) == 3 * 4 + 3 * 2
 
 
 OLD = {"old": torch.arange(5.0)}

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.batch.images import SampleImages
-from megascend.batch.picture_sources import PictureSources
 from megascend.config import Data, Generation, Prompt
 from megascend.data.chat import ChatTemplate
 from megascend.data.messages import parse_message
-from megascend.data.pictures import EncodedPictures, PictureProcessor, sources_of
+from megascend.data.pictures import PictureProcessor, sources_of
 from megascend.data.samples import SampleLimits, opening_tokens
 from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
@@ -76,7 +75,7 @@ class Answering:
                 "they are, or name a template with data.chat_template"
             )
         template = ChatTemplate(tokenizer, data.chat_template_options, template_date) if settings.chat else None
-        pictures = PictureProcessor.of(model, data.pictures)
+        pictures = PictureProcessor.for_model(model, data.pictures)
         rendered = [_tokens(prompt, template, tokenizer, pictures) for prompt in settings.prompts]
         prompts = tuple(tuple(tokens) for tokens, _ in rendered)
         for prompt, tokens in zip(settings.prompts, prompts, strict=True):
@@ -161,19 +160,16 @@ def _tokens(
         sources = sources_of(messages)
         if not sources:
             return tokens, None
-        count = f"generation: a prompt has {len(sources)} picture{'s' * (len(sources) > 1)}"
         if pictures is None:
-            raise ConfigError(f"{count}, and this model takes none")
-        if len(sources) > pictures.limits.max_count:
-            raise ConfigError(f"{count}; at most {pictures.limits.max_count} are possible (data.pictures.max_count)")
+            count = f"{len(sources)} picture{'s' * (len(sources) > 1)}"
+            raise ConfigError(f"generation: a prompt has {count}, and this model takes none")
         if None in sources:
             raise ConfigError(
                 'generation: a part of a prompt is a picture without a source: {"type": "image", "image": PATH}'
             )
-        chosen = PictureSources(tuple(sources), Path())
-        counts = tuple(pictures.features(source, chosen.folder)[0] for source in sources)
-        tokens, _ = EncodedPictures(chosen, counts).expand(tokens, [0.0] * len(tokens), pictures.layout.token)
-        return tokens, pictures.load(chosen)
+        chosen = pictures.encode(sources, Path())
+        tokens, _ = chosen.expand(tokens, [0.0] * len(tokens), pictures.layout.token)
+        return tokens, pictures.load(chosen.sources)
     except DataError as error:
         raise ConfigError(f"generation: {error}") from error
 

@@ -192,9 +192,15 @@ def check_lora(config: TrainerConfig, info: ModelInfo) -> None:
     """Check that the model, by its weights' names, has every layer that the adapter targets."""
     if config.lora is None or config.lora.targets == "all-linear":
         return
-    layers = linear_layers(info)
+    layers = linear_layers(info, config.vision_tower)
+    in_tower = set(linear_layers(info, "train")) - set(layers)
     for target in config.lora.targets:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
+            tower = next((name for name in sorted(in_tower) if f".{name}".endswith(f".{target}")), None)
+            if tower is not None:
+                raise ConfigError(
+                    f"lora.targets: {target!r}, which is {tower}, in the vision tower: set vision_tower: train"
+                )
             ends = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
             raise ConfigError(f"lora.targets: {target!r} is not a linear layer of {config.model}; it has {ends}")
 

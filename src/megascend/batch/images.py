@@ -55,18 +55,41 @@ class SampleImages:
         if not bool(pixels.isfinite().all()):
             raise DataError("images: pixel_values must be finite")
 
+    @property
+    def patch_width(self) -> int:
+        """Numbers of a patch."""
+        return self.pixel_values.shape[1]
+
 
 class DeferredImages(SampleImages):
-    """Pictures that are decoded when they are first used, on the ranks that use them."""
+    """Pictures that are decoded when they are first used, on the ranks that use them.
 
-    def __init__(self, load: Callable[[], SampleImages]) -> None:
+    Args:
+        grids: frames, rows and columns of each, if they are known before.
+        width: numbers of a patch, with ``grids``.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], SampleImages],
+        grids: Sequence[tuple[int, int, int]] = (),
+        width: int | None = None,
+    ) -> None:
         # Not super().__init__(): __getattr__ is called for missing attributes only, so the fields stay unset until they are read.
-        self._load = load
+        self._load, self._width = load, width if grids else None
+        if grids:
+            self.grids = torch.tensor(grids, dtype=torch.int64)
+
+    @property
+    def patch_width(self) -> int:
+        return self.pixel_values.shape[1] if self._width is None else self._width
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("pixel_values", "grids"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         images = self._load()
+        if "grids" in vars(self) and not torch.equal(self.grids, images.grids):
+            raise DataError(f"images: the grids are {images.grids.tolist()}, and were {self.grids.tolist()} before")
         self.pixel_values, self.grids = images.pixel_values, images.grids
         return getattr(self, name)
 
@@ -81,7 +104,7 @@ def decode_together(images: Sequence[SampleImages | PictureSources | None]) -> N
     def decode(item: DeferredImages) -> None:
         # Raised again in the checks of the step, whose result all ranks exchange; an error here would leave the others waiting.
         with contextlib.suppress(DataError):
-            _ = item.grids
+            _ = item.pixel_values
 
     if len(deferred) > 1:
         with ThreadPoolExecutor(min(len(deferred), DECODING_THREADS)) as threads:
@@ -116,9 +139,9 @@ def problem(input_ids: Tensor, images: SampleImages | PictureSources | None, lay
         if not tokens:
             return None
         return f"has {tokens} tokens that stand for a picture (id {layout.token}) and no images: set images"
-    if images.pixel_values.shape[1] != layout.patch_width:
+    if images.patch_width != layout.patch_width:
         return (
-            f"has patches of {images.pixel_values.shape[1]} numbers, and the model's have {layout.patch_width}: use the image "
+            f"has patches of {images.patch_width} numbers, and the model's have {layout.patch_width}: use the image "
             "processor of this checkpoint"
         )
     uneven = [grid for grid in images.grids.tolist() if grid[1] % layout.merge or grid[2] % layout.merge]

@@ -400,6 +400,7 @@ def next_tokens(
     *,
     multiple: int = 1,
     cached: Any = None,
+    spatial: bool = False,
 ) -> MicroBatch:
     """Build one row [1, n] of tokens that attend to ``cached`` and not to each other.
 
@@ -409,6 +410,7 @@ def next_tokens(
         adapter_index: adapter index of each token, ascending.
         multiple: n is rounded up to a multiple of this, with copies of the last token.
         cached: see :attr:`MicroBatch.cached`; None for a batch that only matches other ranks' collectives.
+        spatial: for a model that takes pictures, whose text has the same position in time, height and width.
     """
     count = len(tokens)
     total = round_up(count, multiple)
@@ -422,7 +424,7 @@ def next_tokens(
         lengths=[1] * total,
         padded_lengths=[1] * total,
         input_ids=ids[None],
-        position_ids=position_ids[None],
+        position_ids=position_ids.expand(3, 1, -1) if spatial else position_ids[None],
         packed=None,
         targets=ids,
         weights=torch.zeros(total, device=device),

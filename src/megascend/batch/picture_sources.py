@@ -24,12 +24,33 @@ class PictureSource:
 
 
 @dataclass(frozen=True)
+class PictureIdentity:
+    """Identity of a picture that has been read.
+
+    Attributes:
+        file: absolute path; None for a picture that is no file.
+        digest: of its bytes, fits int64.
+        size: of the file in bytes.
+        modified: time of the file's last change in nanoseconds.
+    """
+
+    file: Path | None
+    digest: int
+    size: int
+    modified: int
+
+
+@dataclass(frozen=True)
 class PictureSources:
     """Pictures of a sample that the data reader turns into :class:`megascend.batch.images.SampleImages` when the sample is used.
 
     Attributes:
         folder: that their paths are relative to.
+        identities: of the pictures when they were read; empty if they are not files.
+        grids: frames, rows and columns of their patches; empty if they are not known.
     """
 
     sources: tuple[PictureSource, ...]
     folder: Path
+    identities: tuple[PictureIdentity, ...] = ()
+    grids: tuple[tuple[int, int, int], ...] = ()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from megascend.config.section import Section, Size
 
 
-class Pictures(Section):
-    """Limits of the pictures in the data, for models that take them."""
+class PictureLimits(Section):
+    """Limits of one picture, and of the pictures of a sample.
+
+    Attributes:
+        setting: name of the section, for messages.
+    """
+
+    setting: ClassVar[str] = "data.pictures"
 
     max_bytes: Size = Field(20 * 2**20, description="largest file of a picture, in bytes")
     max_pixels: Size = Field(
@@ -20,6 +26,14 @@ class Pictures(Section):
         description="most pixels of a picture, width x height, before the model's processor makes it smaller",
     )
     max_count: Size = Field(32, description="most pictures of a conversation")
+
+
+class Pictures(PictureLimits):
+    """Limits of the pictures in the data, for models that take them."""
+
+    folder: Path | None = Field(
+        None, description="folder that all files of pictures must be in, links followed; unset: anywhere"
+    )
 
 
 class Data(Section):

@@ -155,7 +155,8 @@ class TrainerConfig(Section):
     vision_tower: VisionTower = Field(
         "frozen",
         description="the vision tower of a model that takes pictures, with the layers that turn its features into those of the "
-        "language model: keep its weights, or train them with the model",
+        "language model: keep its weights, or train them with the model; with lora: adapt only the language model, or the "
+        "tower's linear layers too",
     )
     batching: Batching = Batching()
     checkpoint: Checkpoint = Checkpoint()

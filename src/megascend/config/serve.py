@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,12 +16,22 @@ from megascend.config import (
     Section,
     Seed,
     Size,
+    VisionTower,
     parsed,
     read_settings,
 )
+from megascend.config.data import PictureLimits
 
 DURABLE_BODY_BYTES = 2**27
 """SQLite takes rows of up to 10**9 bytes, and a body may be several times as long when stored as JSON."""
+
+
+class RequestPictures(PictureLimits):
+    """Limits of the pictures in requests, for a served model that takes them."""
+
+    setting: ClassVar[str] = "pictures"
+
+    max_total_pixels: Size = Field(2**28, description="most pixels of all pictures of a request")
 
 
 class Limits(Section):
@@ -104,6 +114,12 @@ class ServeConfig(Section):
         20, description="with durable, optimizer steps of a model between its saves; a restart repeats about that many"
     )
     limits: Limits = Limits()
+    vision_tower: VisionTower = Field(
+        "frozen",
+        description="of a model that takes pictures: adapters act on the language model alone, or (train) on the linear layers "
+        "of the vision tower too",
+    )
+    pictures: RequestPictures = RequestPictures()
 
     @model_validator(mode="after")
     def _check_tls(self) -> ServeConfig:

@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megascend.batch.picture_sources import PictureSource, PictureSources
+import xxhash
+
+from megascend.batch.picture_sources import PictureIdentity, PictureSource, PictureSources
 from megascend.config import Pictures
+from megascend.config.data import PictureLimits
 from megascend.data.document import Document, Message, Messages
 from megascend.errors import DataError, MissingDependencyError
 from megascend.huggingface.files import read_config
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 """Pillow's names of the formats that are decoded."""
-DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(?P<data>.*)", re.DOTALL)
+DATA_URL = re.compile(r"data:[^,]{0,200};base64,(?P<data>.*)", re.DOTALL | re.IGNORECASE)
 PLACEHOLDER = "<image>"
 """Place of a picture in the text of messages, in data sets with a column of pictures."""
 KEYS = ("image", "path", "url", "base64", "bytes")
@@ -47,6 +50,8 @@ def picture_part(part: dict[str, Any], label: str) -> dict[str, Any]:
         url = part.get("image_url")
         values = [url.get("url") if isinstance(url, dict) else url]
     else:
+        if isinstance(text := part.get("base64"), str) and not DATA_URL.fullmatch(text):
+            part = part | {"base64": _from_base64(text, label)}
         values = [part[key] for key in KEYS if part.get(key) is not None]
     if len(values) > 1:
         raise DataError(f"{label} names more than one picture: leave one of {', '.join(KEYS)}")
@@ -56,7 +61,7 @@ def picture_part(part: dict[str, Any], label: str) -> dict[str, Any]:
 
 
 def picture_source(value: Any, label: str) -> PictureSource:
-    """Return the source of a picture: a path, base64 in a data URL or plain, bytes, or what parquet and datasets have."""
+    """Return the source of a picture: a path, a data URL with base64, bytes, or what parquet and datasets have."""
     if isinstance(value, dict) and (value.get("bytes") is not None or value.get("path") is not None):
         # datasets stores both keys; where bytes are set, path is only the name that the file once had.
         content = value.get("bytes")
@@ -66,10 +71,9 @@ def picture_source(value: Any, label: str) -> PictureSource:
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{label} must be a path, a data: URL with base64, or bytes, found {value!r:.60}")
     if match := DATA_URL.fullmatch(value):
-        try:
-            return PictureSource(data=base64.b64decode(match["data"], validate=True))
-        except (binascii.Error, ValueError) as error:
-            raise DataError(f"{label} is not valid base64: {error}") from None
+        return PictureSource(data=_from_base64(match["data"], label))
+    if value[:5].lower() == "data:":
+        raise DataError(f"{label} is a data: URL without base64, {value!r:.60}")
     if value.startswith("file://"):
         value = value.removeprefix("file://")
     # A drive letter of Windows is no scheme.
@@ -78,6 +82,14 @@ def picture_source(value: Any, label: str) -> PictureSource:
             f"{label} is {value!r:.60}; pictures are read from files and data: URLs, never from a network: fetch them first"
         )
     return PictureSource(path=value)
+
+
+def _from_base64(text: str, label: str) -> bytes:
+    try:
+        # Without line breaks, which tools for base64 insert; any other foreign character is an error.
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{label} is not valid base64: {error}") from None
 
 
 def with_pictures(document: Document, column: Any, source: str) -> Document:
@@ -157,40 +169,72 @@ def folder_of(source: str) -> Path:
 
 
 # --- decoding ---
+# The only place in which pictures are read and decoded, for data, stores, prompts and requests alike.
 
 
-def encoded(source: PictureSource, limits: Pictures, folder: Path | None = None) -> bytes:
+def location(source: PictureSource, folder: Path | None, limits: PictureLimits) -> Path:
+    """Return the absolute path of a picture's file, links followed.
+
+    Args:
+        folder: that a path is relative to.
+
+    Raises:
+        DataError: the path leads nowhere, or out of the folder that all pictures must be in.
+    """
+    assert source.path is not None
+    path = (folder or Path()) / source.path
+    try:
+        file = path.resolve(strict=True)
+    except FileNotFoundError:
+        raise DataError(f"picture {source.name}: {str(path)!r} is no file") from None
+    except RuntimeError:  # Python before 3.13
+        raise DataError(f"picture {source.name}: {str(path)!r} is a link that leads back to itself") from None
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise DataError(f"picture {source.name}: {str(path)!r} cannot be read: {problem}") from None
+    root = limits.folder if isinstance(limits, Pictures) else None
+    if root is not None and not file.is_relative_to(root.resolve()):
+        raise DataError(f"picture {source.name}: {str(file)!r} is outside {root} (data.pictures.folder)")
+    return file
+
+
+def encoded(source: PictureSource, limits: PictureLimits, folder: Path | None = None) -> bytes:
     """Return a picture's file as it is stored.
 
     Args:
         folder: that a path is relative to.
 
     Raises:
-        DataError: it cannot be read, or is larger than the limit.
+        DataError: it cannot be read, is empty, or is larger than the limit.
     """
     if source.data is not None:
         content, size = source.data, len(source.data)
     else:
-        assert source.path is not None
-        path = (folder or Path()) / source.path
+        path = location(source, folder, limits)
         try:
+            # Before it is opened: a named pipe would wait for a writer, and a device has no end.
             if not path.is_file():
-                raise DataError(f"picture {source.name}: {path} is no file")
+                raise DataError(f"picture {source.name}: {str(path)!r} is no file")
             size = path.stat().st_size
             # One byte more than allowed: a file that grows meanwhile is refused too.
             with path.open("rb") as file:
                 content = file.read(limits.max_bytes + 1)
         except OSError as error:
-            raise DataError(f"picture {source.name}: {path} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"picture {source.name}: {str(path)!r} cannot be read: {error.strerror or error}") from None
+    if not content:
+        raise DataError(f"picture {source.name} is empty: 0 bytes")
     if max(size, len(content)) > limits.max_bytes:
         raise DataError(
-            f"picture {source.name} has {size} bytes, over the limit of {limits.max_bytes} (data.pictures.max_bytes)"
+            f"picture {source.name} has {size} bytes, over the limit of {limits.max_bytes} ({limits.setting}.max_bytes)"
         )
     return content
 
 
-def decode(content: bytes, name: str, limits: Pictures) -> Image:
-    """Decode a still picture to RGB, upright, as transformers' processors do.
+def decode(content: bytes, name: str, limits: PictureLimits, formats: Sequence[str] = FORMATS) -> Image:
+    """Decode a still picture to RGB, upright, as transformers' processors do; of 16 bits a channel, the upper 8 are taken.
+
+    Args:
+        formats: Pillow's names of those that it may have.
 
     Raises:
         DataError: it has more pixels than the limit, which is read before they are decoded; or is damaged, or none.
@@ -201,26 +245,32 @@ def decode(content: bytes, name: str, limits: Pictures) -> Image:
         with warnings.catch_warnings():
             # The limit below is checked instead, before any pixel is decoded.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image = Image.open(io.BytesIO(content), formats=tuple(formats))
             width, height = image.size
             if width * height > limits.max_pixels:
                 raise DataError(
                     f"picture {name} has {width} x {height} pixels, over the limit of {limits.max_pixels} "
-                    "(data.pictures.max_pixels)"
+                    f"({limits.setting}.max_pixels)"
                 )
+            if width < 1 or height < 1:
+                raise DataError(f"picture {name} has {width} x {height} pixels")
             if getattr(image, "is_animated", False) and image.format != "MPO":  # MPO: a photograph with its preview
                 raise DataError(f"picture {name} is animated; only still pictures are read: save one frame")
             image.load()
-            return ImageOps.exif_transpose(image).convert("RGB")
+            image = ImageOps.exif_transpose(image)
+            if image.mode.startswith("I"):
+                # Grey of 16 bits. Pillow's own conversion would make white of every value above 255.
+                image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+            return image.convert("RGB")
     except DataError:
         raise
     except Image.DecompressionBombError:
         raise DataError(
             f"picture {name} has more pixels than Pillow decodes, over the limit of {limits.max_pixels} "
-            "(data.pictures.max_pixels)"
+            f"({limits.setting}.max_pixels)"
         ) from None
     except Image.UnidentifiedImageError:
-        raise DataError(f"picture {name} is in none of the formats {', '.join(FORMATS)}, or damaged") from None
+        raise DataError(f"picture {name} is in none of the formats {', '.join(formats)}, or damaged") from None
     except Exception as error:  # damaged files raise whatever their decoder stumbles over
         raise DataError(f"picture {name} is damaged: {type(error).__name__}: {error}") from error
 
@@ -236,7 +286,7 @@ class PictureProcessor:
         limits: of what is decoded.
     """
 
-    def __init__(self, model: Path, layout: ImageLayout, limits: Pictures) -> None:
+    def __init__(self, model: Path, layout: ImageLayout, limits: PictureLimits) -> None:
         """Read the processor's settings; DataError if the checkpoint has none.
 
         Args:
@@ -246,7 +296,7 @@ class PictureProcessor:
         self._processor = _image_processor(model)
 
     @classmethod
-    def of(cls, model: Path, limits: Pictures | None = None) -> PictureProcessor | None:
+    def for_model(cls, model: Path, limits: PictureLimits | None = None) -> PictureProcessor | None:
         """Return the processor of a model that takes pictures; None for a model of text."""
         if not (model / "config.json").is_file():  # a directory with a tokenizer only
             return None
@@ -254,29 +304,89 @@ class PictureProcessor:
         layout = architecture_of(config).image_layout(config)
         return None if layout is None else cls(model, layout, limits or Pictures())
 
-    def features(self, source: PictureSource, folder: Path | None = None) -> tuple[int, bytes]:
-        """Return the number of a picture's tokens, and the bytes of its file. Decodes it, so that a damaged one is refused."""
-        content = encoded(source, self.limits, folder)
-        image = decode(content, source.name, self.limits)
+    def encode(self, sources: Sequence[PictureSource], folder: Path) -> EncodedPictures:
+        """Read and decode the pictures of a sample, so that a damaged one is refused, and count their tokens.
+
+        Args:
+            folder: that their paths are relative to.
+
+        Raises:
+            DataError: one of them, or their number, is not within the limits.
+        """
+        if len(sources) > self.limits.max_count:
+            raise DataError(
+                f"the conversation has {len(sources)} pictures, over the limit of {self.limits.max_count} "
+                f"({self.limits.setting}.max_count)"
+            )
+        identities, tokens = [], []
+        for source in sources:
+            # Before it is read: of a file that changes meanwhile, the next start of the run sees another time.
+            file = None if source.path is None else location(source, folder, self.limits)
+            size, modified = (0, 0) if file is None else file_state(file)
+            content = encoded(source, self.limits, folder)
+            tokens.append(self._tokens(decode(content, source.name, self.limits), source.name))
+            identities.append(PictureIdentity(file, picture_digest(content), size, modified))
+        return EncodedPictures(PictureSources(tuple(sources), folder, tuple(identities)), tuple(tokens))
+
+    def _tokens(self, image: Image, name: str) -> int:
         try:
             # Counted, not made: samples are stored without patches, which are made again when a batch needs them.
             patches = self._processor.get_number_of_image_patches(image.height, image.width)
         except ValueError as error:
-            raise DataError(f"picture {source.name} of {image.width} x {image.height} pixels: {error}") from error
-        return patches // self.layout.merge**2, content
+            raise DataError(f"picture {name} of {image.width} x {image.height} pixels: {error}") from error
+        return patches // self.layout.merge**2
 
     def images(self, contents: Sequence[bytes], names: Sequence[str]) -> SampleImages:
         """Return the patches of a sample's pictures, from their files."""
+        import torch
+
         from megascend.batch.images import SampleImages  # here: it needs torch
 
-        images = [decode(content, name, self.limits) for content, name in zip(contents, names, strict=True)]
-        outputs = self._processor(images=images, return_tensors="pt")
-        return SampleImages(outputs["pixel_values"], outputs["image_grid_thw"])
+        # One by one: decoded pictures are far larger than their patches.
+        outputs = [
+            self._patches(decode(content, name, self.limits), name)
+            for content, name in zip(contents, names, strict=True)
+        ]
+        return SampleImages(
+            torch.cat([output["pixel_values"] for output in outputs]),
+            torch.cat([output["image_grid_thw"] for output in outputs]),
+        )
+
+    def grid(self, image: Image, name: str) -> tuple[int, int, int]:
+        """Return frames, rows and columns of a decoded picture's patches."""
+        frames, rows, columns = self._patches(image, name)["image_grid_thw"][0].tolist()
+        return frames, rows, columns
+
+    def _patches(self, image: Image, name: str) -> Any:
+        try:
+            return self._processor(images=[image], return_tensors="pt")
+        except ValueError as error:
+            raise DataError(f"picture {name} of {image.width} x {image.height} pixels: {error}") from error
+
+    def deferred(self, sources: PictureSources) -> SampleImages:
+        """Return the pictures of a sample, decoded when they are first used."""
+        from megascend.batch.images import DeferredImages  # here: it needs torch
+
+        return DeferredImages(lambda: self.load(sources), sources.grids, self.layout.patch_width)
 
     def load(self, sources: PictureSources) -> SampleImages:
         """Return the patches of a sample's pictures, from where they are."""
         contents = [encoded(source, self.limits, sources.folder) for source in sources.sources]
         return self.images(contents, [source.name for source in sources.sources])
+
+
+def picture_digest(content: bytes) -> int:
+    """Return a digest of a picture's file that fits int64."""
+    return int.from_bytes(xxhash.xxh3_64_digest(content), "little", signed=True)
+
+
+def file_state(path: Path) -> tuple[int, int]:
+    """Return a file's size and time of change in nanoseconds, or (-1, -1) if it is missing."""
+    try:
+        status = path.stat()
+    except OSError:
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
 
 
 def _image_processor(model: Path) -> Any:

@@ -70,7 +70,7 @@ def prepare_samples(
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
-    pictures = PictureProcessor.of(model, data.pictures)
+    pictures = PictureProcessor.for_model(model, data.pictures)
     settings = data.model_dump(
         mode="json",
         include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}

@@ -212,14 +212,7 @@ class Encoder:
                     f"the conversation has {len(sources)} picture{'s' * (len(sources) > 1)}, and this model takes none"
                 )
             return None
-        if len(sources) > processor.limits.max_count:
-            raise DataError(
-                f"the conversation has {len(sources)} pictures, over the limit of {processor.limits.max_count} "
-                "(data.pictures.max_count)"
-            )
-        folder = folder_of(source)
-        tokens = tuple(processor.features(picture, folder)[0] for picture in sources)
-        return EncodedPictures(PictureSources(tuple(sources), folder), tokens)
+        return processor.encode(sources, folder_of(source))
 
     def _completion(self, prompt: str, completion: str, source: str) -> tuple[list[int], list[float]]:
         """Token ids of both together, closed by the end of sequence; the prompt has weight 0, unless it is learned, too."""

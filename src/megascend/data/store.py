@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from megascend.batch.picture_sources import PictureSource, PictureSources
 from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
 from megascend.data.order import add_to_fingerprint
-from megascend.data.pictures import PictureProcessor, encoded
+from megascend.data.pictures import PictureProcessor, encoded, file_state, picture_digest
 from megascend.errors import DataError
 
 TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
@@ -89,11 +90,11 @@ class SampleStore(Sequence[Sample]):
         for picture in pictures:
             kind, start, length, expected, *_ = self._picture_index[picture].tolist()
             stored = self._pictures[start : start + length].tobytes()
-            source = PictureSource(path=stored.decode()) if kind == PATH else PictureSource(data=stored)
+            source = PictureSource(path=os.fsdecode(stored)) if kind == PATH else PictureSource(data=stored)
             # Limits apply here too: the file may have changed since the sample was made.
             content = encoded(source, self._processor.limits)
             # Another picture may not fit the sample's tokens, and would not be the data that the fingerprint names.
-            if _digest(content) != expected:
+            if picture_digest(content) != expected:
                 raise DataError(f"picture {source.name} has changed since its sample was made; start the run again")
             contents.append(content)
             names.append(source.name)
@@ -105,8 +106,8 @@ class SampleStore(Sequence[Sample]):
         for kind, start, length, _, size, modified in self._picture_index.tolist():
             # By size and time, without reading: every start of a run looks at all pictures of its data.
             if kind == PATH:
-                path = self._pictures[start : start + length].tobytes().decode()
-                now = _stat(Path(path))
+                path = os.fsdecode(self._pictures[start : start + length].tobytes())
+                now = [*file_state(Path(path))]
                 changed |= now != [size, modified]
                 files.append([path, *now])
         return files if changed else None
@@ -200,36 +201,19 @@ class _PictureWriter:
 
     def add(self, pictures: PictureSources, state: Any) -> int:
         """Write the pictures of a sample, add them to the fingerprint ``state``, and return their number."""
-        for source in pictures.sources:
-            size = modified = 0
+        for source, identity in zip(pictures.sources, pictures.identities, strict=True):
             if source.data is not None:
-                kind, stored, content = CONTENT, source.data, source.data
+                kind, stored = CONTENT, source.data
             else:
                 # Absolute: the store is in the cache, and the next run may start in another working directory.
-                file = (pictures.folder / str(source.path)).resolve()
-                size, modified = _stat(file)
-                kind, stored, content = PATH, str(file).encode(), file.read_bytes()
-            digest = _digest(content)
+                kind, stored = PATH, os.fsencode(str(identity.file))
             # Tokens say how large a picture is, not what it shows.
-            state.update(digest.to_bytes(8, "little", signed=True))
+            state.update(identity.digest.to_bytes(8, "little", signed=True))
             self._content.write(stored)
-            row = [kind, self._offset, len(stored), digest, size, modified]
+            row = [kind, self._offset, len(stored), identity.digest, identity.size, identity.modified]
             self._index.write(np.asarray(row, dtype=np.int64).tobytes())
             self._offset += len(stored)
         return len(pictures.sources)
-
-
-def _digest(content: bytes) -> int:
-    """Return a digest that fits int64."""
-    return int.from_bytes(xxhash.xxh3_64_digest(content), "little", signed=True)
-
-
-def _stat(path: Path) -> list[int]:
-    try:
-        status = path.stat()
-    except OSError:
-        return [-1, -1]
-    return [status.st_size, status.st_mtime_ns]
 
 
 def _mapped(path: Path, dtype: Any) -> np.ndarray:

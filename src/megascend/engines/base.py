@@ -362,8 +362,6 @@ def check_head(spec: EngineSpec, info: ModelInfo) -> None:
         raise ConfigError(f"vision_tower must be frozen or train, got {spec.vision_tower!r}")
     if spec.vision_tower == "train" and info.image_layout is None:
         raise ConfigError(f"vision_tower: train, but {info.architecture.model_type} has no vision tower; leave it out")
-    if spec.vision_tower == "train" and spec.adapters is not None:
-        raise ConfigError("vision_tower: train with adapters, under which the model is frozen; set frozen")
     if info.image_layout is not None and info.scalar_head is not None:
         raise ConfigError(
             f"head: a scalar head on {info.architecture.model_type}, which takes pictures, is not supported"

@@ -56,7 +56,7 @@ class EngineSpec:
         head: ``lm``, or the kind of scalar head.
         mtp: whether heads for multi-token prediction are trained, kept as they are, or dropped.
         mtp_loss_weight: factor of the loss of such a head.
-        vision_tower: whether the vision tower of a model that takes pictures is trained; adapters leave it as it is.
+        vision_tower: whether the vision tower of a model that takes pictures is trained, or adapters may act on it.
     """
 
     model: Path

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megascend.errors import CheckpointError
+from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.scalar_head import BIAS, WEIGHT, ScalarHead
 from megascend.kernels.linear_logprobs import (
     LowRank,
@@ -18,6 +18,7 @@ from megascend.kernels.linear_logprobs import (
     linear_logprobs,
 )
 from megascend.models import architecture_named
+from megascend.models.qwen3_vl import undeclared
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,17 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
     Args:
         outputs: values per token of a scalar head.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForTokenClassification,
+    )
 
     if head is None:
         takes_pictures = architecture_named(config.model_type).inputs is not None and hasattr(config, "vision_config")
+        if hasattr(config, "vision_config") and not takes_pictures and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ConfigError(undeclared(config.model_type))
         return AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
     # A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token
     # of a sequence: all scalar heads use the token classifier.

@@ -35,12 +35,30 @@ def in_checkpoint(model: Any, tensors: Mapping[str, Tensor], stored: Collection[
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    model = _Complete(model, tensors)
     reverted = revert_weight_conversion(model, dict(tensors))
     if all(name in stored for name in reverted):
         return reverted
     same = {name: tensor for name, tensor in tensors.items() if name in stored}
     converted = {name: tensor for name, tensor in tensors.items() if name not in stored}
     return same | (revert_weight_conversion(model, converted) if converted else {})
+
+
+class _Complete:
+    """A model as transformers' conversion sees it, with parameters of the shapes that are converted.
+
+    The conversion of Qwen3-VL's experts transposes those that have another shape than the model's parameter; under expert
+    parallelism that has fewer experts, and in :func:`tensor_slices` the tensors are numbers in place of weights.
+    """
+
+    def __init__(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
+        self._model, self._tensors = model, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> Any:
+        return self._tensors[name] if name in self._tensors else self._model.get_parameter(name)
 
 
 def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, list[HfSlice]]:
@@ -107,8 +125,14 @@ def _slices_of_layer(
         stored = headers[source].shape
         # Dimensions of size 1 may be missing: a single expert is stored without the expert dimension.
         if tuple(size for size in sizes if size > 1) != tuple(size for size in stored if size > 1):
+            advice = ""
+            if len(shapes[name]) == 3 and tuple(stored) == (shapes[name][0], *reversed(shapes[name][1:])):
+                advice = (
+                    ": experts are stored as [experts, in, out], which engine fsdp does not read; use engine megatron or single, "
+                    "or save the model once with transformers 5 (from_pretrained, save_pretrained)"
+                )
             raise CheckpointError(
-                f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}"
+                f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}{advice}"
             )
         slices[name].append(HfSlice(offsets, sizes, source, (0,) * len(stored)))
     return slices

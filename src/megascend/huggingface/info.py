@@ -29,7 +29,7 @@ from megascend.models.base import LinearAttention
 from weightwire.manifest import LAYER
 
 if TYPE_CHECKING:
-    from megascend.config import Mtp
+    from megascend.config import Mtp, VisionTower
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,11 @@ class ModelShape:
         text = config.get("text_config")
         if text is not None and not isinstance(text, Mapping):
             raise ConfigError(f"the model config's text_config must be an object, found {text!r:.60}")
-        # Multimodal models: the decoder's sizes are in text_config, but tie_word_embeddings may be at the top level.
+        # Multimodal models: the decoder's sizes are in text_config, but tie_word_embeddings may be at the top level, where
+        # transformers reads it; its own default in a text_config that it saves may differ (Qwen3-VL-MoE).
         if text is not None:
-            config = {"tie_word_embeddings": config.get("tie_word_embeddings", False), **text}
+            outer = config.get("tie_word_embeddings")
+            config = dict(text) if outer is None else {**text, "tie_word_embeddings": outer}
         architecture = architecture_of(config)
         config = architecture.normalise(config)
         num_heads = required_size(config, "num_attention_heads", "n_head", "num_heads")
@@ -213,11 +215,15 @@ NO_TARGETS = ("gate", "router", "_bias", "conv1d")
 """Ends of names in a layer that are no linear layers for an adapter: routers, biases of fused experts, and convolutions."""
 
 
-def linear_layers(info: ModelInfo) -> list[str]:
+def linear_layers(info: ModelInfo, tower: VisionTower = "frozen") -> list[str]:
     """Return names in transformers' model of the layers that a LoRA adapter may target, from the headers of its weights.
 
     Experts have the names under which transformers fuses them; routers are left out, tied embedding and output layer too.
+
+    Args:
+        tower: ``train`` if adapters may act on the vision tower of a model that takes pictures.
     """
+    images = info.architecture.inputs
     untied = OUTPUT in info.tensors
     names: dict[str, None] = {}
     for weight, header in info.tensors.items():
@@ -226,6 +232,9 @@ def linear_layers(info: ModelInfo) -> list[str]:
         name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
         linear = ".layers." in name and len(header.shape) > 1 and not name.endswith(NO_TARGETS)
+        if images is not None and name.startswith(images.tower):
+            is_linear = len(header.shape) > 1 and name.removeprefix(images.tower) not in images.not_linear
+            linear = tower == "train" and is_linear
         if linear or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
             names[name] = None
     return list(names)
@@ -427,7 +436,7 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
 
 def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
     """Return ``tie_word_embeddings`` of a configuration, or its architecture's default."""
-    for part in (config.get("text_config") or {}, config):
+    for part in (config, config.get("text_config") or {}):
         if part.get("tie_word_embeddings") is not None:
             return bool(part["tie_word_embeddings"])
     from transformers import CONFIG_MAPPING, AutoConfig

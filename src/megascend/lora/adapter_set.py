@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megascend.batch.images import SampleImages
 from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
@@ -28,7 +30,7 @@ from megascend.lora.optimizer import AdapterOptimizer
 from megascend.lora.peft_format import to_config
 from megascend.lora.peft_tensors import to_tensors
 from megascend.lora.registry import AdapterRegistry
-from megascend.lora.segments import token_segments, tokens_per_adapter
+from megascend.lora.segments import TokenSegments, token_segments, tokens_per_adapter
 from megascend.lora.stacked_adapters import StackedAdapters, StackPool, stack_capacity
 from megascend.lora.target_modules import matches
 from megascend.lora.transfer import gather, scatter
@@ -293,6 +295,7 @@ class MixedAdapters(AdapterSet):
     Args:
         layers: applies them.
         sequence_first: layers see the tokens of a plain batch as [sequence, batch], not [batch, sequence].
+        merge: side of the square of patches that makes one feature of a picture, if adapters act on a vision tower.
     """
 
     def __init__(
@@ -304,9 +307,10 @@ class MixedAdapters(AdapterSet):
         *,
         layers: AppliedAdapters,
         sequence_first: bool,
+        merge: int | None = None,
     ) -> None:
         super().__init__(registry, topology, groups, model_dir)
-        self._applied, self._sequence_first = layers, sequence_first
+        self._applied, self._sequence_first, self._merge = layers, sequence_first, merge
         self._dtype, self._device = registry.settings.dtype, registry.settings.device
         self._stacked: StackedAdapters | None = None
         self._pool: StackPool | None = None
@@ -368,21 +372,52 @@ class MixedAdapters(AdapterSet):
             (self._groups.coordinates.tensor if ranks > 1 else 0, ranks),
             self._device,
         )
+        if batch.images is not None and self._merge is not None:
+            patches, features = (
+                self._picture_segments(batch, samples, names, count, size) for size in (1, self._merge**2)
+            )
+            batch.segments = replace(batch.segments, patches=patches, features=features)
+
+    def _picture_segments(
+        self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str], count: int, size: int
+    ) -> TokenSegments:
+        """Return the segments of a vision tower's rows, each of ``size`` patches, among ``count`` adapters."""
+        images = [samples[member].images for member in batch.members]
+        rows = [int(item.grids.prod(1).sum()) // size if isinstance(item, SampleImages) else 0 for item in images]
+        index = torch.repeat_interleave(torch.tensor(batch.adapter_index), torch.tensor(rows))
+        positions = [torch.arange(number) for number in rows]
+        keys = self._row_keys(batch, samples, names, positions)
+        return token_segments(
+            to_device(index, self._device),
+            tokens_per_adapter(batch.adapter_index, rows, count),
+            None if keys is None else to_device(torch.cat(keys), self._device),
+            (0, 1),
+            self._device,
+        )
 
     def _keys(self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str]) -> Tensor | None:
         """Return the tokens' dropout keys in the order in which layers see the tokens."""
-        adapters = [self.registry[name] if name else None for name in names]
-        if not any(adapter is not None and adapter.lora.dropout for adapter in adapters):
+        parts = self._row_keys(batch, samples, names, batch.positions)
+        if parts is None:
             return None
-        parts = []
-        for member, index, positions in zip(batch.members, batch.adapter_index, batch.positions, strict=True):
-            adapter, sample = adapters[index], samples[member].input_ids
-            parts.append(
-                torch.zeros_like(positions)
-                if adapter is None
-                else token_keys(adapter.seed, adapter.step_count, sample, positions)
-            )
         # Megatron's layers see a plain batch as [sequence, batch]: samples alternate.
         interleaved = self._sequence_first and batch.packed is None
         keys = torch.stack(parts, dim=1).flatten() if interleaved else torch.cat(parts)
         return to_device(keys, self._device)
+
+    def _row_keys(
+        self, batch: MicroBatch, samples: Sequence[Sample], names: Sequence[str], positions: Sequence[Tensor]
+    ) -> list[Tensor] | None:
+        """Return the dropout keys of each sample's rows at ``positions``; None without dropout."""
+        adapters = [self.registry[name] if name else None for name in names]
+        if not any(adapter is not None and adapter.lora.dropout for adapter in adapters):
+            return None
+        parts = []
+        for member, index, rows in zip(batch.members, batch.adapter_index, positions, strict=True):
+            adapter, sample = adapters[index], samples[member].input_ids
+            parts.append(
+                torch.zeros_like(rows)
+                if adapter is None
+                else token_keys(adapter.seed, adapter.step_count, sample, rows)
+            )
+        return parts

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascend.errors import ConfigError
 from megascend.kernels.low_rank import LowRank
 from megascend.kernels.token_rows import Moved
 from megascend.lora.grouped import SegmentedLinear
@@ -48,6 +49,8 @@ class AppliedAdapters:
     def to_linear(self, shape_group: int, layer: int, target: TargetModule, x: Tensor, out: Tensor) -> Tensor:
         """Return ``out`` plus the adapters' part of a linear layer; both are [..., features]."""
         stacked, segments = self._active()
+        if target.rows != "tokens":
+            return self._to_tower(shape_group, layer, target, x, out)
         a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
         # Only row parallel layers see all tokens as input, the others this rank's slice; only column parallel ones return all.
         before = segments.full if target.split == "row" else segments.local
@@ -56,6 +59,27 @@ class AppliedAdapters:
         down = SegmentedLinear.apply(x.flatten(0, -2), a, a_grads, before, None).unflatten(0, x.shape[:-1])
         down = self.exchange(down, target)
         total = SegmentedLinear.apply(down.flatten(0, -2), b, b_grads, after, out.flatten(0, -2))
+        return total.view(out.shape)
+
+    def _to_tower(self, shape_group: int, layer: int, target: TargetModule, x: Tensor, out: Tensor) -> Tensor:
+        """Return ``out`` plus the adapters' part of a layer of a vision tower, which has all of its rows on every rank."""
+        stacked, token_segments = self._active()
+        segments = token_segments.patches if target.rows == "patches" else token_segments.features
+        if segments is None:  # the black picture of a micro batch of text
+            return out
+        rows = x.shape[:-1].numel()
+        if rows != len(segments.adapter_index):
+            raise ConfigError(
+                f"adapters: {target.slices[0].name} computes {rows} rows for {len(segments.adapter_index)} {target.rows} of "
+                "pictures, so the adapters of its rows are unknown; leave it out of adapters.targets"
+            )
+        if torch.is_grad_enabled() and not x.requires_grad:
+            # Below the first adapter nothing requires a gradient, and autograd would leave out that adapter's factors.
+            x = x.detach().requires_grad_(True)
+        a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
+        x = drop(x, stacked, segments, target, local=False)
+        down = SegmentedLinear.apply(x.flatten(0, -2), a, a_grads, segments.full, None)
+        total = SegmentedLinear.apply(down, b, b_grads, segments.full, out.flatten(0, -2))
         return total.view(out.shape)
 
     def to_experts(self, shape_group: int, layer: int, rows: ExpertAdapterRows, x: Tensor, out: Tensor) -> Tensor:

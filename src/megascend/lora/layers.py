@@ -36,7 +36,7 @@ from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry, AdapterSettings
 from megascend.lora.segments import ExpertAdapterRows, TokenSegments, by_expert_and_adapter
 from megascend.lora.target_maps import find_target_modules
-from megascend.lora.target_modules import ModelLayout, TargetModule, check_untied
+from megascend.lora.target_modules import ModelLayout, TargetModule, Untargeted, check_untied
 from megascend.topology.topology import Topology
 
 
@@ -58,25 +58,36 @@ class AdapterManager(MixedAdapters):
         *,
         vocab_size: int,
         model_dir: Path,
+        tower: tuple[list[TargetModule], Untargeted | None] = ([], None),
+        merge: int | None = None,
     ) -> None:
+        """Freeze the model, and add hooks to its layers. Collective.
+
+        Args:
+            chunks: language models of this rank.
+            tower: this rank's :func:`megascend.lora.transformers_targets.divided_tower`.
+            merge: side of the square of patches that makes one feature of a picture.
+        """
         for chunk in chunks:
             # The frozen weights get no gradient buffers, and autograd computes no weight gradients for them.
             chunk.requires_grad_(False)
         layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
         tied = not config.untie_embeddings_and_output_weights
         check_untied(settings.limits.targets, layout.prefix, tied=tied)
-        targets = find_target_modules(chunks, layout)
+        targets = find_target_modules(chunks, layout) + tower[0]
         # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
         local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
-        all_names = sorted({name for rank in gather_objects(local_names, "world", groups, "layers") for name in rank})
-        registry = AdapterRegistry.for_model(targets, all_names, settings)
+        parts = gather_objects((local_names, tower[1]), "world", groups, "layers")
+        all_names = sorted({name for names, _ in parts for name in names})
+        untargeted = next((names for _, names in parts if names is not None), None)
+        registry = AdapterRegistry.for_model(targets, all_names, settings, untargeted)
         self.layers = AdapterLayers(
             chunks,
             registry.shape_groups,
             tensor_size=topology.tensor,
             sequence_parallel=topology.sequence_parallel and topology.tensor > 1,
         )
-        super().__init__(registry, topology, groups, model_dir, layers=self.layers, sequence_first=True)
+        super().__init__(registry, topology, groups, model_dir, layers=self.layers, sequence_first=True, merge=merge)
 
 
 class AdapterLayers(AppliedAdapters):
@@ -91,6 +102,9 @@ class AdapterLayers(AppliedAdapters):
         self._targets: dict[Any, tuple[int, int, TargetModule]] = {}
         for number, shape_group in enumerate(shape_groups):
             for layer, target in enumerate(shape_group.target_modules):
+                if target.rows != "tokens":
+                    target.module.register_forward_hook(partial(self._after_tower, number, layer, target))
+                    continue
                 if target.is_embedding:
                     target.module.register_forward_hook(partial(self._after_embedding, number, target))
                     continue
@@ -149,6 +163,11 @@ class AdapterLayers(AppliedAdapters):
         rows = self._expert_rows[id(target.moe)]
         grouped = rows.grouped(inputs[1], len(self.stacked.adapters), target.experts, x.device)
         return self.to_experts(shape_group, layer, grouped, x, out), bias
+
+    def _after_tower(
+        self, shape_group: int, layer: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor
+    ) -> Tensor:
+        return out if self.stacked is None else self.to_linear(shape_group, layer, target, inputs[0], out)
 
     def _after_output(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         """Append ``A x`` to the hidden states for the output head, which gets B from :meth:`lora_delta`."""

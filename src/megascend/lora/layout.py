@@ -14,9 +14,10 @@ from typing import Literal
 
 from megascend.lora.target_modules import TargetModule
 
-Sharding = Literal["copied", "split", "expert_copied", "expert_split"]
-SHARDINGS: tuple[Sharding, ...] = ("copied", "split", "expert_copied", "expert_split")
-"""``copied``: the same on all tensor parallel ranks; ``split``: divided over them. ``expert``: of routed experts."""
+Sharding = Literal["copied", "split", "tower", "expert_copied", "expert_split"]
+SHARDINGS: tuple[Sharding, ...] = ("copied", "split", "tower", "expert_copied", "expert_split")
+"""``copied``: the same on all tensor parallel ranks; ``split``: divided over them. ``tower``: copied, and each of these ranks
+computes the complete gradient. ``expert``: of routed experts."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class ShapeGroup:
 
     def sharding(self, factor: Literal["a", "b"]) -> Sharding:
         """Return how tensor parallel ranks share a factor: A follows the layer's input, B its output."""
+        if self.first.rows != "tokens":
+            return "tower"
         split = self.first.split == {"a": "row", "b": "column"}[factor]
         if self.first.is_expert:
             return "expert_split" if split else "expert_copied"

@@ -109,9 +109,9 @@ def update(adapters: Sequence[Adapter], norms: Sequence[float], adam: Mapping[st
 def reductions(sharding: Sharding, topology: Topology) -> list[str]:
     """Return the groups over which gradients of a factor are summed.
 
-    Outside experts, a factor that is copied on tensor parallel ranks gets equal gradients on all of them, except under sequence
-    parallelism, where each rank's are of its slice of the tokens. In experts that are divided over tensor parallel ranks, each
-    has a partial sum.
+    Outside experts and vision towers, a factor that is copied on tensor parallel ranks gets equal gradients on all of them,
+    except under sequence parallelism, where each rank's are of its slice of the tokens. In experts that are divided over tensor
+    parallel ranks, each has a partial sum.
     """
     names = []
     if sharding == "copied" and topology.sequence_parallel and topology.tensor > 1:

@@ -15,7 +15,7 @@ from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import ShapeGroup, flat_layout, shape_groups
-from megascend.lora.target_modules import FusedSlice, TargetModule, matches, restrict
+from megascend.lora.target_modules import FusedSlice, TargetModule, Untargeted, matches, restrict
 
 # Names become directories in checkpoints.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -46,7 +46,8 @@ class AdapterRegistry(Mapping[str, Adapter]):
     Attributes:
         shape_groups: this rank's layers that they act on.
         projections: names of all Hugging Face weights of the model that the limits allow as targets.
-        adaptable: names of all that an adapter could target with other limits.
+        adaptable: names of all that an adapter could target with other limits, or that peft could adapt.
+        untargeted: modules that peft could adapt and adapters here do not act on.
     """
 
     def __init__(
@@ -55,26 +56,33 @@ class AdapterRegistry(Mapping[str, Adapter]):
         shape_groups: Sequence[ShapeGroup],
         projections: Sequence[str],
         adaptable: Sequence[str] | None = None,
+        untargeted: Untargeted | None = None,
     ) -> None:
         self.settings, self.shape_groups, self.projections = settings, tuple(shape_groups), tuple(projections)
         self.adaptable = self.projections if adaptable is None else tuple(adaptable)
+        self.untargeted = untargeted
         self._adapters: dict[str, Adapter] = {}
 
     @classmethod
     def for_model(
-        cls, targets: Sequence[TargetModule], all_names: Sequence[str], settings: AdapterSettings
+        cls,
+        targets: Sequence[TargetModule],
+        all_names: Sequence[str],
+        settings: AdapterSettings,
+        untargeted: Untargeted | None = None,
     ) -> AdapterRegistry:
         """Build the registry of a model's adapters.
 
         ``targets``: this rank's possible targets; ``all_names``: weights in the targets of all ranks.
         """
-        check_limits(settings.limits, all_names)
+        check_limits(settings.limits, all_names, untargeted)
         allowed = settings.limits.targets
         return cls(
             settings,
             shape_groups([target for module in targets if (target := restrict(module, allowed)) is not None]),
             [name for name in all_names if matches(name, allowed)],
-            all_names,
+            [*all_names, *(untargeted.names if untargeted else ())],
+            untargeted,
         )
 
     def __getitem__(self, name: str) -> Adapter:
@@ -107,7 +115,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
                 f"adapter {name!r}: rank {lora.rank} exceeds adapters.max_rank ({limits.max_rank}); lower the rank or "
                 "raise the limit"
             )
-        check_targets(name, lora, self.projections)
+        check_targets(name, lora, self.projections, self.untargeted)
 
     def create(self, name: str, lora: Lora) -> Adapter:
         """Build an adapter with peft's initial values; see :func:`initialise`. Does not add it."""
@@ -149,15 +157,24 @@ def check_name(name: str) -> None:
         )
 
 
-def check_limits(limits: Adapters, names: Sequence[str]) -> None:
+def check_limits(limits: Adapters, names: Sequence[str], untargeted: Untargeted | None = None) -> None:
     """Raise ConfigError unless every target of ``limits`` is one of ``names``, the model's layers that can be adapted."""
-    check_exist("adapters.targets names", "can be adapted", limits.targets, names)
+    check_exist("adapters.targets names", "can be adapted", limits.targets, names, untargeted)
 
 
 def check_exist(
-    subject: str, rule: str, targets: Literal["all-linear"] | Sequence[str], projections: Sequence[str]
+    subject: str,
+    rule: str,
+    targets: Literal["all-linear"] | Sequence[str],
+    projections: Sequence[str],
+    untargeted: Untargeted | None = None,
 ) -> None:
-    """Raise ConfigError unless every one of ``targets`` matches some of ``projections``."""
+    """Raise ConfigError unless every one of ``targets`` matches some of ``projections`` and none that is refused."""
+    for target in () if untargeted is None or targets == "all-linear" else targets:
+        assert untargeted is not None
+        refused = next((name for name in untargeted.names if matches(name, [target])), None)
+        if refused is not None and (untargeted.always or not any(matches(name, [target]) for name in projections)):
+            raise ConfigError(f"{subject} {target!r}, which is {refused}, {untargeted.reason}")
     unknown = [t for t in targets if not any(matches(p, [t]) for p in projections)] if targets != "all-linear" else []
     if unknown or not any(matches(projection, targets) for projection in projections):
         ends = sorted({projection.rsplit(".", 1)[-1] for projection in projections})
@@ -167,9 +184,9 @@ def check_exist(
         )
 
 
-def check_targets(name: str, lora: Lora, projections: Sequence[str]) -> None:
+def check_targets(name: str, lora: Lora, projections: Sequence[str], untargeted: Untargeted | None = None) -> None:
     """Raise ConfigError unless every target of ``lora`` is a layer that adapters may act on."""
-    check_exist(f"adapter {name!r} targets", "adapters.targets allows", lora.targets, projections)
+    check_exist(f"adapter {name!r} targets", "adapters.targets allows", lora.targets, projections, untargeted)
     if lora.dropout > 0 and any(".experts." in p and matches(p, lora.targets) for p in projections):
         raise ConfigError(
             f"adapter {name!r} has dropout {lora.dropout} on experts, whose weights transformers fuses and for which peft "

@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from megascend.config import VisionTower
 from megascend.errors import ConfigError
 from megascend.kernels.softmax import VocabShard
-from megascend.models import architecture_named
+from megascend.models import Images, architecture_named
 from megascend.topology.topology import Coordinates, Topology
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
@@ -25,6 +26,8 @@ EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 
 
 Split = Literal["column", "row", "none"]
+Rows = Literal["tokens", "patches", "features"]
+"""What a layer computes a row for: tokens, or patches of pictures or features of them, in a vision tower."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class TargetModule:
             if the layer is not an expert layer.
         moe: Megatron's mixture-of-experts layer around it, or None.
         drawn_as: the projection whose name seeds its dropout, if not the first of ``slices``.
+        rows: what it computes a row for. Layers of a vision tower are whole on every tensor parallel rank, and each rank computes
+            all of their rows, also under sequence parallelism.
     """
 
     module: Any
@@ -73,6 +78,7 @@ class TargetModule:
     expert_total: int | None = None
     moe: Any = None
     drawn_as: str | None = None
+    rows: Rows = "tokens"
 
     @classmethod
     def of(
@@ -123,7 +129,35 @@ class TargetModule:
         """Key that is equal for target modules whose factors have the same shapes and sharding."""
         # By projection, too: StackedAdapters takes the row blocks of a group from its first target.
         names = tuple(fused_slice.name.rsplit(".", 1)[-1] for fused_slice in self.slices)
-        return (self.split, self.is_expert, self.experts, self.in_features, self.out_features, names)
+        return (self.rows, self.split, self.is_expert, self.experts, self.in_features, self.out_features, names)
+
+
+@dataclass(frozen=True)
+class Untargeted:
+    """Modules that peft could adapt, and adapters here do not act on.
+
+    Attributes:
+        names: of the modules in transformers' model.
+        reason: why, and what to set.
+        always: refuse a target that matches one of them even if it matches other layers too.
+    """
+
+    names: tuple[str, ...]
+    reason: str
+    always: bool
+
+
+def untargeted_of(linear: Sequence[str], images: Images, trained: VisionTower) -> Untargeted:
+    """Return what adapters leave out of a vision tower.
+
+    Args:
+        linear: names of its linear layers.
+    """
+    not_linear = tuple(f"{images.tower}{name}" for name in images.not_linear)
+    if trained == "train":
+        reason = "no linear layer and not adapted: name the layers that are meant by more of their names (attn.proj)"
+        return Untargeted(not_linear, reason, always=True)
+    return Untargeted((*linear, *not_linear), "in the vision tower: set vision_tower: train", always=False)
 
 
 class ModelLayout:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megascend.config import VisionTower
 from megascend.lora.peft_tensors import EXPERT_PARAMETERS
-from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, TargetModule
+from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, TargetModule, Untargeted, untargeted_of
+from megascend.models import Images
 
 FUSED_BY_MEGATRON = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one input: Megatron's engine applies one dropout mask to it, that of the first adapted layer."""
@@ -33,6 +36,30 @@ def layer_targets(model: Any) -> list[TargetModule]:
                     in_features, out_features = sizes if getattr(module, "is_transposed", False) else reversed(sizes)
                     targets.append(_target(f"{name}.{parameter}", module, out_features, in_features, count))
     return targets
+
+
+def tower_targets(tower: nn.Module, images: Images) -> list[TargetModule]:
+    """Return the linear layers of a vision tower, by their names in the model."""
+    return [
+        replace(
+            _target(f"{images.tower}{name}", module, *module.weight.shape),
+            split="none",
+            rows="patches" if name.startswith(images.blocks) else "features",
+        )
+        for name, module in tower.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+
+
+def divided_tower(
+    tower: nn.Module | None, images: Images | None, trained: VisionTower
+) -> tuple[list[TargetModule], Untargeted | None]:
+    """Return the layers of a vision tower that adapters may act on, and its other modules that peft could adapt."""
+    if tower is None or images is None:
+        return [], None
+    targets = tower_targets(tower, images)
+    untargeted = untargeted_of([target.slices[0].name for target in targets], images, trained)
+    return (targets if trained == "train" else []), untargeted
 
 
 def embedding_and_output(model: Any) -> list[TargetModule]:

@@ -78,7 +78,14 @@ def _stage_items(
     items = _states(config, topology, parameters, kind)
     if config.lora is not None:
         items["adapters"] = adapter_bytes(
-            config.lora, info.tensors, parameters, topology, kind.bytes, fused=True, stacked=True
+            config.lora,
+            info.tensors,
+            parameters,
+            topology,
+            kind.bytes,
+            fused=True,
+            stacked=True,
+            tower=info.architecture.inputs if config.vision_tower == "train" else None,
         )
     # Temporaries after the activations are freed may be larger than the activations.
     embeds = stage == 0 or predicts

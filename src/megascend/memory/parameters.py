@@ -153,20 +153,26 @@ def adapter_bytes(
     *,
     fused: bool,
     stacked: bool,
+    tower: Images | None = None,
 ) -> int:
     """Return the bytes of an adapter on a pipeline stage's layers: fp32 factors, gradients and two moments.
 
     ``element``: bytes of an activation; ``fused``: fused projections have their factors stacked; ``stacked``: layers use a
-    copy of the factors in the model's precision, with separate fp32 gradients.
+    copy of the factors in the model's precision, with separate fp32 gradients; ``tower``: the adapter acts on this vision tower.
     """
     factors = copies = 0.0
     padded = -(-lora.rank // RANK_MULTIPLE) * RANK_MULTIPLE
     layers: dict[str, list[tuple[float, float]]] = {}
     for name, header in headers.items():
-        layer = layer_of(name)
-        if layer not in parameters.layers or not is_target(name, header.shape, lora):
+        module = name.removesuffix(".weight")
+        if tower is not None and parameters.tower and name.startswith(tower.tower):
+            if module.removeprefix(tower.tower) in tower.not_linear or not is_target(name, header.shape, lora):
+                continue
+            count, (rows, columns) = 1.0, header.shape  # the same on every tensor parallel rank
+        elif layer_of(name) not in parameters.layers or not is_target(name, header.shape, lora):
             continue
-        count, rows, columns = _local(name, header.shape, topology)
+        else:
+            count, rows, columns = _local(name, header.shape, topology)
         factors += count * lora.rank * (rows + columns)
         kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
         key = re.sub(rf"{kind}(\.weight)?$", FUSED.get(kind, kind) if fused else kind, name)

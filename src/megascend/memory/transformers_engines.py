@@ -50,7 +50,14 @@ def items(
         # Unsharded and unfused; peft's layers (engine single) use the factors without a copy.
         stacked = config.engine == "fsdp"
         stage_items["adapters"] = adapter_bytes(
-            config.lora, info.tensors, parameters, topology, kind.bytes, fused=False, stacked=stacked
+            config.lora,
+            info.tensors,
+            parameters,
+            topology,
+            kind.bytes,
+            fused=False,
+            stacked=stacked,
+            tower=info.architecture.inputs if config.vision_tower == "train" else None,
         )
     backward += backward_parameters
     if later > activations + max(head, backward):

@@ -41,6 +41,9 @@ class Images:
         tower: prefix of the tower's tensors, in checkpoints and in transformers' model.
         token: key of ``config.json`` with the id of the token that stands for a feature.
         merge: key of ``vision_config`` with the side of the square of patches that makes one feature.
+        blocks: prefix within the tower of the layers that compute a row for each patch; its other linear layers compute one for
+            each feature.
+        not_linear: modules of the tower whose matrices are not those of linear layers.
         processor: transformers' classes of the image processor, video processor and processor, for new models.
         special_tokens: of the tokenizer: begin and end of a picture, a feature of a picture, a feature of a video.
     """
@@ -48,6 +51,8 @@ class Images:
     tower: str = "model.visual."
     token: str = "image_token_id"
     merge: str = "spatial_merge_size"
+    blocks: str = "blocks."
+    not_linear: tuple[str, ...] = ("patch_embed.proj", "pos_embed")
     processor: tuple[str, str, str] = ("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor", "Qwen3VLProcessor")
     special_tokens: tuple[str, str, str, str] = (
         "<|vision_start|>",

@@ -90,6 +90,22 @@ class Qwen3VLMoe(Qwen3VL):
         return False
 
 
+_WINDOWS = (
+    "its vision tower attends within windows, and its checkpoints have names of tensors that no engine here reads"
+)
+UNDECLARED = {"qwen2_vl": "its checkpoints have names of tensors that no engine here reads", "qwen2_5_vl": _WINDOWS}
+"""Models with pictures that are often asked for, and the reason why no engine trains them."""
+
+
+def undeclared(model_type: str) -> str:
+    """Return why a multimodal model without a declaration is refused."""
+    reason = UNDECLARED.get(model_type)
+    return (
+        f"{model_type} is a multimodal model that megascend does not declare{f' ({reason})' if reason else ''}; it trains text "
+        "models, and those with pictures that docs/images.md lists"
+    )
+
+
 FAMILIES = (
     Qwen3VL(
         ("qwen3_vl",),

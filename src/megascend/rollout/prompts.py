@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.data.chat import ChatTemplate
+from megascend.data.columns import PICTURES
 from megascend.data.files import parse_json
 from megascend.data.findings import Findings
 from megascend.data.messages import parse_messages
@@ -60,6 +61,12 @@ def parse_prompt(line: str, source: str, *, free: bool = False) -> Prompt:
         raise DataError(f"{source}: expected a JSON object with either 'prompt' or 'messages', found {record!r:.60}")
     if "prompt" in record and (not isinstance(record["prompt"], str) or not record["prompt"]):
         raise DataError(f"{source}: 'prompt' must be a string that is not empty, found {record['prompt']!r:.60}")
+    pictures = next((name for name in PICTURES if record.get(name)), None)
+    if pictures is not None or _has_pictures(record.get("messages")):
+        location = f"column {pictures!r}" if pictures else "parts of 'messages'"
+        raise DataError(
+            f"{source}: pictures ({location}) are not supported in rollouts, which would answer without them: leave it out"
+        )
     if "messages" in record:
         messages = record["messages"]
         valid = isinstance(messages, list) and messages and all(_is_message(message) for message in messages)
@@ -101,6 +108,16 @@ def prompt_tokens(
     if not tokens:
         raise DataError(f"the prompt has no tokens: {prompt!r:.80}")
     return list(tokens)
+
+
+def _has_pictures(messages: Any) -> bool:
+    parts = [
+        part
+        for message in (messages if isinstance(messages, list) else [])
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
 
 
 def _is_message(message: Any) -> bool:

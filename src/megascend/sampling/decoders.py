@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from megascend.batch.images import SampleImages, positions
 from megascend.batch.micro_batch import MicroBatch, next_tokens
 from megascend.batch.sample import Sample
 from megascend.engines.base import Engine, Output
 from megascend.engines.key_values import Filling, Growing, KeyValues
+from megascend.sampling.request import SampleRequest
 from megascend.sampling.rows import ResponseRow
 from megascend.step.step import Step
 
@@ -75,6 +77,7 @@ class Cached(Decoder):
         self._longest = max(row.longest for row in batch)
         self._cache: KeyValues | None = None
         self._numbers: list[int] = []  # of the rows in the cache
+        self._shifts: dict[int, int] = {}  # by request: position of a token of the response less its index
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -95,6 +98,7 @@ class Cached(Decoder):
         """Compute the prompts, filling the cache."""
         # Responses to one prompt share its prefill.
         prompts = {row.request_index: row for row in rows}
+        self._shifts = {index: self._shift(row.request) for index, row in prompts.items()}
         samples = [sample_of(row) for row in prompts.values()]
         self._cache = cache = KeyValues(len(samples), self._longest, self._engine.device)
 
@@ -109,6 +113,15 @@ class Cached(Decoder):
         self._numbers = [row.number for row in rows]
         self._evaluate()
         return torch.stack(logits)[selection] if logits else None
+
+    def _shift(self, request: SampleRequest) -> int:
+        """Return the difference of positions and indices of a response's tokens: pictures take fewer positions than tokens."""
+        layout = self._engine.info.image_layout
+        if layout is None or not isinstance(request.images, SampleImages):
+            return 0
+        # -1 is no token, and so not one that stands for a picture.
+        following = positions(torch.tensor([*request.prompt, -1]), request.images.grids, layout)[0, -1]
+        return int(following) - len(request.prompt)
 
     def _evaluate(self) -> None:
         """Disable dropout and activate the rows' adapters until the context is left."""
@@ -146,11 +159,12 @@ class Cached(Decoder):
         tokens = [row.tokens[-1] for row in rows] or [0]
         batch = next_tokens(
             tokens,
-            [row.length - 1 for row in rows] or [0],
+            [row.length - 1 + self._shifts[row.request_index] for row in rows] or [0],
             list(index) or [0],
             self._engine.device,
             multiple=self._engine.layout.token_multiple,
             cached=growing,
+            spatial=self._engine.info.image_layout is not None,
         )
         samples = [Sample([token], [token], [0.0]) for token in tokens]
         self._engine.trainable.prepare(batch, samples, self._order)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megascend.batch.images import SampleImages
+from megascend.batch.picture_sources import PictureSources
 
 Stop = str | int | tuple[int, ...]
 """A text, a token id, or a sequence of token ids."""
@@ -70,7 +71,7 @@ class SampleRequest:
         target_tokens: token ids to score at each prompt position but the first, equally many in every row; -1: none.
         prompt_draws: also draw this many independent tokens at each prompt position but the first, at the request's temperature
             and from the full vocabulary.
-        images: pictures of the prompt, for a model that takes them.
+        images: pictures of the prompt, for a model that takes them; decoded before the sampler gets the request.
     """
 
     prompt: Sequence[int]
@@ -82,7 +83,7 @@ class SampleRequest:
     topk_logprobs: int = 0
     target_tokens: tuple[tuple[int, ...], ...] | None = None
     prompt_draws: int = 0
-    images: SampleImages | None = None
+    images: SampleImages | PictureSources | None = None
 
     def refusal(self, adapters: Collection[str], vocab_size: int, limit: int, setting: str) -> str | None:
         """Return why the request cannot be answered, or None. Pure.

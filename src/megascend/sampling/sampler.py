@@ -150,8 +150,6 @@ class Sampler:
         digest = hashlib.sha256(repr(list(requests)).encode()).hexdigest()[:16]
         call = f"generate({len(requests)} requests, {digest}){self._engine.trainable.describe()}"
         cache_unsupported_reason = self._engine.cache_unsupported_reason() if self._cache else "Sampler(cache=False)"
-        if self._engine.info.image_layout is not None:
-            cache_unsupported_reason = "positions of pictures"
         reports = gather_objects((refusals, seeds, cache_unsupported_reason), "world", self._groups, call)
         # Decoders are collective: if one rank cannot cache, none does.
         self.cache_unsupported_reason = next((reason for *_, reason in reports if reason is not None), None)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megascend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megascend.data.pictures import PictureProcessor
 
 Targets = Literal["all-linear"] | tuple[str, ...]
 
@@ -23,6 +26,7 @@ class ServedModel:
         max_length: longest sample in tokens.
         vocabulary: vocabulary size; token ids are in [0, vocabulary).
         projections: names of the layers that adapters may target.
+        pictures: reads the pictures of a model that takes them, within the server's limits; else None.
     """
 
     names: tuple[str, ...]
@@ -31,6 +35,7 @@ class ServedModel:
     max_length: int
     vocabulary: int
     projections: tuple[str, ...]
+    pictures: PictureProcessor | None = None
 
     @property
     def adapts_output(self) -> bool:
@@ -60,13 +65,16 @@ def _is_attention(name: str) -> bool:
     return any("attn" in part or "attention" in part for part in name.split(".")[:-1])
 
 
-def allowed_targets(layers: Sequence[str], *, unembed: bool) -> Targets:
+def allowed_targets(layers: Sequence[str], *, unembed: bool, tower: str | None = None) -> Targets:
     """Choose the layers that a backend's adapters may target, enough for any client's switches. Pure.
 
     Args:
         layers: names of the linear layers in the checkpoint, including the output layer unless its weight is tied.
+        tower: prefix of the names of a vision tower's layers.
     """
     if not unembed or not any(_is_output(name) for name in layers):
         return "all-linear"
-    ends = {name.rsplit(".", 1)[-1] for name in layers}
-    return tuple(sorted(ends - {"embed_tokens"}))
+    # In full: a tower has other modules whose names end alike, and which cannot be adapted.
+    names = {name for name in layers if tower is not None and name.startswith(tower)}
+    ends = {name.rsplit(".", 1)[-1] for name in layers if name not in names}
+    return tuple(sorted((ends - {"embed_tokens"}) | names))

@@ -45,14 +45,16 @@ def serve(
         MegascendError: at startup; later only if a rank is lost.
     """
     from megascend.app.stop_signals import StopSignals
+    from megascend.data.pictures import PictureProcessor
     from megascend.serve.scheduler.inbox import Inbox
     from megascend.serve.scheduler.runner import work
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
         servers = vllm_servers(settings, backend)  # collective: before the other ranks enter work()
         generate = sampler(settings, backend).in_slices
+        pictures = PictureProcessor.for_model(settings.model, settings.pictures)
         if backend.rank != 0:
-            work(backend, settings.batch_tokens, None, lambda outcomes: None, generate)
+            work(backend, settings.batch_tokens, None, lambda outcomes: None, generate, pictures)
             return
         inbox = Inbox(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
@@ -66,7 +68,7 @@ def serve(
         memory = device.memory
         with http_server(settings, keys, base, inbox, lambda: (device.name, memory()), vllm) as (address, report):
             ready(address)
-            work(backend, settings.batch_tokens, inbox, report, generate)
+            work(backend, settings.batch_tokens, inbox, report, generate, pictures)
 
 
 def make_backend(settings: ServeConfig) -> Any:
@@ -74,8 +76,13 @@ def make_backend(settings: ServeConfig) -> Any:
     from megascend import backends
     from megascend.huggingface.info import inspect_checkpoint, linear_layers
 
-    layers = linear_layers(inspect_checkpoint(settings.model))
-    targets = allowed_targets(layers, unembed=settings.unembed and settings.engine != "single")
+    info = inspect_checkpoint(settings.model)
+    images = info.architecture.inputs
+    targets = allowed_targets(
+        linear_layers(info, settings.vision_tower),
+        unembed=settings.unembed and settings.engine != "single",
+        tower=None if images is None else images.tower,
+    )
     adapters = Adapters(
         max_count=settings.max_models + (0 if settings.vllm else settings.max_samplers),
         max_rank=settings.max_rank,
@@ -83,6 +90,8 @@ def make_backend(settings: ServeConfig) -> Any:
     )
     values: dict[str, Any] = {"precision": settings.precision, "adapters": adapters, "seed": settings.seed}
     values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}
+    if settings.vision_tower != "frozen":
+        values["vision_tower"] = settings.vision_tower
     if "parallel" in backends.settings_of(settings.engine) or settings.parallel != type(settings.parallel)():
         values["parallel"] = settings.parallel
     return backends.make_backend(settings.engine, model=settings.model, **values)
@@ -113,6 +122,7 @@ def end_tokens(settings: ServeConfig) -> tuple[Any, list[int]]:
 
 def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     """Describe the served model."""
+    from megascend.data.pictures import PictureProcessor
     from megascend.huggingface.files import read_config
 
     path = settings.model.absolute()
@@ -120,7 +130,8 @@ def base_model(settings: ServeConfig, backend: Any) -> ServedModel:
     config = read_config(settings.model)
     architecture = str((config.get("architectures") or [config.get("model_type", "unknown")])[0])
     projections = tuple(backend.engine.trainable.projections)
-    return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections)
+    pictures = PictureProcessor.for_model(settings.model, settings.pictures)
+    return ServedModel(names, path, architecture, backend.max_length, backend.vocab_size, projections, pictures)
 
 
 def check_packages() -> None:

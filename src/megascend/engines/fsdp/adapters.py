@@ -12,26 +12,29 @@ from typing import Any
 
 from torch import Tensor
 
-from megascend.config import Adapters
+from megascend.config import Adapters, VisionTower
 from megascend.engines.base import adapter_settings
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.experts import SortedRows, frozen_experts
 from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_products
+from megascend.engines.pictures import tower
 from megascend.errors import ConfigError
 from megascend.lora.adapter_set import MixedAdapters
 from megascend.lora.applied_adapters import AppliedAdapters, start_graph
 from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry, check_limits
 from megascend.lora.segments import ExpertAdapterRows, by_expert_and_adapter
-from megascend.lora.target_modules import EMBEDDING, TargetModule, check_untied, matches
+from megascend.lora.target_modules import EMBEDDING, TargetModule, Untargeted, check_untied, matches
 from megascend.lora.transformers_targets import (
+    divided_tower,
     drawn_as,
     embedding_and_output,
     experts_without_gate,
     is_transposed,
     layer_targets,
 )
+from megascend.models import Images
 
 AdapterSlot = tuple[int, int, TargetModule]
 """Index of the shape group, index in it, target module."""
@@ -83,7 +86,10 @@ class FsdpAdapterLayers(AppliedAdapters):
     ) -> Tensor:
         if self.stacked is None:
             return out
-        self._note(module, target, inputs[0])
+        if target.rows == "tokens":
+            self._note(module, target, inputs[0])
+        else:  # its rows are those of pictures, which to_linear checks
+            self._not_called.pop(id(module), None)
         return self.to_linear(shape_group, layer, target, inputs[0], out)
 
     def _after_embedding(
@@ -172,6 +178,7 @@ class FsdpAdapters(MixedAdapters):
         context: EngineContext,
         targets: Sequence[TargetModule],
         share: ExpertShare | None,
+        untargeted: Untargeted | None = None,
     ) -> None:
         settings = adapter_settings(spec, context.groups.device)
         # Before the registry exists, which allocates factors by each target's number of experts.
@@ -179,7 +186,7 @@ class FsdpAdapters(MixedAdapters):
         names = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in names if matches(name, settings.limits.targets)]
         drawn_targets = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
-        registry = AdapterRegistry.for_model(drawn_targets, names, settings)
+        registry = AdapterRegistry.for_model(drawn_targets, names, settings, untargeted)
         self.layers = FsdpAdapterLayers(model, registry.shape_groups, divided=share is not None)
         self.transposed = {target.slices[0].name for target in targets if is_transposed(target)}
         super().__init__(
@@ -189,11 +196,19 @@ class FsdpAdapters(MixedAdapters):
             context.model_dir,
             layers=self.layers,
             sequence_first=False,
+            merge=None if context.info.image_layout is None else context.info.image_layout.merge,
         )
 
 
-def adapter_targets(model: Any, limits: Adapters, *, tied: bool) -> list[TargetModule]:
-    """Return every layer of a model, which may be on ``meta``, that adapters could act on."""
+def adapter_targets(
+    model: Any, limits: Adapters, images: Images | None = None, trained: VisionTower = "frozen", *, tied: bool
+) -> tuple[list[TargetModule], Untargeted | None]:
+    """Return every layer of a model, which may be on ``meta``, that adapters could act on; and those that peft could.
+
+    Args:
+        images: of a model that takes pictures.
+        trained: ``train`` if adapters may act on its vision tower.
+    """
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     check_untied(limits.targets, embedding.removesuffix(EMBEDDING), tied=tied)
     ungated = next(experts_without_gate(model), None)
@@ -202,9 +217,10 @@ def adapter_targets(model: Any, limits: Adapters, *, tied: bool) -> list[TargetM
             f"engine fsdp: adapters.targets is all-linear, but {ungated} of {type(model).__name__} has no gate, and such "
             "experts are not adapted; name the other layers in adapters.targets"
         )
-    targets = layer_targets(model) + ([] if tied else embedding_and_output(model))
-    check_limits(limits, [target.slices[0].name for target in targets])
-    return targets
+    tower_layers, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
+    targets = layer_targets(model) + ([] if tied else embedding_and_output(model)) + tower_layers
+    check_limits(limits, [target.slices[0].name for target in targets], untargeted)
+    return targets, untargeted
 
 
 def _local_experts(target: TargetModule, share: ExpertShare | None) -> TargetModule:

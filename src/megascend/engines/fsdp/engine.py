@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
-from megascend.changes import patch
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
@@ -38,7 +37,7 @@ from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.factors import merged
-from megascend.lora.target_modules import TargetModule
+from megascend.lora.target_modules import TargetModule, Untargeted
 from megascend.selfcheck import in_process
 from megascend.topology.topology import Receivers, Topology
 
@@ -97,7 +96,9 @@ class FsdpEngine(TransformersEngine):
             self._share = ExpertShare(groups.device_group("ep"), topology.expert, groups.coordinates.expert)
         self.adapters: FsdpAdapters | None = None
         if spec.adapters is not None:
-            self.adapters = FsdpAdapters(self.model, spec, context, checked.adapter_targets, self._share)
+            self.adapters = FsdpAdapters(
+                self.model, spec, context, checked.adapter_targets, self._share, checked.untargeted
+            )
             # Before sharding, which takes the dtype of the shards from the parameters.
             freeze(self.model, self.dtype)
         self._router_loss: RouterLoss | None = None
@@ -252,12 +253,14 @@ class CheckedModel:
         layers: its decoder layers.
         hf_slices: origin of its parameters in the checkpoint; computed before sharding, while they have their full shapes.
         adapter_targets: every layer that adapters could act on; none without adapters.
+        untargeted: other modules that peft could adapt, or None.
     """
 
     model: Any
     layers: list[torch.nn.Module]
     hf_slices: HfSlices
     adapter_targets: list[TargetModule]
+    untargeted: Untargeted | None
 
     @classmethod
     def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
@@ -277,8 +280,11 @@ class CheckedModel:
         check_layers(model, layers, packing=spec.batching.packing, context=context, longest=longest)
         if spec.moe.aux_loss != "none":
             router_recorder(model, spec.moe, frozen=spec.adapters is not None)
-        targets = [] if spec.adapters is None else adapter_targets(model, spec.adapters, tied=info.shape.tied)
-        return cls(model, layers, tensor_slices(model, info.tensors), targets)
+        targets, untargeted = [], None
+        if spec.adapters is not None:
+            images, trained = info.architecture.inputs, spec.vision_tower
+            targets, untargeted = adapter_targets(model, spec.adapters, images, trained, tied=info.shape.tied)
+        return cls(model, layers, tensor_slices(model, info.tensors), targets, untargeted)
 
 
 def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform: str) -> list[str]:
@@ -315,12 +321,7 @@ class FsdpSubject(TransformersSubject):
     def build(self, config: Any) -> Any:
         model = transformers_api.engine_model(config, self.scalar_head, config.vocab_size)
         if self._npu and transformers_api.has_experts(model):
-            patch(
-                model.config,
-                "_experts_implementation_internal",
-                "eager",
-                "a slice on the CPU has no operator of the NPU's",
-            )
+            transformers_api.use_experts(model.config, "eager", "a slice on the CPU has no operator of the NPU's")
         self._rotary = RotaryByLength(model)
         if self.packing:
             pass_borders(model)

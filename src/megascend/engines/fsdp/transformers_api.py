@@ -111,9 +111,15 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
         raise ConfigError(f"engine fsdp: {type(model).__name__} has {problem}; use another engine")
     _check_unshared_parameters(model)
     if has_experts(model):
-        # The public setter accepts only transformers' own names.
-        patch(config, "_experts_implementation_internal", NAME, "experts keep their routing in recomputation")
+        use_experts(config, NAME, "experts keep their routing in recomputation")
     return model
+
+
+def use_experts(config: Any, name: str, reason: str) -> None:
+    """Set the experts function of a model's configuration, and of the language model's within it, which its experts read."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        # The public setter accepts only transformers' own names.
+        patch(part, "_experts_implementation_internal", name, reason)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:

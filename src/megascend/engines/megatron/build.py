@@ -28,6 +28,7 @@ from megascend.errors import CheckpointError, ConfigError, MissingDependencyErro
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
+from megascend.models.qwen3_vl import undeclared
 from megascend.platforms.base import Platform
 from megascend.surroundings import is_installed
 from megascend.topology.topology import Topology
@@ -260,10 +261,7 @@ def check_output_layer(config: ModelConfig) -> None:
     kind: Any = config.model_meta.loader(config).model_cls  # type: ignore[reportOptionalCall]
     if config.is_multimodal:
         if architecture_named(str(config.hf_model_type)).inputs is None:
-            raise ConfigError(
-                f"{config.hf_model_type} is a multimodal model that megascend does not declare; it trains text models, and those "
-                "with pictures that docs/images.md lists"
-            )
+            raise ConfigError(undeclared(str(config.hf_model_type)))
         kind = kind.language_model_cls
     for name in ("_forward_output_layer", "_postprocess"):
         if getattr(kind, name, None) is not getattr(GPTModel, name, None):

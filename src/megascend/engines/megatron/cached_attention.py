@@ -48,7 +48,7 @@ def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, p
         return f"parallel.context={topology.context}"
     if platform == "npu":
         return "attention on NPUs is MindSpeed's"
-    if config.position_embedding_type not in ("rope", "none", "learned_absolute"):
+    if config.position_embedding_type not in ("rope", "mrope", "none", "learned_absolute"):
         return f"position embedding {config.position_embedding_type}"
     if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:
         return "rotary embeddings that depend on the length"
@@ -117,7 +117,8 @@ class CachedAttention:
         with contextlib.ExitStack() as stack:
             for chunk in self._chunks:
                 rotary = getattr(chunk, "rotary_pos_emb", None)
-                if rotary is not None:
+                # Angles by time, height and width are computed from the positions of the micro batch, also in decoding.
+                if rotary is not None and self._config.position_embedding_type != "mrope":
                     stack.enter_context(patched(rotary, "forward", partial(self._angles, rotary.forward), reason))
                 for layer in chunk.decoder.layers:
                     if is_delta_rule(layer.self_attention):

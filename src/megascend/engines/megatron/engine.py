@@ -60,7 +60,8 @@ from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.errors import CheckpointError
 from megascend.huggingface.info import ModelInfo, linear_layers
 from megascend.lora.factors import merged
-from megascend.lora.target_modules import matches
+from megascend.lora.registry import check_limits
+from megascend.lora.target_modules import matches, untargeted_of
 from megascend.platforms.base import Platform
 from megascend.selfcheck.check import log_warnings, require_agreement
 from megascend.selfcheck.verdict import Verdict
@@ -163,7 +164,12 @@ class MegatronEngine(Engine):
     def _train_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Freeze the model, and train adapters on it."""
         from megascend.lora.layers import AdapterManager
+        from megascend.lora.transformers_targets import divided_tower
 
+        images = self.info.architecture.inputs
+        towers = [tower for chunk in self.bare_chunks if (tower := vision.tower(chunk, images)) is not None]
+        for tower in towers:
+            tower.requires_grad_(False)  # beside the language models, which the manager freezes
         self.trainable = self.adapters = AdapterManager(
             self.decoders,
             self.config,
@@ -173,6 +179,8 @@ class MegatronEngine(Engine):
             adapter_settings(spec, self.device),
             vocab_size=self.info.shape.vocab_size,
             model_dir=self.model_dir,
+            tower=divided_tower(towers[0] if towers else None, images, spec.vision_tower),
+            merge=None if self.info.image_layout is None else self.info.image_layout.merge,
         )
         # Pure data parallelism of a dense model: adapters communicate only in their step.
         self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
@@ -556,7 +564,10 @@ def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: Mo
         runtime.configure_model(config, spec.provider_options)
     if spec.adapters is None:
         return []
-    names = linear_layers(info)
+    names, images = linear_layers(info, spec.vision_tower), info.architecture.inputs
+    if images is not None:
+        linear = [name for name in linear_layers(info, "train") if name.startswith(images.tower)]
+        check_limits(spec.adapters, names, untargeted_of(linear, images, spec.vision_tower))
     if spec.batching.cuda_graphs is not None:
         targets = [name for name in names if matches(name, spec.adapters.targets)]
         graph_support.raise_unsupported(graph_support.unsupported_targets_reason(targets))

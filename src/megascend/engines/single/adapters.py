@@ -13,16 +13,18 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.sample import Sample
 from megascend.changes import patched
-from megascend.config import Lora
+from megascend.config import Lora, VisionTower
 from megascend.engines.base import adapter_settings
 from megascend.engines.context import EngineContext, EngineSpec
+from megascend.engines.pictures import tower
 from megascend.lora.adapter_set import AdapterSet
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import is_expert_parameter
 from megascend.lora.registry import AdapterRegistry
-from megascend.lora.target_modules import TargetModule
+from megascend.lora.target_modules import TargetModule, Untargeted
 from megascend.lora.transfer import scatter
-from megascend.lora.transformers_targets import is_transposed, layer_targets
+from megascend.lora.transformers_targets import divided_tower, is_transposed, layer_targets
+from megascend.models import Images
 
 ACTIVE = "active"
 """peft's name of the one adapter that the model has at a time."""
@@ -37,9 +39,10 @@ class PeftAdapters(AdapterSet):
         import peft  # noqa: F401
 
         model.requires_grad_(False)
-        targets = adapter_targets(model)
+        targets, untargeted = adapter_targets(model, context.info.architecture.inputs, spec.vision_tower)
         names = sorted(target.slices[0].name for target in targets)
-        registry = AdapterRegistry.for_model(targets, names, adapter_settings(spec, context.groups.device))
+        settings = adapter_settings(spec, context.groups.device)
+        registry = AdapterRegistry.for_model(targets, names, settings, untargeted)
         super().__init__(registry, context.topology, context.groups, context.model_dir)
         self._model = model
         self._names: list[str] = []
@@ -99,10 +102,18 @@ class PeftAdapters(AdapterSet):
             self._active = None
 
 
-def adapter_targets(model: Any) -> list[TargetModule]:
-    """Return every layer of a model, which may be on ``meta``, that adapters could act on."""
+def adapter_targets(
+    model: Any, images: Images | None = None, trained: VisionTower = "frozen"
+) -> tuple[list[TargetModule], Untargeted | None]:
+    """Return every layer of a model, which may be on ``meta``, that adapters could act on; and those that peft could.
+
+    Args:
+        images: of a model that takes pictures.
+        trained: ``train`` if adapters may act on its vision tower.
+    """
+    tower_layers, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
     # peft before 0.20 swaps the dimensions of transposed experts.
-    return [target for target in layer_targets(model) if not is_transposed(target)]
+    return [target for target in layer_targets(model) if not is_transposed(target)] + tower_layers, untargeted
 
 
 class ActiveAdapter:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import changed
@@ -22,7 +22,7 @@ def unsupported_reason(model: Any) -> str | None:
     """Return the reason why this model cannot have a KV cache, or None."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    name = model.config._attn_implementation
+    name = model.config.get_text_config()._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         return f"attention of kind {name}"
     return other_attention(model.config, linear_attention.covered_kinds(model))
@@ -31,13 +31,16 @@ def unsupported_reason(model: Any) -> str | None:
 class CachedAttentionFunction:
     """Wrapper of a model's attention function that reads and writes the KV cache.
 
+    Args:
+        tower: a vision tower, whose attention may have the same function and is left alone.
+
     Attributes:
         batch: the current micro batch; its ``cached`` is its use of the cache.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model, self._name = model, model.config._attn_implementation
-        self._modules = set(model.modules())
+    def __init__(self, model: Any, tower: nn.Module | None = None) -> None:
+        self._model, self._name = model, model.config.get_text_config()._attn_implementation
+        self._modules = set(model.modules()) - (set() if tower is None else set(tower.modules()))
         self.batch: MicroBatch | None = None
 
     @contextlib.contextmanager

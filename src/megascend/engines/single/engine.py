@@ -135,7 +135,9 @@ class SingleEngine(TransformersEngine):
 
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
-        self._cached = cached_attention.CachedAttentionFunction(self.model)
+        images = self.info.architecture.inputs
+        tower = None if images is None else pictures.tower(self.model, images)
+        self._cached = cached_attention.CachedAttentionFunction(self.model, tower)
         try:
             with self._cached.installed():
                 yield
@@ -229,8 +231,9 @@ def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
     check_router_loss(model, spec.moe, frozen=frozen, recomputed=recomputed)
     if spec.adapters is None:
         return []
-    targets = [target.slices[0].name for target in adapter_targets(model)]
-    check_limits(spec.adapters, targets)
+    modules, untargeted = adapter_targets(model, info.architecture.inputs, spec.vision_tower)
+    targets = [target.slices[0].name for target in modules]
+    check_limits(spec.adapters, targets, untargeted)
     return targets
 
 
@@ -239,9 +242,10 @@ def check_model(spec: EngineSpec, info: ModelInfo) -> list[str]:
     config = model_config(spec.model)
     if info.scalar_head is None:
         tie_embeddings(config, info.shape.tied)
+    loader = model_class(config, info.scalar_head)
     try:
         with torch.device("meta"):
-            model = model_class(config, info.scalar_head).from_config(config)
+            model = loader.from_config(config)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(f"model: transformers cannot load {spec.model}: {error}") from error
     targets = check_support(model, spec, info)

@@ -55,10 +55,10 @@ def load_model(
     """
     head = info.scalar_head
     config = model_config(model_dir)
+    loader = model_class(config, head)
     try:
         if head is None:
             tie_embeddings(config, info.shape.tied)
-        loader = model_class(config, head)
         with _no_progress_bars(known_differences=head is not None):
             # transformers dequantises on some devices only.
             weights, files = None, dict[Path, Any]()

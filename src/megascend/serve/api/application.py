@@ -26,8 +26,9 @@ from megascend.serve.api.wire import PROTOBUF, TrainAnswer, train_request_of_jso
 from megascend.serve.checkpoints import CheckpointPath, sampler_name
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.operations import BY_PATH, number_in, settled, train
+from megascend.serve.pictures import holds_pictures
 from megascend.serve.samplers.adapters import Samplers
-from megascend.serve.samplers.messages import SampleAnswer
+from megascend.serve.samplers.messages import SampleAnswer, prompt_of
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
@@ -147,14 +148,16 @@ class Api:
     # --- training ---
 
     async def forward_backward(self, request: Request, tenant: str, *, forward_only: bool = False) -> Response:
-        max_samples = self.service.settings.limits.samples
+        max_samples, pictures = self.service.settings.limits.samples, self.service.base.pictures
         if PROTOBUF in request.headers.get("content-type", ""):
             path, body = "protobuf", await read_body(request)
             # in a thread, like all parsing of large bodies: it would block the event loop
-            train_request = await asyncio.to_thread(train_request_of_protobuf, body, max_samples)
+            train_request = await asyncio.to_thread(train_request_of_protobuf, body, max_samples, pictures)
         else:
             path, body = "forward" if forward_only else "forward_backward", await read_json(request, LARGE)
-            train_request = await asyncio.to_thread(train_request_of_json, body, max_samples, forward_only=forward_only)
+            train_request = await asyncio.to_thread(
+                train_request_of_json, body, max_samples, pictures, forward_only=forward_only
+            )
         # No await from here to note_request: requests must reach the database in the order in which they were enqueued.
         future = train(self.service, tenant, train_request)
         self.service.durability.note_request(future, path, body, train_request.number)
@@ -185,7 +188,11 @@ class Api:
         return Json({"sampler_id": name, "base_model": self.service.base.names[0], "model_path": path})
 
     async def asample(self, request: Request, tenant: str) -> Response:
-        future = self._samplers.sample(tenant, await read_json(request, LARGE))
+        body, prompt = await read_json(request, LARGE), None
+        if holds_pictures(body.get("prompt")):
+            # In a thread, as decoding would block the event loop; its errors belong to the future.
+            prompt = await asyncio.to_thread(prompt_of, body["prompt"], self.service.base.pictures)
+        future = self._samplers.sample(tenant, body, prompt)
         names = [f"{future.name}:{part}" for part in range(future.parts)]
         return Json({"request_id": future.name, "sample_sequence_ids": names})
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
+from megascend.data.pictures import PictureProcessor
 from megascend.errors import DataError, MissingDependencyError
 from megascend.serve.api.bodies import TrainBody
 from megascend.serve.errors import RequestRefusedError
+from megascend.serve.pictures import (
+    ModelInput,
+    PictureReader,
+    PlacedPicture,
+    chunks_of_json,
+    chunks_of_message,
+    integers,
+    json_of_chunks,
+)
 
 
 @dataclass(frozen=True)
@@ -134,15 +144,22 @@ class Datum:
     """One sample of a request.
 
     Attributes:
-        tokens: int64 [n].
+        tokens: int64 [n], with those that stand for pictures.
         inputs: loss inputs by name, int64 or float32, [n] or [n, k].
         token_spans, target_spans: provenance of tokens and targets, in order; empty if the client sent none.
+        pictures: in the order of their tokens.
     """
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
     token_spans: Sequence[ProvenanceSpan] = ()
     target_spans: Sequence[ProvenanceSpan] = ()
+    pictures: tuple[PlacedPicture, ...] = ()
+
+    @property
+    def model_input(self) -> ModelInput:
+        """Tokens and pictures."""
+        return ModelInput(self.tokens, self.pictures)
 
 
 @dataclass(frozen=True)
@@ -227,8 +244,10 @@ def messages_of_client() -> Any:
     return tinker_public_pb2
 
 
-def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_only: bool) -> TrainRequest:
-    """Read a request in JSON, from older clients. Unknown fields are ignored."""
+def train_request_of_json(
+    body: Mapping[str, Any], max_data: int, pictures: PictureProcessor | None = None, *, forward_only: bool
+) -> TrainRequest:
+    """Read a request in JSON, from older clients. Unknown fields are ignored. ``pictures``: of a model that takes them."""
     fields = TrainBody.read(body)
     inside = fields.forward_input if forward_only else fields.forward_backward_input
     if inside is None:
@@ -238,14 +257,15 @@ def train_request_of_json(body: Mapping[str, Any], max_data: int, *, forward_onl
     settings = inside.loss_fn_config or {}
     settings = settings if isinstance(settings, dict) else {"": settings}
     request = TrainRequest(fields.model_id, number_of(fields.seq_id), str(inside.loss_fn), settings, forward_only)
-    return _with_data(request, inside.data, _datum_of_json, _sparse_shapes_of_json)
+    reader = PictureReader(pictures)
+    return _with_data(request, inside.data, partial(_datum_of_json, reader=reader), _sparse_shapes_of_json)
 
 
 def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
     """Encode a forward_backward for :func:`train_request_of_json`."""
     data = [
         {
-            "model_input": {"chunks": [{"tokens": datum.tokens.tolist()}]},
+            "model_input": {"chunks": json_of_chunks(datum.model_input.chunks())},
             "loss_fn_inputs": {
                 name: {
                     "data": v.ravel().tolist(),
@@ -261,8 +281,8 @@ def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
     return {"model_id": request.model, "seq_id": request.number, "forward_backward_input": inside}
 
 
-def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
-    """Read a request in protobuf, from newer clients."""
+def train_request_of_protobuf(body: bytes, max_data: int, pictures: PictureProcessor | None = None) -> TrainRequest:
+    """Read a request in protobuf, from newer clients. ``pictures``: of a model that takes them."""
     from google.protobuf.message import DecodeError
 
     check_message(body, _schema(), PIECES * max_data)
@@ -280,7 +300,8 @@ def train_request_of_protobuf(body: bytes, max_data: int) -> TrainRequest:
     request = TrainRequest(
         message.model_id, number_of(message.seq_id), message.loss_fn, settings, bool(message.forward_only)
     )
-    return _with_data(request, message.data, _datum_of_message, _sparse_shapes_of_message)
+    reader = PictureReader(pictures)
+    return _with_data(request, message.data, partial(_datum_of_message, reader=reader), _sparse_shapes_of_message)
 
 
 @cache
@@ -325,23 +346,10 @@ def _sparse_shapes_of_message(datum: Any) -> list[Any]:
     return [value.shape[:2] for value in datum.loss_fn_inputs.values() if value.HasField("sparse_csr")]
 
 
-def _datum_of_json(datum: Any) -> Datum:
+def _datum_of_json(datum: Any, reader: PictureReader) -> Datum:
     inputs = {str(name): tensor_of_json(value) for name, value in datum["loss_fn_inputs"].items()}
-    return Datum(tokens_of_json(datum["model_input"]), inputs)
-
-
-def tokens_of_json(model_input: Any) -> np.ndarray:
-    """Read the tokens, int64 [n], of a ``ModelInput``."""
-    parts = []
-    for chunk in model_input["chunks"]:
-        kind = chunk.get("type", "encoded_text")
-        if kind != "encoded_text":
-            raise DataError(f"model_input holds {str(kind)[:40]!r}; this server takes encoded_text only")
-        tokens = _integers(chunk["tokens"])
-        if tokens.ndim != 1:
-            raise DataError(f"tokens {list(tokens.shape)}; expected a list of integers")
-        parts.append(tokens)
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    model_input = reader.read(chunks_of_json(datum["model_input"]))
+    return Datum(model_input.tokens, inputs, pictures=model_input.pictures)
 
 
 def tensor_of_json(value: Any) -> np.ndarray:
@@ -349,34 +357,19 @@ def tensor_of_json(value: Any) -> np.ndarray:
     dtype = value["dtype"]
     if dtype not in ("float32", "int64"):
         raise DataError(f"dtype {str(dtype)[:40]!r}; expected float32 or int64")
-    flat = _integers(value["data"]) if dtype == "int64" else np.asarray(value["data"], np.float32)
+    flat = integers(value["data"]) if dtype == "int64" else np.asarray(value["data"], np.float32)
     if value.get("sparse_crow_indices") is not None:
         return dense(
-            flat, _integers(value["sparse_crow_indices"]), _integers(value["sparse_col_indices"]), value["shape"]
+            flat, integers(value["sparse_crow_indices"]), integers(value["sparse_col_indices"]), value["shape"]
         )
     shape = value.get("shape")
     return flat if shape is None else flat.reshape([int(size) for size in shape])
 
 
-def _integers(values: Any) -> np.ndarray:
-    array = np.asarray(values)
-    # An empty list is an array of floats.
-    if array.size and array.dtype.kind not in "iu":
-        raise DataError(f"expected integers, got {array.dtype}")
-    return array.astype(np.int64)
-
-
-def _datum_of_message(datum: Any) -> Datum:
-    parts = []
-    for chunk in datum.model_input:
-        kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
-        if kind != "encoded_text":
-            raise DataError(f"model_input holds {kind!r}; this server takes encoded_text only")
-        # int32 on the wire, in the byte order of x86 and Arm; torch indexes with int64.
-        parts.append(np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64))
-    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+def _datum_of_message(datum: Any, reader: PictureReader) -> Datum:
     inputs = {name: tensor_of_message(value) for name, value in datum.loss_fn_inputs.items()}
-    return Datum(tokens, inputs, *spans_of_message(datum))
+    model_input = reader.read(chunks_of_message(datum.model_input))
+    return Datum(model_input.tokens, inputs, *spans_of_message(datum), model_input.pictures)
 
 
 def tensor_of_message(tensor: Any) -> np.ndarray:

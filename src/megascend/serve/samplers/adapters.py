@@ -9,10 +9,10 @@ from typing import Any
 
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.serve.api.bodies import SampleBody
-from megascend.serve.api.wire import tokens_of_json
 from megascend.serve.checkpoints import CheckpointPath, Record
 from megascend.serve.errors import RequestRefusedError
-from megascend.serve.samplers.messages import SampleAnswer, sample_request_of, targets_of
+from megascend.serve.pictures import ModelInput
+from megascend.serve.samplers.messages import SampleAnswer, prompt_of, sample_request_of, targets_of
 from megascend.serve.scheduler.commands import Command, Create, Remove, Respond
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
@@ -54,8 +54,11 @@ class Samplers:
         self._waiting: dict[str, float] = {}  # time of the last refusal, of tenants without any adapter
         self._count = 0
 
-    def sample(self, tenant: str, body: Mapping[str, Any]) -> Future:
+    def sample(self, tenant: str, body: Mapping[str, Any], prompt: ModelInput | DataError | None = None) -> Future:
         """Accept a request to sample from a sampling session's model, or from the checkpoint that it names.
+
+        Args:
+            prompt: of a body whose prompt has pictures: the prompt, or why it cannot be read.
 
         Raises:
             RequestRefusedError: 404 or 410, unknown session or checkpoint; 429, too much is pending.
@@ -73,20 +76,31 @@ class Samplers:
         if self._service.futures.pending(owner) >= 4 * self._service.settings.limits.pending:
             raise RequestRefusedError("too many of your samples are pending", 429)
         self._service.check_answers(tenant)
-        future = self._enqueue(tenant, label, owner, path, options)
+        if prompt is None:
+            prompt = prompt_of(options.prompt, self._service.base.pictures)
+        future = self._enqueue(tenant, label, owner, path, options, prompt)
         # A future that has ended is one that failed above, without responses.
         if options.record_stability_info and session is not None and future.ended is None:
-            self._service.sequences.watch(future, session, tokens_of_json(options.prompt))
+            assert isinstance(prompt, ModelInput)
+            self._service.sequences.watch(future, session, prompt.tokens)
         return future
 
-    def _enqueue(self, tenant: str, label: str, owner: str, path: str | None, options: SampleBody) -> Future:
+    def _enqueue(
+        self,
+        tenant: str,
+        label: str,
+        owner: str,
+        path: str | None,
+        options: SampleBody,
+        prompt: ModelInput | DataError,
+    ) -> Future:
         service = self._service
         loaded: _Loaded | None = None
         try:
             if path is not None:
                 loaded = self._load(tenant, path)
             adapter = None if loaded is None else loaded.adapter
-            request = sample_request_of(options, adapter, service.base.max_length)
+            request = sample_request_of(options, adapter, service.base.max_length, prompt)
         # Mistakes in the request fail its future; only a refusal (RequestRefusedError) is an HTTP status.
         except (ConfigError, DataError) as error:
             return self._fail(tenant, label, owner, error)

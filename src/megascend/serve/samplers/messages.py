@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from megascend.data.pictures import PictureProcessor
 from megascend.errors import ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult, SamplingParams, Stop, TopLogprobs
 from megascend.serve.api.bodies import MaxTokens, SampleBody, SamplingSettings
-from megascend.serve.api.wire import messages_of_client, tensor_of_json, tokens_of_json
+from megascend.serve.api.wire import messages_of_client, tensor_of_json
 from megascend.serve.errors import RequestRefusedError
+from megascend.serve.pictures import ModelInput, PictureReader, chunks_of_json
 
 MAX_CELLS = 2**20
 """Maximum number of target tokens of one request."""
@@ -120,19 +122,31 @@ MAX_TOP = 2**22
 """Maximum (token, log-probability) pairs in one answer."""
 
 
-def sample_request_of(body: SampleBody, adapter: str | None, max_length: int) -> SampleRequest:
+def prompt_of(value: Any, pictures: PictureProcessor | None = None) -> ModelInput | DataError:
+    """Read a prompt, or return why it cannot be read. ``pictures``: of a model that takes them, which are decoded."""
+    try:
+        return PictureReader(pictures).read(chunks_of_json(value))
+    except DataError as error:
+        return DataError(f"prompt: {error}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        return DataError(f"the prompt cannot be read: {type(error).__name__}")
+
+
+def sample_request_of(
+    body: SampleBody, adapter: str | None, max_length: int, prompt_input: ModelInput | DataError | None = None
+) -> SampleRequest:
     """Build a SampleRequest from a client's request.
 
     Args:
         adapter: adapter to sample from; None: the base model.
         max_length: maximum length of prompt and response together.
+        prompt_input: result of :func:`prompt_of`; None: a prompt without pictures, which is read here.
     """
-    try:
-        prompt = tokens_of_json(body.prompt).tolist()
-    except DataError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise DataError(f"the prompt cannot be read: {type(error).__name__}") from None
+    if prompt_input is None:
+        prompt_input = prompt_of(body.prompt)
+    if isinstance(prompt_input, DataError):
+        raise prompt_input
+    prompt = prompt_input.tokens.tolist()
     params = body.sampling_params
     if not isinstance(params, Mapping):
         raise RequestRefusedError("sampling_params must be an object", 422)
@@ -169,6 +183,7 @@ def sample_request_of(body: SampleBody, adapter: str | None, max_length: int) ->
         topk_logprobs=sample_count,
         target_tokens=None if targets is None else targets.rows(),
         prompt_draws=body.prompt_alt_tokens_k,
+        images=prompt_input.images,
     )
 
 

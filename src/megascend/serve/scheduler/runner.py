@@ -9,14 +9,17 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from megascend.backend import Backend
+from megascend.batch.images import SampleImages
+from megascend.batch.picture_sources import PictureSources
 from megascend.config import Lora
+from megascend.data.pictures import PictureProcessor
 from megascend.errors import ConfigError, DataError
 from megascend.lora.fairness import Ledger, Request, next_unit
 from megascend.lora.queue import CALLS_AT_ONCE, AdapterFuture, AdapterQueue, out_of_memory_error
@@ -75,6 +78,7 @@ def work(
     inbox: Inbox | None,
     report: Callable[[list[Outcome]], None],
     generate: Generate | None = None,
+    pictures: PictureProcessor | None = None,
 ) -> None:
     """Run commands until the inbox of rank 0 is closed. Collective.
 
@@ -83,10 +87,10 @@ def work(
         inbox: rank 0's inbox; None on other ranks.
         report: called on every rank with outcomes.
         generate: samples responses in slices; collective.
+        pictures: of a model that takes them.
     """
-    runner = CommandRunner(
-        backend, AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED), generate
-    )
+    queue = AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED)
+    runner = CommandRunner(backend, queue, generate, pictures)
     while _turn(backend, runner, inbox, report):
         pass
 
@@ -137,13 +141,20 @@ class CommandRunner:
         backend: the model on all ranks.
         queue: runs all commands except sampling, in each model's order.
         generate: samples responses; collective.
+        pictures: decodes the pictures of commands when a rank computes with them.
 
     Attributes:
         answered: models whose last command ended in the last unit.
     """
 
-    def __init__(self, backend: AdapterStore, queue: AdapterQueue, generate: Generate | None = None) -> None:
-        self._backend, self._queue, self._generate = backend, queue, generate
+    def __init__(
+        self,
+        backend: AdapterStore,
+        queue: AdapterQueue,
+        generate: Generate | None = None,
+        pictures: PictureProcessor | None = None,
+    ) -> None:
+        self._backend, self._queue, self._generate, self._pictures = backend, queue, generate, pictures
         self._running: dict[str, deque[_Entry]] = {}
         self._to_sample: list[Respond] = []  # in the order of arrival
         self._one_by_one: deque[Respond] = deque()  # requests whose batch ran out of memory
@@ -176,7 +187,8 @@ class CommandRunner:
             elif isinstance(command, Cancel):
                 outcomes += self._cancel(command.number)
             elif isinstance(command, Respond):
-                self._to_sample.append(command)
+                images = self._deferred(command.request.images)
+                self._to_sample.append(replace(command, request=replace(command.request, images=images)))
             else:
                 self._running.setdefault(command.adapter, deque()).append(_Entry(command, self._submit(command)))
         return outcomes
@@ -194,6 +206,9 @@ class CommandRunner:
             failed = queue.failed(adapter, DataError(problem))
             # The failed step drops its gradients, so that they do not leak into the next one.
             return failed if isinstance(command, ForwardBackward) else queue.optimizer_step(adapter)
+        if isinstance(command, ForwardBackward | Forward):
+            for sample in command.samples:
+                sample.images = self._deferred(sample.images)
         if isinstance(command, ForwardBackward):
             return queue.forward_backward(adapter, command.samples, command.loss or "cross_entropy", logprobs=True)
         if isinstance(command, OptimizerStep):
@@ -210,6 +225,13 @@ class CommandRunner:
             )
         assert isinstance(command, Save)
         return queue.call(adapter, partial(backend.save_adapter, adapter, command.path, optimizer=command.optimizer))
+
+    def _deferred(self, images: SampleImages | PictureSources | None) -> SampleImages | None:
+        """Return a command's pictures, which travel as they were sent."""
+        if not isinstance(images, PictureSources):
+            return images
+        assert self._pictures is not None, "requests with pictures are refused for a model of text"
+        return self._pictures.deferred(images)
 
     def _run_calls(self) -> list[Outcome]:
         """Create, load and save adapters at the head of their queues."""

@@ -1,0 +1,230 @@
+"""Pictures in requests: chunks of a ``ModelInput`` become tokens and pictures, decoded once within the server's limits."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megascend.batch.picture_sources import PictureSource, PictureSources
+from megascend.config.serve import RequestPictures
+from megascend.data.pictures import PictureProcessor, decode, encoded
+from megascend.errors import DataError
+
+FORMATS = {"png": ("PNG",), "jpeg": ("JPEG",)}
+"""The protocol's names of formats, with Pillow's."""
+
+
+@dataclass(frozen=True)
+class PictureChunk:
+    """A picture on the wire.
+
+    Attributes:
+        expected_tokens: tokens that the client counts for it, or None.
+    """
+
+    data: bytes
+    format: str
+    expected_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class PlacedPicture:
+    """A picture among a sample's tokens.
+
+    Attributes:
+        start, tokens: its first token, and their number.
+        grid: frames, rows and columns of its patches.
+    """
+
+    chunk: PictureChunk
+    start: int
+    tokens: int
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """Tokens of a sample or prompt.
+
+    Attributes:
+        tokens: int64 [n], with those that stand for pictures.
+        pictures: in the order of their tokens.
+    """
+
+    tokens: np.ndarray
+    pictures: tuple[PlacedPicture, ...] = ()
+
+    @property
+    def images(self) -> PictureSources | None:
+        """The pictures for the ranks, which decode those that they compute with."""
+        if not self.pictures:
+            return None
+        sources = tuple(PictureSource(data=picture.chunk.data) for picture in self.pictures)
+        return PictureSources(sources, Path(), grids=tuple(picture.grid for picture in self.pictures))
+
+    def is_picture(self) -> np.ndarray:
+        """Return which tokens stand for pictures, bool [n]."""
+        mask = np.zeros(len(self.tokens), bool)
+        for picture in self.pictures:
+            mask[picture.start : picture.start + picture.tokens] = True
+        return mask
+
+    def chunks(self) -> list[np.ndarray | PictureChunk]:
+        """Return the chunks that this was read from, texts between pictures as one."""
+        parts: list[np.ndarray | PictureChunk] = []
+        end = 0
+        for picture in self.pictures:
+            parts += [self.tokens[end : picture.start], picture.chunk]
+            end = picture.start + picture.tokens
+        return [*parts, self.tokens[end:]]
+
+
+class PictureReader:
+    """Reads the chunks of one request, whose pictures share a limit of pixels.
+
+    Args:
+        processor: of the served model's pictures; None: it takes none.
+    """
+
+    def __init__(self, processor: PictureProcessor | None) -> None:
+        self._processor, self._pixels = processor, 0
+
+    def read(self, chunks: Iterable[np.ndarray | PictureChunk]) -> ModelInput:
+        """Assemble tokens and pictures. Decodes the pictures, so that a damaged one is refused; takes milliseconds for each.
+
+        Raises:
+            DataError: a chunk cannot be read, or is not within the limits; the message begins with its index.
+        """
+        parts: list[np.ndarray] = []
+        pictures: list[PlacedPicture] = []
+        length = 0
+        for number, chunk in enumerate(chunks):
+            label = f"chunks[{number}]"
+            if isinstance(chunk, PictureChunk):
+                tokens, grid = self._picture(chunk, label, len(pictures))
+                pictures.append(PlacedPicture(chunk, length, len(tokens), grid))
+            else:
+                tokens = chunk
+                token = None if self._processor is None else self._processor.layout.token
+                if token is not None and (tokens == token).any():
+                    raise DataError(
+                        f"{label} has token {token}, which stands for a picture: send an image chunk in its place"
+                    )
+            parts.append(tokens)
+            length += len(tokens)
+        return ModelInput(np.concatenate(parts) if parts else np.zeros(0, np.int64), tuple(pictures))
+
+    def _picture(self, chunk: PictureChunk, label: str, before: int) -> tuple[np.ndarray, tuple[int, int, int]]:
+        processor = self._processor
+        if processor is None:
+            raise DataError(f"{label} is a picture, and the served model takes none")
+        limits = processor.limits
+        assert isinstance(limits, RequestPictures)
+        if before >= limits.max_count:
+            raise DataError(
+                f"{label} is picture {before + 1} of its sample, over the limit of {limits.max_count} (pictures.max_count)"
+            )
+        if chunk.format not in FORMATS:
+            raise DataError(f"{label}: format {str(chunk.format)[:40]!r}; this server takes {' and '.join(FORMATS)}")
+        source = PictureSource(data=chunk.data)
+        try:
+            image = decode(encoded(source, limits), source.name, limits, FORMATS[chunk.format])
+            self._pixels += image.width * image.height
+            if self._pixels > limits.max_total_pixels:
+                raise DataError(
+                    f"the request's pictures up to here have {self._pixels} pixels, over the limit of {limits.max_total_pixels} "
+                    "(pictures.max_total_pixels)"
+                )
+            grid = processor.grid(image, source.name)
+        except DataError as error:
+            raise DataError(f"{label}: {error}") from None
+        count = processor.layout.features(*grid)
+        if chunk.expected_tokens not in (None, count):
+            raise DataError(
+                f"{label}: the picture of {image.width} x {image.height} pixels has {count} tokens, and expected_tokens is "
+                f"{chunk.expected_tokens}: use the image processor of the served model"
+            )
+        return np.full(count, processor.layout.token, np.int64), grid
+
+
+def chunks_of_json(model_input: Any) -> Iterable[np.ndarray | PictureChunk]:
+    """Yield the chunks of a ``ModelInput`` in JSON."""
+    for number, chunk in enumerate(model_input["chunks"]):
+        kind = chunk.get("type", "encoded_text")
+        if kind == "image":
+            data, expected = chunk["data"], chunk.get("expected_tokens")
+            if not isinstance(data, str) or not (expected is None or type(expected) is int):
+                raise DataError(f"chunks[{number}]: data must be base64, and expected_tokens an integer")
+            try:
+                yield PictureChunk(base64.b64decode(data, validate=True), str(chunk["format"]), expected)
+            except (binascii.Error, ValueError) as error:
+                raise DataError(f"chunks[{number}]: data is not valid base64: {error}") from None
+            continue
+        if kind != "encoded_text":
+            raise DataError(unsupported(number, str(kind)))
+        tokens = integers(chunk["tokens"])
+        if tokens.ndim != 1:
+            raise DataError(f"tokens {list(tokens.shape)}; expected a list of integers")
+        yield tokens
+
+
+def chunks_of_message(model_input: Iterable[Any]) -> Iterable[np.ndarray | PictureChunk]:
+    """Yield the chunks of a protobuf ``Datum``."""
+    for number, chunk in enumerate(model_input):
+        kind = chunk.WhichOneof(chunk.DESCRIPTOR.oneofs[0].name)
+        if kind == "image":
+            image = chunk.image
+            expected = int(image.expected_tokens) if image.HasField("expected_tokens") else None
+            yield PictureChunk(bytes(image.data), str(image.format), expected)
+            continue
+        if kind != "encoded_text":
+            raise DataError(unsupported(number, str(kind)))
+        # int32 on the wire, in the byte order of x86 and Arm; torch indexes with int64.
+        yield np.frombuffer(chunk.encoded_text.tokens, np.int32).astype(np.int64)
+
+
+def unsupported(number: int, kind: str) -> str:
+    """Return why a kind of chunk is refused."""
+    advice = "; it opens no files and addresses of clients: send the picture in an image chunk"
+    return (
+        f"chunks[{number}] is {kind[:40]!r}; this server takes encoded_text and image"
+        f"{advice if 'asset' in kind else ''}"
+    )
+
+
+def json_of_chunks(chunks: Sequence[np.ndarray | PictureChunk]) -> list[dict[str, Any]]:
+    """Encode chunks for :func:`chunks_of_json`."""
+    return [
+        {
+            "type": "image",
+            "data": base64.b64encode(chunk.data).decode(),
+            "format": chunk.format,
+            "expected_tokens": chunk.expected_tokens,
+        }
+        if isinstance(chunk, PictureChunk)
+        else {"tokens": chunk.tolist()}
+        for chunk in chunks
+    ]
+
+
+def holds_pictures(model_input: Any) -> bool:
+    """Check whether a ``ModelInput`` in JSON has other chunks than text, without reading them."""
+    chunks = model_input.get("chunks") if isinstance(model_input, Mapping) else None
+    return isinstance(chunks, list) and any(
+        isinstance(chunk, Mapping) and chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks
+    )
+
+
+def integers(values: Any) -> np.ndarray:
+    """Return a list of integers, or of lists of them, as int64."""
+    array = np.asarray(values)
+    # An empty list is an array of floats.
+    if array.size and array.dtype.kind not in "iu":
+        raise DataError(f"expected integers, got {array.dtype}")
+    return array.astype(np.int64)
