@@ -191,8 +191,12 @@ class InferenceEngine(ABC):
         """Wait until everything has arrived, and compare its digests with the seal. An update that fails is dropped."""
 
     @abstractmethod
-    async def commit(self, update: str) -> None:
-        """Activate verified weights; running responses continue with them."""
+    async def commit(self, update: str) -> Mapping[str, float] | None:
+        """Activate verified weights; running responses continue with them.
+
+        Returns:
+            Seconds of its parts, if the engine measures them: ``paused``, for which it sampled nothing, and those of the load.
+        """
 
     @abstractmethod
     async def drop(self, update: str) -> None:

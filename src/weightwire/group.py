@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
 from weightwire.liveness import Identity
-from weightwire.peers import STORE_S, Peers, Records
+from weightwire.peers import STORE_S, Peers, Records, poll_pause
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class Group:
             TransportError: the store does not answer.
         """
         # Polled: the store's own wait could not be ended when a member is lost.
-        deadline, pause = time.monotonic() + timeout_s, 0.0005
+        start = time.monotonic()
         missing = list(range(1, self.size))
         while True:
             try:
@@ -170,11 +170,11 @@ class Group:
             if not missing:
                 return
             self.check()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > timeout_s:
                 names = ", ".join(map(self.member, missing))
                 raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {event!r} from {names}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            time.sleep(poll_pause(waited))
 
     # --- failures ---
 

@@ -76,8 +76,10 @@ class RemoteEngine(InferenceEngine):
         # The engine's own deadline has to pass first, so that its error arrives and not ours.
         await self.ask("verify", {"seal": seal.to_json(), "timeout_s": timeout_s}, timeout_s + self.control_s)
 
-    async def commit(self, update: str) -> None:
-        await self.ask("commit", {"update": update}, self.commit_s)
+    async def commit(self, update: str) -> Mapping[str, float] | None:
+        answer = await self.ask("commit", {"update": update}, self.commit_s)
+        # Engines that measure nothing, and those of an earlier version, answer without a result.
+        return answer.get("commit") if isinstance(answer, dict) else None
 
     async def drop(self, update: str) -> None:
         await self.ask("drop", {"update": update}, self.control_s)

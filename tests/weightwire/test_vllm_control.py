@@ -44,7 +44,7 @@ class Updates:
 
     def __init__(self, number: int) -> None:
         self.number, self.weights, self.faults = number, {"w": torch.zeros(1000)}, set()
-        self.receiver = Receiver(f"worker {number}")
+        self.receiver, self.reload_reason = Receiver(f"worker {number}"), "a double"
 
     def begin(self, offer: Offer) -> None:
         if "refuse" in self.faults:
@@ -58,7 +58,7 @@ class Updates:
     def verify(self, seal: Seal, timeout_s: float) -> None:
         self.receiver.verify(seal, timeout_s)
 
-    def commit(self, update: str) -> None:
+    def commit(self, update: str) -> str:
         before = self.weights
 
         def load(tensors: Any) -> None:
@@ -73,6 +73,7 @@ class Updates:
             self.weights = before
 
         self.receiver.commit(update, load, restore)
+        return "reload"
 
     def revert(self, update: str, reason: str) -> None:
         if self.receiver.status()["update"]["state"] == "committed":
@@ -103,8 +104,14 @@ class Engine:
         parallel = SimpleNamespace(world_size=workers, world_size_across_dp=workers)
         self.vllm_config = SimpleNamespace(parallel_config=parallel, device_config=SimpleNamespace(device_type="cpu"))
         self.paused, self.calls = False, []
+        self.engine_core = self.renderer = self
+
+    async def clear_mm_cache_async(self) -> None: ...
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        await self.pause_scheduler_async(mode, clear_cache)
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert clear_cache
         self.paused = True
         self.calls.append(f"pause {mode}")

@@ -63,6 +63,7 @@ class Control:
         self._locations: list[dict[str, Any]] | None = None
         self.adapters: dict[str, LoadedAdapter] = {}
         self._adapters_loaded = 0
+        self._reload_reason = ""
         self.not_serving: str | None = None
         """Reason why the engine must not answer; None if it may."""
 
@@ -106,6 +107,7 @@ class Control:
             "updating": None if update is None else {"update": update.update, "version": update.manifest.version},
             "paused": bool(await self._engine.is_paused()),
             "not_serving": self.not_serving,
+            "reload_reason": self._reload_reason,
         }
 
     # --- the owner ---
@@ -215,8 +217,12 @@ class Control:
         """Check whether all workers have verified. Polls, since a waiting call would block the workers' computation."""
         return all(answer["verified"] for answer in await self._workers("weightwire_verify", seal))
 
-    async def commit(self, owner: str, update: str) -> None:
+    async def commit(self, owner: str, update: str) -> dict[str, float]:
         """Activate verified weights in all workers, between two steps of the engine. A no-op after success.
+
+        Returns:
+            Seconds of the pause (``paused``), and of the slowest worker by the way of its commit (``exchange`` or ``reload``);
+            empty for an adapter and for a repeated call.
 
         Raises:
             CommitError: it failed; the old weights are active.
@@ -227,37 +233,46 @@ class Control:
             self._require(owner)
             # The answer to the first commit was lost.
             if self._ended == (update, None):
-                return
+                return {}
             offer = self._require_update(update)
             try:
                 if offer.manifest.adapter is None:
-                    await self._commit_model(offer)
-                else:
-                    await self._commit_adapter(offer)
+                    return await self._commit_model(offer)
+                await self._commit_adapter(offer)
+                await self._settle(offer)
+                return {}
             except BaseException as error:
-                await self._drop(str(error))
+                await self._drop(str(error))  # a no-op if the new version is active
                 raise
-            # Before the workers release the old weights: if that call fails, the new version is active all the same.
-            self._update, self._ended = None, (update, None)
-            target, version = offer.manifest.target, offer.manifest.version
-            self._versions[target] = self._newest[target] = version
-            await self._workers("weightwire_settle", update)
 
-    async def _commit_model(self, offer: Offer) -> None:
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+    async def _commit_model(self, offer: Offer) -> dict[str, float]:
+        begin = time.perf_counter()
+        await contract.pause(self._engine)
         try:
             try:
-                await self._workers("weightwire_commit", offer.update, timeout_s=COMMIT_S)
+                answers = await self._workers("weightwire_commit", offer.update, timeout_s=COMMIT_S)
             except Exception as error:
                 await self._revert(offer, error)
                 raise
             # Before generation continues, so that the first new token has the new number.
             await contract.stamp(self._engine, offer.manifest.version)
-            self._versions["model"] = offer.manifest.version
             self.not_serving = None
+            # Within the pause: a call of the workers would otherwise wait for a step of the engine.
+            await self._settle(offer)
         finally:
             if self._paused_until is None:
                 await self._engine.resume_generation()
+        self._reload_reason = next(filter(None, (answer["reload_reason"] for answer in answers)), "")
+        slowest = max(answers, key=lambda answer: answer["seconds"])
+        return {"paused": time.perf_counter() - begin, slowest["way"]: slowest["seconds"]}
+
+    async def _settle(self, offer: Offer) -> None:
+        """Record the new version, and make the workers release the old weights."""
+        # Before the call: if it fails, the new version is active all the same.
+        self._update, self._ended = None, (offer.update, None)
+        target, version = offer.manifest.target, offer.manifest.version
+        self._versions[target] = self._newest[target] = version
+        await self._workers("weightwire_settle", offer.update)
 
     async def _revert(self, offer: Offer, cause: Exception) -> None:
         """Restore the old weights on all workers, including those whose commit succeeded."""
@@ -339,7 +354,7 @@ class Control:
         async with self._changing:
             self._require(owner)
             self._paused_until = self._clock() + _lease(lease_s)
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
+            await contract.pause(self._engine)
             if self._lapse is not None:
                 self._lapse.cancel()  # it may sleep until the end of a longer pause
             self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
@@ -399,8 +414,8 @@ class OwnedEngine(InferenceEngine):
     async def verify(self, seal: Seal, timeout_s: float) -> None:
         await self._control.verify(self._owner, seal, timeout_s)
 
-    async def commit(self, update: str) -> None:
-        await self._control.commit(self._owner, update)
+    async def commit(self, update: str) -> dict[str, float]:
+        return await self._control.commit(self._owner, update)
 
     async def drop(self, update: str) -> None:
         await self._control.drop(self._owner, update)
