@@ -495,6 +495,8 @@ def _receive(name: str, update: _Update, note_arrival: Callable[[_Update], objec
             works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
             if len(works) == in_flight:
                 _finish(update, staging, *works.pop(0), group)
+        # Here, on this thread: verify() would compute it while the engine waits.
+        _ = offer.manifest.identity
         for bucket, work in works:
             _finish(update, staging, bucket, work, group)
         # Before the acknowledgement: the sender's seal follows it at once, and must not find an update that is still receiving.

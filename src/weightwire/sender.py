@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,13 +26,19 @@ from weightwire.offer import Seal
 from weightwire.transports import Setup, Transport, Work, make_transport
 from weightwire.transports.base import device_types
 
+TRAFFIC_PARTS = ("export", "fill", "digest", "send", "receivers")
 RECEIVED = "received"
 """Event that receivers acknowledge when all buckets have arrived."""
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """Build a manifest's entry for a tensor."""
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return TensorSpec(name, _dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass
@@ -41,15 +48,14 @@ class Traffic:
     Attributes:
         buckets: their number.
         nbytes: their bytes, which are sent to every receiver.
-        seconds: time waited for tensors (``export``), for buckets to be filled (``fill``) and sent (``send``), and for receivers
-            to report the last one (``receivers``).
+        seconds: time waited for tensors (``export``), for buckets to be filled (``fill``), for their digests (``digest``: on a
+            GPU only until the kernel is queued), for buffers to be sent (``send``), and for receivers to report the last bucket
+            (``receivers``).
     """
 
     buckets: int = 0
     nbytes: int = 0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("export", "fill", "send", "receivers"), 0.0)
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TRAFFIC_PARTS, 0.0))
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -217,15 +223,19 @@ class Sender:
         for bucket in self._buckets:
             with self.traffic.timed("send"):
                 buffer = self._free_buffer(bucket)
+            start, exported = time.perf_counter(), self.traffic.seconds["export"]
             for piece in bucket.pieces:
                 # A loop, not one step: empty tensors are in no bucket, but are part of the stream.
                 while index < piece.tensor:
                     del content  # the stream may reuse its memory for the next tensor
-                    with self.traffic.timed("export"):
-                        index, content = next(tensors)
+                    asked = time.perf_counter()
+                    index, content = next(tensors)
+                    self.traffic.seconds["export"] += time.perf_counter() - asked
                 source = content[piece.offset : piece.offset + piece.length]
                 # Asynchronous: a bucket's copies from the device are waited for once, before it is sent.
                 buffer[piece.position : piece.position + piece.length].copy_(source, non_blocking=True)
+            exported = self.traffic.seconds["export"] - exported
+            self.traffic.seconds["fill"] += time.perf_counter() - start - exported
             source_device = content.device
             if bucket.index == len(self._buckets) - 1:
                 # Exhaust the stream first: if it raises at its end, no receiver must have everything.
@@ -246,8 +256,10 @@ class Sender:
         for name, tensor in weights:
             if index == len(specs):
                 raise ManifestError(f"sending: {name} comes after the last tensor of the manifest, {specs[-1].name}")
-            spec, expected = spec_of(name, tensor), specs[index]
-            if spec != expected:
+            expected = specs[index]
+            # Field by field: a mixture of experts has tens of thousands of tensors.
+            if (name, tensor.shape, _dtype_name(tensor.dtype)) != (expected.name, expected.shape, expected.dtype):
+                spec = spec_of(name, tensor)
                 raise ManifestError(
                     f"sending: tensor {index + 1} of {len(specs)} is {spec.name}, {spec.dtype} {list(spec.shape)}; the "
                     f"manifest has {expected.name}, {expected.dtype} {list(expected.shape)}"
@@ -279,7 +291,8 @@ class Sender:
             for device in {buffer.device, source}:
                 synchronise_stream(device)
         self._works.append(self._transport.send(buffer))
-        self._digests.append(digest.begin(self.manifest.digest, buffer))  # overlaps with the transfer
+        with self.traffic.timed("digest"):  # started; overlaps with the transfer
+            self._digests.append(digest.begin(self.manifest.digest, buffer))
         self.traffic.buckets += 1
         self.traffic.nbytes += buffer.numel()
         self._group.progress(self.traffic.buckets)

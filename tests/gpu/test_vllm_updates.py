@@ -44,6 +44,8 @@ BOUND = 0.15
 """Largest mean difference of log-probabilities between vLLM in bfloat16 and the same weights in float32. A mean: rounding may
 send single tokens to another expert."""
 DEVICE = torch.device("cuda", 0)
+SMALL_GROUPS = {"WEIGHTWIRE_SCRATCH_BYTES": "300000"}
+"""So that an exchange has more than the two groups after which a fault stops it."""
 MODELS = {
     "dense": ("qwen3", {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 4}),
     "experts": ("qwen3_moe", {"hidden_size": 256, "head_dim": 64, "moe_intermediate_size": 128}),
@@ -72,7 +74,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     options = [*place.options()]
     if place.with_trainer:
         options[-1] = "--gpu-memory-utilization=0.3"
-    instance = Server(checkpoint, folder, *options, variables=place.environment(), device="cuda")
+    instance = Server(checkpoint, folder, *options, variables=place.environment() | SMALL_GROUPS, device="cuda")
     yield instance
     instance.process.close()
 

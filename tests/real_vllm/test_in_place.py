@@ -21,7 +21,7 @@ from weightwire.group import Listener
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 BOUND = 1e-5
-VARIABLES = {"WEIGHTWIRE_PLAIN_LINEAR": "1"}
+VARIABLES = {"WEIGHTWIRE_PLAIN_LINEAR": "1", "WEIGHTWIRE_SCRATCH_BYTES": "40000"}
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])

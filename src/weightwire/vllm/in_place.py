@@ -309,6 +309,10 @@ def learn(
         NotInPlaceError: the weights in use are not copies of parts of the update.
     """
     _require_plain(model, vllm_config)
+    tied = _tied(vllm_config, manifest)
+    if len(tied) > 1:
+        # Equal to the embedding, as Exchange.run checks, and loaded into the same memory or not at all.
+        tensors = [(name, tensor) for name, tensor in tensors if name != HEAD]
     parts, constants = _recorded(model, staging, tensors)
     parts = _distinct([part for part in parts if part.target.numel()])
     storages = {part.target.untyped_storage().data_ptr() for part in parts}
@@ -322,7 +326,7 @@ def learn(
     apart = sum(part.target.nbytes for part in parts if part.saved(staging) is None)
     if apart > SCRATCH_BYTES:
         raise NotInPlaceError(f"{apart} bytes of old weights do not fit into the update's own memory")
-    return Exchange(parts, manifest.tensors, addresses(model), _tied(vllm_config, manifest))
+    return Exchange(parts, manifest.tensors, addresses(model), tied)
 
 
 def _require_plain(model: torch.nn.Module, vllm_config: Any) -> None:
@@ -337,6 +341,8 @@ def _require_plain(model: torch.nn.Module, vllm_config: Any) -> None:
         if method is not None and not any(kind in PLAIN_METHODS for kind in kinds):
             raise NotInPlaceError(f"{name} has the method {type(method).__name__}")
         kinds = [kind.__name__ for kind in type(module).__mro__]
+        if any(kind in PLAIN_METHODS for kind in kinds):
+            continue  # a method that is a module itself
         if callable(getattr(module, "process_weights_after_loading", None)) and (
             not any(kind in ATTENTION for kind in kinds)
             or "MLAAttention" in kinds

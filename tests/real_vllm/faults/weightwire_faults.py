@@ -5,7 +5,7 @@
 ``exchange:1``: only in the second worker. ``undo``: undoing an exchange fails.
 
 With ``WEIGHTWIRE_PLAIN_LINEAR=1`` linear layers on the CPU compute with the weights as they are loaded, as on GPUs; vLLM's own
-layers repack them for oneDNN. Exchanges then have small groups.
+layers repack them for oneDNN. ``WEIGHTWIRE_SCRATCH_BYTES`` sets the size of an exchange's groups.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def register() -> None:
 
     in_place.Exchange.run, in_place.Exchange.undo = faulty_run, faulty_undo  # type: ignore[method-assign]
     in_place._Group.exchange = faulty_exchange  # type: ignore[method-assign]
+    in_place.SCRATCH_BYTES = int(os.environ.get("WEIGHTWIRE_SCRATCH_BYTES", in_place.SCRATCH_BYTES))
     if os.environ.get("WEIGHTWIRE_PLAIN_LINEAR") == "1":
         from vllm.model_executor.layers import utils
 
@@ -87,7 +88,6 @@ def register() -> None:
             layer.cpu_linear = torch_linear()
 
         utils.dispatch_cpu_unquantized_gemm = plain
-        in_place.SCRATCH_BYTES = 40_000
     faulty_load.faulty = True  # type: ignore[attr-defined]
     updates.load, model.Snapshot.restore = faulty_load, faulty_restore  # type: ignore[method-assign]
 
