@@ -6,12 +6,13 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megascend.config.rl import RlConfig
+from megascend.config.rl import VLLM, RlConfig
 from megascend.errors import ConfigError
 from weightwire.errors import SecretKeyError
 from weightwire.keys import load_key
 
 if TYPE_CHECKING:
+    from megascend.app.rl.servers import Servers
     from weightwire.engine import InferenceEngine
 
 
@@ -19,8 +20,12 @@ CLAIM_S = 120.0
 """Seconds to wait until another owner releases a controller's engines: an earlier run's lease may have to lapse."""
 
 
-def make_engines(config: RlConfig) -> list[InferenceEngine]:
-    """Make an engine for each entry of ``config.engines``, or one of all engines of ``rollout.controller``."""
+def make_engines(config: RlConfig, servers: Servers | None = None) -> list[InferenceEngine]:
+    """Make an engine for each entry of ``config.engines``, or one of all engines of ``rollout.controller``.
+
+    Args:
+        servers: servers that the run has started, for the entries ``vllm``.
+    """
     if config.rollout.controller is not None:
         from megascend.rollout.controller.client import ControllerEngine
 
@@ -34,13 +39,13 @@ def make_engines(config: RlConfig) -> list[InferenceEngine]:
                 wait_s=CLAIM_S,
             )
         ]
-    return [make_engine(config, index, address) for index, address in enumerate(config.engines)]
+    return [make_engine(config, index, address, servers) for index, address in enumerate(config.engines)]
 
 
 def check_engines(engines: Sequence[str], controller: str | None = None) -> None:
     """Check the settings ``engines`` and ``rollout.controller`` without a request."""
     check_addresses(engines)
-    servers = [f"engines: {address}" for address in engines if address != "local"]
+    servers = [f"engines: {address}" for address in engines if address not in ("local", VLLM)]
     if controller is not None:
         servers = [f"rollout.controller: {controller}"]
     if servers:
@@ -53,11 +58,14 @@ def check_engines(engines: Sequence[str], controller: str | None = None) -> None
 def check_addresses(engines: Sequence[str]) -> None:
     """Find out that an entry of ``engines`` names none."""
     for address in engines:
-        if address != "local" and not (address.startswith("http://") and address.removeprefix("http://").strip("/")):
-            raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
+        server = address.startswith("http://") and address.removeprefix("http://").strip("/")
+        if address not in ("local", VLLM) and not server:
+            raise ConfigError(
+                f"engines: {address!r} is neither local nor {VLLM} nor the address of a server (http://HOST:PORT)"
+            )
 
 
-def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
+def make_engine(config: RlConfig, index: int, address: str, servers: Servers | None = None) -> InferenceEngine:
     """Build the client of engine ``address``, the ``index``-th of the run."""
     if address == "local":
         from megascend.rollout.engines.local import LocalEngine
@@ -73,7 +81,11 @@ def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
     from megascend.rollout.engines.vllm import VllmEngine
 
     check_addresses([address])
-    return VllmEngine(address, owner=_owner(config), generate_timeout_s=config.rollout.timeout_s)
+    key = None
+    if address == VLLM:
+        assert servers is not None
+        address, key = servers.address(index), servers.key
+    return VllmEngine(address, key=key, owner=_owner(config), generate_timeout_s=config.rollout.timeout_s)
 
 
 def _owner(config: RlConfig) -> str:

@@ -19,7 +19,10 @@ from megascend.errors import DataError, EngineError
 from megascend.rollout.rewards import load_reward
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from megascend.app.rl.rollouts import SharedRollouts
+    from megascend.app.rl.servers import Servers
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
     from megascend.rollout.group import Group
@@ -113,16 +116,25 @@ class ReinforcementLearning(Training[RlConfig]):
 
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
+        self._servers: Servers | None = None
         self.totals = Totals()
         self._offset = self._version = 0
         self._since = 0.0
 
     def check(self, config: RlConfig, launch: Launch) -> None:
         from megascend.app.rl.engines import check_engines
+        from megascend.app.rl.servers import check_servers
 
         # Only rank 0 talks to engines, and only it needs their key.
         if self._make_engines is None and launch.rank == 0:
             check_engines(config.engines, config.rollout.controller)
+            check_servers(config)
+
+    def start(self, plan: RunPlan[RlConfig], launch: Launch, stack: ExitStack) -> None:
+        from megascend.app.rl.servers import start_servers
+
+        if self._make_engines is None and plan.config.started_engines:
+            self._servers = start_servers(plan.config, launch, plan.limits, stack)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
         from megascend.app.rl.set_up import check_objective, read_and_check
@@ -167,7 +179,8 @@ class ReinforcementLearning(Training[RlConfig]):
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
         engines: list[InferenceEngine] = []
         # An engine that cannot be made is an error on every rank, or the others would wait.
-        backend.from_rank_0(lambda: engines.extend((self._make_engines or make_engines)(config)))
+        factory = self._make_engines or (lambda config: make_engines(config, self._servers))
+        backend.from_rank_0(lambda: engines.extend(factory(config)))
         collector = None
         if run.main_rank:
             located = [*self._prompts, *self._held_out]
