@@ -189,13 +189,16 @@ class Peers:
             f"{self.describe(self.rank)}: timed out waiting for members to join group {self._group}: {names}"
         )
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
         """Stop watching, and write a last heartbeat that says so: the end of this process then means nothing.
 
         When the sender leaves, the group ends. A second call does nothing.
+
+        Returns:
+            True if the store has answered, and nothing uses its connection any more.
         """
         if self.ended.is_set():
-            return
+            return False
         # Before the watcher is stopped: one that outlasts the wait below must not undo the last heartbeat.
         self._left = True
         self.ended.set()
@@ -207,6 +210,8 @@ class Peers:
                 self._records.write("ended", "1")
         except RuntimeError as error:
             log.debug("%s left, but the store does not answer: %s", self.describe(self.rank), error)
+            return False
+        return self.lost is None and (self._watcher is None or not self._watcher.is_alive())
 
     # --- evidence ---
 
