@@ -43,7 +43,7 @@ from torch import Tensor
 
 from megascend.rollout.engines.placement import device_options, place_engines, visible_gpus
 from megascend.rollout.engines.vllm import VllmEngine
-from megascend.rollout.engines.vllm_process import VllmProcess, engine_environment, vllm_device
+from megascend.rollout.engines.vllm_process import MODULE, VllmProcess, engine_environment, vllm_device
 from megascend.weightsync.delivery import Delivery, Update
 from weightwire.engine import Sampling
 from weightwire.engine_calls import LoopThread
@@ -245,7 +245,7 @@ class Server:
             log=self.log,
             options=options,
             environment=environment,
-            **({"module": "vllm.entrypoints.openai.api_server"} if plain else {}),
+            module="vllm.entrypoints.openai.api_server" if plain else MODULE,
         )
 
     def __enter__(self) -> Server:

@@ -137,6 +137,10 @@ class Placement(Section):
         description="share of a GPU's memory for an engine (gpu_memory_utilization of vLLM); default: 0.7, on the trainer's "
         "GPU 0.35, divided by the engines on the GPU",
     )
+    sleep: bool = Field(
+        False,
+        description="engines on a GPU of the trainer free their memory during each step, and sample between steps only",
+    )
 
 
 class Evaluation(Section):

@@ -147,6 +147,11 @@ async def pause(engine: Any) -> None:
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
 
+async def sleep(engine: Any) -> None:
+    """Move the weights of a paused engine to the host, and drop its KV cache."""
+    await engine.sleep(level=1, mode="keep")
+
+
 async def stamp(engine: Any, number: int) -> None:
     """Pass the version to the engine's core, if this vLLM stamps tokens with it."""
     if hasattr(engine, "update_weight_version"):

@@ -35,6 +35,7 @@ LONGEST_LEASE_S = 3600.0
 RPC_S = 60.0
 """Deadline of a call to the workers that returns at once, in seconds."""
 COMMIT_S = 600.0
+WAKE_RETRY_S = 10.0
 POLL_S = 0.02
 
 
@@ -57,6 +58,7 @@ class Control:
         self._newest: dict[str, int] = {}
         """Versions that the current owner has committed: later ones must be newer."""
         self._paused_until: float | None = None
+        self._asleep = False
         self._lapse: asyncio.Task[None] | None = None
         # Pause, update and claim change the same engine; each waits for the one before.
         self._changing = asyncio.Lock()
@@ -106,6 +108,7 @@ class Control:
             "owner": None if owner is None else {"name": owner.owner, "lapses_in_s": owner.left_s(now)},
             "updating": None if update is None else {"update": update.update, "version": update.manifest.version},
             "paused": bool(await self._engine.is_paused()),
+            "asleep": self._asleep,
             "not_serving": self.not_serving,
             "reload_reason": self._reload_reason,
         }
@@ -134,6 +137,8 @@ class Control:
             self._last_owner = name
             async with self._changing:
                 await self._drop(f"{name} has taken the engine over")
+                if self._asleep:
+                    await self._resume()  # the owner that needed the memory is gone
                 # The new owner counts its versions from anywhere, so the workers forget the last ones.
                 for target in self._versions:
                     await self._workers("weightwire_forget", target)
@@ -182,6 +187,8 @@ class Control:
                 raise UpdateError(
                     f"{_description(self._update)} is under way: commit it or drop it before the next one"
                 )
+            if self._asleep:
+                raise UpdateError("the engine is asleep, and has no memory for an update: resume it first")
             self._require_newer(offer)
             # Before the workers begin: if one of them refuses, the others' parts are dropped.
             self._update = offer
@@ -353,20 +360,48 @@ class Control:
         """Stop sampling, for ``lease_s`` seconds at most; another call renews the pause."""
         async with self._changing:
             self._require(owner)
-            self._paused_until = self._clock() + _lease(lease_s)
+            await self._pause(lease_s)
+
+    async def sleep(self, owner: str, lease_s: float) -> None:
+        """Pause, and free the device memory of weights, KV cache and staging, for ``lease_s`` seconds at most.
+
+        Raises:
+            UpdateError: an update is open.
+            WireError: the server was started without ``--enable-sleep-mode``.
+        """
+        async with self._changing:
+            self._require(owner)
+            if self._update is not None:
+                raise UpdateError(f"{_description(self._update)} is under way: the engine cannot sleep")
+            if not getattr(self._engine.vllm_config.model_config, "enable_sleep_mode", False):
+                raise WireError("this vLLM cannot free its memory: start it with --enable-sleep-mode")
+            await self._pause(lease_s)
+            if not self._asleep:
+                # Before the call: if it fails halfway, the engine has to be woken up all the same.
+                self._asleep = True
+                await self._workers("weightwire_release")
+                await contract.sleep(self._engine)
+
+    async def _pause(self, lease_s: float) -> None:
+        self._paused_until = self._clock() + _lease(lease_s)
+        if not self._asleep:
             await contract.pause(self._engine)
-            if self._lapse is not None:
-                self._lapse.cancel()  # it may sleep until the end of a longer pause
-            self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
+        if self._lapse is not None:
+            self._lapse.cancel()  # it may sleep until the end of a longer pause
+        self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
 
     async def resume(self, owner: str) -> None:
-        """End a pause; a no-op if the engine is not paused."""
+        """End a pause or a sleep; a no-op if the engine is neither paused nor asleep."""
         async with self._changing:
             self._require(owner)
             await self._resume()
 
     async def _resume(self) -> None:
         if self._paused_until is not None:
+            if self._asleep:
+                # It may fail while another process holds the memory: the pause then stays, and its end is tried again.
+                await self._engine.wake_up()
+                self._asleep = False
             self._paused_until = None
             await self._engine.resume_generation()
 
@@ -380,7 +415,11 @@ class Control:
                 # It may have been renewed or ended while this waited for the lock.
                 if self._paused_until is not None and self._paused_until <= self._clock():
                     log.warning("a pause was not renewed in time: resuming")
-                    await self._resume()
+                    try:
+                        await self._resume()
+                    except Exception:
+                        log.exception("the engine does not wake up; trying again in %g s", WAKE_RETRY_S)
+                        self._paused_until = self._clock() + WAKE_RETRY_S
 
 
 class OwnedEngine(InferenceEngine):
@@ -428,6 +467,9 @@ class OwnedEngine(InferenceEngine):
 
     async def pause(self, lease_s: float) -> None:
         await self._control.pause(self._owner, lease_s)
+
+    async def sleep(self, lease_s: float) -> None:
+        await self._control.sleep(self._owner, lease_s)
 
     async def resume(self) -> None:
         await self._control.resume(self._owner)

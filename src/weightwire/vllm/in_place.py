@@ -128,6 +128,10 @@ class Exchange:
         for group in groups:
             group.restore()
 
+    def unbind(self) -> None:
+        """Release the views of staging memory that were made for the last update."""
+        self._bound, self._begun = (0, []), []
+
     def _groups(self, staging: Tensor) -> list[_Group]:
         # Views are made once: the receiver keeps its memory from one update to the next.
         if self._bound[0] != staging.data_ptr():
@@ -286,7 +290,7 @@ class _Recorder(TorchDispatchMode):
             raise NotInPlaceError(f"the loader of {'.'.join(name)} computes what it copies")
         width = source.dtype.itemsize
         source = source.expand(target.shape)
-        offset = source.storage_offset() * width - self._staging.storage_offset()
+        offset = int(source.storage_offset() * width - self._staging.storage_offset())
         self.parts.append(Part(_same_part(target, live), source.dtype, offset, tuple(source.shape), source.stride()))
 
 
@@ -420,7 +424,7 @@ def _require_complete(model: torch.nn.Module, parts: Sequence[Part], constants: 
     """Check that every element of every parameter has a source."""
     written: dict[int, dict[tuple[int, ...], int]] = {}
     for target in (*(part.target for part in parts), *constants):
-        region = (target.storage_offset(), *target.shape, *target.stride())
+        region = (int(target.storage_offset()), *target.shape, *target.stride())
         written.setdefault(target.untyped_storage().data_ptr(), {})[region] = target.numel()
     for name, parameter in model.named_parameters():
         if sum(written.get(parameter.untyped_storage().data_ptr(), {}).values()) != parameter.numel():

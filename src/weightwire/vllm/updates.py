@@ -220,6 +220,15 @@ class WorkerUpdates:
         self.receiver.drop(update)
         self._copy = None
 
+    def release(self) -> None:
+        """Free the memory that is kept for the next update: the engine's device is needed by others."""
+        self.receiver.release()
+        if self._exchange is not None:
+            self._exchange.unbind()
+        device = next(self._model().parameters()).device
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+
     def close(self) -> None:
         """Drop the open update, and remove the adapters' files."""
         self.receiver.close()

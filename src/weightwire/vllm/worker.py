@@ -110,6 +110,11 @@ class WorkerExtension:
         self.weightwire_updates().drop(update)
 
     @_answering
+    def weightwire_release(self) -> None:
+        """Free the memory that is kept for the next update."""
+        self.weightwire_updates().release()
+
+    @_answering
     def weightwire_forget(self, target: str) -> None:
         """Forget the active version, so that a new owner may begin with any."""
         self.weightwire_updates().receiver.forget(target)

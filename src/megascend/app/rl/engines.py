@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megascend.app.rl.servers import owner_name
 from megascend.config.rl import VLLM, RlConfig
 from megascend.errors import ConfigError
 from weightwire.errors import SecretKeyError
@@ -34,7 +34,7 @@ def make_engines(config: RlConfig, servers: Servers | None = None) -> list[Infer
             ControllerEngine(
                 config.rollout.controller,
                 load_key(),
-                owner=_owner(config),
+                owner=owner_name(config),
                 generate_timeout_s=timeout_s,
                 wait_s=CLAIM_S,
             )
@@ -78,19 +78,13 @@ def make_engine(config: RlConfig, index: int, address: str, servers: Servers | N
             # With one seed, engines would draw alike for requests that have none of their own.
             seed=config.seed + index,
         )
+    if address == VLLM:
+        assert servers is not None
+        return servers.client(index)
     from megascend.rollout.engines.vllm import VllmEngine
 
     check_addresses([address])
-    key = None
-    if address == VLLM:
-        assert servers is not None
-        address, key = servers.address(index), servers.key
-    return VllmEngine(address, key=key, owner=_owner(config), generate_timeout_s=config.rollout.timeout_s)
-
-
-def _owner(config: RlConfig) -> str:
-    """Return what engines call this run: under the same name a resumed run has its engines back."""
-    return f"{socket.gethostname()}:{config.output.resolve()}"
+    return VllmEngine(address, owner=owner_name(config), generate_timeout_s=config.rollout.timeout_s)
 
 
 def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +22,9 @@ from megascend.rollout.engines.placement import (
     trainer_environment,
     visible_gpus,
 )
+from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import VllmProcess, require_interpreter, vllm_device
+from weightwire.engine_calls import LoopThread
 from weightwire.keys import Key, read_key, write_key
 
 if TYPE_CHECKING:
@@ -28,20 +34,83 @@ START_S = 420.0
 """Deadline for the start of servers, in seconds: below the ten minutes that other ranks wait for rank 0."""
 
 
+SLEEP_S = 60.0
+"""Lease of a sleep, in seconds; renewed three times within it. A server wakes up that long after its run was killed."""
+
+
 class Servers:
-    """Running vLLM servers of a run, by their index in ``engines``."""
+    """Running vLLM servers of a run, by their index in ``engines``.
 
-    def __init__(self, processes: dict[int, VllmProcess], key: Key) -> None:
-        self._processes, self.key = processes, key
+    Args:
+        sleeping: indices of the servers that share a GPU with the trainer and sleep while it computes.
+        owner: name of this run for the servers.
+        generate_timeout_s: deadline of a request for responses.
+    """
 
-    def address(self, index: int) -> str:
-        """Return the address of a server, once it listens.
+    def __init__(
+        self,
+        processes: dict[int, VllmProcess],
+        key: Key,
+        sleeping: Sequence[int],
+        owner: str,
+        generate_timeout_s: float,
+    ) -> None:
+        self._processes, self._key, self._sleeping = processes, key, tuple(sleeping)
+        self._owner, self._generate_timeout_s = owner, generate_timeout_s
+        self._clients: dict[int, VllmEngine] = {}
+        self._loop: LoopThread | None = None
+        self._renewal: Future[None] | None = None
+
+    def client(self, index: int) -> VllmEngine:
+        """Return the client of a server, once it listens.
 
         Raises:
             EngineError: it has ended, or does not listen in time.
         """
-        self._processes[index].wait_until_listening(START_S)
-        return self._processes[index].address
+        if index not in self._clients:
+            self._processes[index].wait_until_listening(START_S)
+            self._clients[index] = VllmEngine(
+                self._processes[index].address,
+                key=self._key,
+                owner=self._owner,
+                generate_timeout_s=self._generate_timeout_s,
+            )
+        return self._clients[index]
+
+    def sleep(self) -> None:
+        """Free the memory of the servers on the trainer's GPUs, until :meth:`wake` or the end of this process.
+
+        Raises:
+            EngineError, weightwire.errors.WireError: a server cannot sleep.
+        """
+        if not self._sleeping:
+            return
+        self._loop = self._loop or LoopThread("megascend-sleep")
+        self._loop.run(self._sleep())
+        self._renewal = self._loop.submit(self._renew())
+
+    def wake(self) -> None:
+        """Wake up the servers; a no-op if they are awake."""
+        if self._renewal is not None and self._loop is not None:
+            self._renewal.cancel()
+            self._renewal = None
+            self._loop.run(self._wake())
+
+    def close(self) -> None:
+        """End the renewal of a sleep."""
+        if self._loop is not None:
+            self._loop.close()
+
+    async def _sleep(self) -> None:
+        await asyncio.gather(*(self.client(index).sleep(SLEEP_S) for index in self._sleeping))
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(SLEEP_S / 3)
+            await self._sleep()
+
+    async def _wake(self) -> None:
+        await asyncio.gather(*(self.client(index).resume() for index in self._sleeping))
 
 
 def interpreter(config: RlConfig) -> Path:
@@ -90,7 +159,8 @@ def start_servers(config: RlConfig, launch: Launch, limits: SampleLimits, stack:
     if servers is not None and any(placement.with_trainer for placement in placed):
         # vLLM measures the free memory of a GPU while it starts: the trainer must not allocate any meanwhile.
         for number in numbers:
-            servers.address(number)
+            servers.client(number)
+        servers.sleep()
     return servers
 
 
@@ -103,6 +173,7 @@ def _start(config: RlConfig, limits: SampleLimits, placed: list[Placement], stac
     write_key(folder / "key")
     config.output.parent.mkdir(parents=True, exist_ok=True)
     processes: dict[int, VllmProcess] = {}
+    sleeping: list[int] = []
     for index, number in enumerate(config.started_engines):
         options = [*device_options(device), f"--max-model-len={limits.length}"]
         if config.rollout.router_replay:
@@ -111,6 +182,9 @@ def _start(config: RlConfig, limits: SampleLimits, placed: list[Placement], stac
         if device == "cuda":
             options += placed[index].options()
             environment = placed[index].environment()
+            if config.placement.sleep and placed[index].with_trainer:
+                options.append("--enable-sleep-mode")
+                sleeping.append(number)
         options += config.vllm.options  # the last one of a name counts
         # Beside the output directory, which may still be an earlier run's.
         log = config.output.with_name(f"{config.output.name}.vllm-{number}.log")
@@ -120,7 +194,15 @@ def _start(config: RlConfig, limits: SampleLimits, placed: list[Placement], stac
         stack.callback(processes[number].close)
         location = str(placed[index]) if device == "cuda" else device
         print(f"vLLM {number} starts on {location}; its log: {log}", flush=True)
-    return Servers(processes, read_key(folder / "key"))
+    timeout_s = config.rollout.timeout_s
+    servers = Servers(processes, read_key(folder / "key"), sleeping, owner_name(config), timeout_s)
+    stack.callback(servers.close)
+    return servers
+
+
+def owner_name(config: RlConfig) -> str:
+    """Return this run's name for engines: under the same name a resumed run has its engines back."""
+    return f"{socket.gethostname()}:{config.output.resolve()}"
 
 
 def check_servers(config: RlConfig) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,6 +200,7 @@ class ReinforcementLearning(Training[RlConfig]):
                 timeout_s=settings.timeout_s,
             )
         )
+        self._wake_engines()
         # Engines count their versions up, and may have lived longer than this process.
         steps_before = backend.step_count
         self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - steps_before
@@ -226,8 +228,10 @@ class ReinforcementLearning(Training[RlConfig]):
         config, backend = run.config, run.backend
         interval = config.objective.measure_every
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
-        learned = learn(backend, batch, config.objective, run.adapter, measured=interval > 0 and number % interval == 0)
-        step = backend.optimizer_step()
+        measured = interval > 0 and number % interval == 0
+        with self._engines_asleep():
+            learned = learn(backend, batch, config.objective, run.adapter, measured=measured)
+            step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
         stepped, pause_s = time.perf_counter(), 0.0
@@ -263,6 +267,25 @@ class ReinforcementLearning(Training[RlConfig]):
             **count_figures(earlier, self._counts),
             **mismatch_figures(learned.mismatch),
         )
+
+    @contextlib.contextmanager
+    def _engines_asleep(self) -> Iterator[None]:
+        """Free the memory of engines on the trainer's GPUs within the context, if ``placement.sleep`` is set. Collective."""
+        if not self._run.config.placement.sleep:
+            yield
+            return
+        backend = self._run.backend
+        backend.from_rank_0(lambda: None if self._servers is None else self._servers.sleep())
+        yield
+        # Not after an error: the run ends, and the servers with it.
+        self._wake_engines()
+
+    def _wake_engines(self) -> None:
+        """Give engines their memory back. Collective."""
+        if self._run.config.placement.sleep:
+            backend = self._run.backend
+            backend.platform.free_cached_memory()
+            backend.from_rank_0(lambda: None if self._servers is None else self._servers.wake())
 
     def _evaluate(self) -> float:
         """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have."""

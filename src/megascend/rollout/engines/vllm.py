@@ -99,6 +99,10 @@ class VllmEngine(RemoteEngine):
         await self.claim()
         await super().pause(lease_s)
 
+    async def sleep(self, lease_s: float) -> None:
+        await self.claim()
+        await super().sleep(lease_s)
+
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
         """See :class:`InferenceEngine`. Running responses end with the adapter version that they began with."""
         await self.claim()
