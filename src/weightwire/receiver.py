@@ -302,6 +302,11 @@ class Receiver:
         if (update := self._update) is not None:
             self.drop(update.offer.update, f"{self.name} closes")
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Check whether memory is kept for the next update."""
+        return self._memory is not None
+
     def release(self) -> None:
         """Free the memory that is kept for the next update."""
         with self._lock:
@@ -321,8 +326,8 @@ class Receiver:
     def _keep_memory(self, update: _Update) -> None:
         """Keep the memory of a complete update for the next one: new memory costs as much as the transfer."""
         if update.staging is not None:
-            whole = update.staging.untyped_storage().nbytes()
-            self._memory = update.staging.as_strided((whole,), (1,), 0)
+            nbytes = update.staging.untyped_storage().nbytes()
+            self._memory = update.staging.as_strided((nbytes,), (1,), 0)
 
     # --- conditions ---
 
