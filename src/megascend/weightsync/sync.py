@@ -55,6 +55,11 @@ class Pushed:
     transport: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def pause_s(self) -> float:
+        """Seconds for which the slowest engine sampled nothing: by its own measure or, without one, those of the commit."""
+        return self.parts.get("commit.paused", self.seconds["commit"])
+
 
 @dataclass
 class Source:
