@@ -41,6 +41,7 @@ import httpx
 import torch
 from torch import Tensor
 
+from megascend.errors import MegascendError
 from megascend.rollout.engines.placement import device_options, place_engines, visible_gpus
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import MODULE, VllmProcess, engine_environment, vllm_device
@@ -56,6 +57,14 @@ CONTEXT = 2048
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(zip(NAMES, (256, 768, 4, 4, 4096), strict=True)) | {"head_dim": 64, "num_key_value_heads": 2},
+    "tiny-moe": dict(zip(NAMES, (256, 512, 2, 4, 4096), strict=True))
+    | {
+        "head_dim": 64,
+        "num_key_value_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+    },
     "qwen3-1.7b": dict(zip(NAMES, (2048, 6144, 28, 16, 151936), strict=True)) | {"tie_word_embeddings": True},
     "qwen3-4b": dict(zip(NAMES, (2560, 9728, 36, 32, 151936), strict=True)) | {"tie_word_embeddings": True},
     "qwen3-8b": dict(zip(NAMES, (4096, 12288, 36, 32, 151936), strict=True)),
@@ -303,12 +312,17 @@ print("SECONDS", json.dumps(seconds), flush=True)
 """Program in vLLM's environment that sends weights by vLLM's own NCCL engine, with generation paused as vLLM's examples do."""
 
 
-def own_nccl(server: Server, arguments: argparse.Namespace, weights: dict[str, Tensor]) -> list[float]:
-    """Return the seconds of updates by vLLM's own NCCL weight transfer."""
+def own_nccl(
+    server: Server, arguments: argparse.Namespace, specs: list[tuple[str, str, tuple[int, ...]]]
+) -> list[float]:
+    """Return the seconds of updates by vLLM's own NCCL weight transfer.
+
+    Args:
+        specs: name, dtype and shape of each tensor.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    specs = [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in weights.items()]
     completed = subprocess.run(
         [str(arguments.vllm_python), "-c", NCCL_TRAINER],
         input=json.dumps([server.process.address, port, specs, arguments.times + 1, arguments.tensor]),
@@ -341,6 +355,7 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     weights = tensors(config, own_device, dtype)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
+    specs = [(spec.name, spec.dtype, spec.shape) for spec in map(spec_of, weights, weights.values())]
     directory = work / shape
     write_checkpoint(directory, config, weights)
     if device == "cuda":
@@ -392,8 +407,11 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
         reason = ""
         del weights
         torch.cuda.empty_cache()
-        with Server(directory, work, arguments, device, plain=True) as server:
-            figures["own nccl"] = own_nccl(server, arguments, tensors(config, torch.device("meta"), dtype))
+        try:
+            with Server(directory, work, arguments, device, plain=True) as server:
+                figures["own nccl"] = own_nccl(server, arguments, specs)
+        except (MegascendError, RuntimeError, subprocess.TimeoutExpired) as error:
+            reason = str(error)  # the other figures are worth their keep
     if reason:
         print(f"vLLM's own NCCL transfer is not measured: {reason}", flush=True)
     shutil.rmtree(directory)
