@@ -7,7 +7,9 @@ dropped when its lease lapses.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,9 +35,9 @@ from weightwire.errors import (
 from weightwire.group import join
 from weightwire.manifest import Bucket, Manifest, offsets, plan_buckets
 from weightwire.offer import Offer, Seal
-from weightwire.sender import RECEIVED
+from weightwire.sender import RECEIVED, synchronise_stream
 from weightwire.transports import Setup, Work, make_transport
-from weightwire.transports.base import device_types, transports_for
+from weightwire.transports.base import RECEIVES_IN_FLIGHT, device_types, transports_for
 from weightwire.transports.choice import Location
 
 log = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class Receiver:
         self._check, self._most_bytes = check, max_bytes
         self._versions: dict[str, int] = {} if version is None else {"model": version}
         self._update: _Update | None = None
+        self._memory: Tensor | None = None
         self._lock = threading.RLock()
 
     # --- state ---
@@ -169,10 +172,13 @@ class Receiver:
             # Checked before memory is allocated: an offer that is refused must cost the engine nothing.
             self._require_newer(offer.manifest)
             self._require_possible(offer)
+            # No revert of the last update can follow: its memory serves this one.
+            if self._update is not None and self._update.state == COMMITTED and self._update.staging is not None:
+                self.settle(self._update.offer.update)
             try:
                 # All of it now: running out of memory halfway would waste the transfer, and the engine may take the
                 # rest meanwhile.
-                update.staging = torch.empty(offer.manifest.nbytes, dtype=torch.uint8, device=self._device)
+                update.staging = self._take_memory(offer.manifest.nbytes)
             except (RuntimeError, MemoryError) as error:
                 raise UpdateError(
                     f"{self.name}: no memory on {self._device} for the {offer.manifest.nbytes} bytes of {update}: {error}"
@@ -180,6 +186,14 @@ class Receiver:
             self._update = update
         # A daemon: an engine that ends must not wait for a trainer that no longer sends.
         threading.Thread(target=self._run, args=(update,), name=f"weightwire-{offer.update}", daemon=True).start()
+
+    def staging(self, name: str) -> Tensor:
+        """Return the memory of an update, uint8 [bytes]: its tensors' bytes without gaps, in the manifest's order."""
+        with self._lock:
+            update = self._require_update(name)
+            if update.staging is None:
+                raise UpdateError(f"{self.name}: {update} is {update.state}, and has no memory")
+            return update.staging
 
     def verify(self, seal: Seal, timeout_s: float) -> None:
         """Wait until everything has arrived, and compare it with the seal. On failure the update is dropped.
@@ -243,7 +257,7 @@ class Receiver:
                 _synchronise(self._device)
             except BaseException as error:
                 raise self._undo(update, error) from error
-            update.state, update.staging = COMMITTED, None
+            update.state = COMMITTED
             self._versions[update.manifest.target] = update.manifest.version
             # Only a complete model replaces a mixture of weights; an adapter lies on top of it.
             if update.manifest.adapter is None:
@@ -271,7 +285,9 @@ class Receiver:
         with self._lock:
             update = self._require_update(name)
             self._require_state(update, COMMITTED)
-            update.restore = None
+            if update.staging is not None:
+                self._keep_memory(update)
+            update.restore = update.staging = None
 
     def drop(self, name: str, reason: str = "the trainer dropped it") -> None:
         """Drop an update; the old weights stay active. A no-op if the name is unknown, or the update is committed."""
@@ -285,6 +301,33 @@ class Receiver:
         """Drop the open update, if any."""
         if (update := self._update) is not None:
             self.drop(update.offer.update, f"{self.name} closes")
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Check whether memory is kept for the next update."""
+        return self._memory is not None
+
+    def release(self) -> None:
+        """Free the memory that is kept for the next update."""
+        with self._lock:
+            self._memory = None
+
+    # --- memory ---
+
+    def _take_memory(self, nbytes: int) -> Tensor:
+        memory, self._memory = self._memory, None
+        if memory is None or memory.numel() < nbytes:
+            del memory  # first, or there would be two
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            # It may have been another tensor's, whose last kernels are still to run; transports use streams of their own.
+            synchronise_stream(self._device)
+        return memory[:nbytes]
+
+    def _keep_memory(self, update: _Update) -> None:
+        """Keep the memory of a complete update for the next one: new memory costs as much as the transfer."""
+        if update.staging is not None:
+            nbytes = update.staging.untyped_storage().nbytes()
+            self._memory = update.staging.as_strided((nbytes,), (1,), 0)
 
     # --- conditions ---
 
@@ -345,7 +388,10 @@ class Receiver:
         with self._lock:
             if update.state not in _OPEN:
                 return
-            # The first problem stays: those after it follow from it. The staging memory is freed at once.
+            # Of an update that has not arrived the transport may still write into its memory: that is freed, not kept.
+            if update.state != RECEIVING:
+                self._keep_memory(update)
+            # The first problem stays: those after it follow from it.
             update.state, update.problem, update.staging = DROPPED, update.problem or problem, None
             update.digests = []
         update.abandoned.set()
@@ -374,6 +420,7 @@ class Receiver:
             self.serving = False
             # No version is active: the next commit may have any, the same one included.
             self._versions.pop(update.manifest.target, None)
+        self._keep_memory(update)
         update.state, update.problem, update.staging, update.restore = DROPPED, error, None, None
         update.abandoned.set()
         return error
@@ -397,11 +444,8 @@ class Receiver:
                 module: Any = torch.get_device_module(self._device)
                 # The current device is a thread's own, and collectives of this thread use it.
                 module.set_device(self._device)
-            _receive(self.name, update)
-            with self._lock:
-                # It may have been dropped while the last bucket arrived.
-                if update.state == RECEIVING:
-                    update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
+            with _side_stream(self._device), quick_switches():
+                _receive(self.name, update, self._note_arrival)
         except WireError as error:
             self._drop(update, error)
         except Exception as error:
@@ -409,6 +453,13 @@ class Receiver:
             self._drop(update, UpdateError(f"{self.name}: {update} failed: {type(error).__name__}: {error}"))
         update.arrived.set()
         self._keep_while_leased(update)
+
+    def _note_arrival(self, update: _Update) -> None:
+        with self._lock:
+            # It may have been dropped while the last bucket arrived.
+            if update.state == RECEIVING:
+                update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
+                update.arrived.set()
 
     def _keep_while_leased(self, update: _Update) -> None:
         lease = update.offer.lease_s
@@ -427,8 +478,40 @@ class Receiver:
                     self._drop(update, UpdateError(reason))
 
 
-def _receive(name: str, update: _Update) -> None:
-    """Join the group and fill the staging memory. Two buckets are in flight, so that one is digested while the next arrives."""
+SWITCH_S = 0.0005
+_receiving = 0
+_switch_lock = threading.Lock()
+_usual_switch_s = 0.0
+
+
+@contextlib.contextmanager
+def quick_switches() -> Iterator[None]:
+    """Make the interpreter switch between threads after :data:`SWITCH_S` within the context, instead of its usual 5 ms.
+
+    The engine's own thread is busy all the time. A receiving thread runs for microseconds, a hundred times an update, and would
+    wait for the lock of the interpreter each time.
+    """
+    global _receiving, _usual_switch_s
+    with _switch_lock:
+        if _receiving == 0:
+            _usual_switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_S, _usual_switch_s))
+        _receiving += 1
+    try:
+        yield
+    finally:
+        with _switch_lock:
+            _receiving -= 1
+            if _receiving == 0:
+                sys.setswitchinterval(_usual_switch_s)
+
+
+def _receive(name: str, update: _Update, note_arrival: Callable[[_Update], object]) -> None:
+    """Join the group and fill the staging memory. Several buckets are in flight, so that one is digested while others arrive.
+
+    Args:
+        note_arrival: called when everything has arrived.
+    """
     offer, staging = update.offer, update.staging
     assert staging is not None
     buckets = plan_buckets(offer.manifest.tensors, offer.manifest.bucket_bytes)
@@ -441,13 +524,17 @@ def _receive(name: str, update: _Update) -> None:
             offer.transport, Setup(group, offer.manifest, staging.device, offer.timeout_s, offer.options)
         )
         works: list[tuple[Bucket, Work]] = []
+        in_flight = getattr(transport, "receives_in_flight", RECEIVES_IN_FLIGHT)
         for bucket in buckets:
             works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
-            # At most two, as the Transport interface allows: the sender has two buffers.
-            if len(works) == 2:
+            if len(works) == in_flight:
                 _finish(update, staging, *works.pop(0), group)
+        # Here, on this thread: verify() would compute it while the engine waits.
+        _ = offer.manifest.identity
         for bucket, work in works:
             _finish(update, staging, bucket, work, group)
+        # Before the acknowledgement: the sender's seal follows it at once, and must not find an update that is still receiving.
+        note_arrival(update)
         # The sender returns its seal when every receiver has acknowledged.
         group.acknowledge(RECEIVED)
     except TransportError as error:
@@ -506,6 +593,14 @@ def _compare(name: str, update: _Update, seal: Seal) -> None:
             f"{name}: {update} has not arrived as it was sent: {len(wrong)} of {len(digests)} buckets differ in "
             f"{manifest.digest}, the first is bucket {wrong[0] + 1} ({', '.join(names[:4])}{suffix})"
         )
+
+
+def _side_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context for digests, which would otherwise wait for the engine's kernels on the default stream."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    module: Any = torch.get_device_module(device)
+    return module.stream(module.Stream(device))
 
 
 def _synchronise(device: torch.device) -> None:

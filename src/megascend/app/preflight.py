@@ -253,6 +253,7 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
 def check_rollouts(config: RlConfig) -> None:
     """Check that prompts can be read, that a reward function or environment is there, and that engines have addresses."""
     from megascend.app.rl.engines import check_engines
+    from megascend.app.rl.servers import check_servers
     from megascend.rollout.prompts import read_prompts
     from megascend.rollout.rewards import check_name
 
@@ -265,6 +266,7 @@ def check_rollouts(config: RlConfig) -> None:
     if config.rollout.environment is not None:
         check_name(config.rollout.environment.name, "rollout.environment")
     check_engines(config.engines, config.rollout.controller)
+    check_servers(config)
 
 
 # --- room on the disk ---

@@ -10,7 +10,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.distributed.objects import agree, from_rank_0, raise_on_all_ranks
@@ -43,6 +43,8 @@ class Pushed:
         engines: names of the engines.
         seconds: duration of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
         transport: transport used.
+        parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
+            ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
     """
 
     version: int
@@ -51,6 +53,12 @@ class Pushed:
     engines: tuple[str, ...]
     seconds: Mapping[str, float]
     transport: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds for which the slowest engine sampled nothing: by its own measure or, without one, those of the commit."""
+        return self.parts.get("commit.paused", self.seconds["commit"])
 
 
 @dataclass
@@ -177,7 +185,7 @@ class WeightSync:
             names = tuple(engine.name for engine in update.engines)
             # The other ranks know neither the bytes nor the transport.
             return from_rank_0(
-                lambda: Pushed(version, update.nbytes, update.buckets, names, seconds, update.transport),
+                lambda: Pushed(version, update.nbytes, update.buckets, names, seconds, update.transport, update.parts),
                 self._groups,
                 "what was pushed",
             )

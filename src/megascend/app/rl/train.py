@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,11 @@ from megascend.distributed.launch import Launch
 from megascend.errors import DataError, EngineError
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
+    from megascend.app.rl.servers import Servers
     from megascend.app.rl.set_up import PromptData
     from megascend.app.rl.trial import Trial
     from megascend.app.run_log import RunLog
@@ -119,6 +123,7 @@ class ReinforcementLearning(Training[RlConfig]):
 
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
+        self._servers: Servers | None = None
         self.totals = Totals()
         self._offset = self._version = 0
         self._since = 0.0
@@ -126,10 +131,18 @@ class ReinforcementLearning(Training[RlConfig]):
 
     def check(self, config: RlConfig, launch: Launch) -> None:
         from megascend.app.rl.engines import check_engines
+        from megascend.app.rl.servers import check_servers
 
         # Only rank 0 talks to engines, and only it needs their key.
         if self._make_engines is None and launch.rank == 0:
             check_engines(config.engines, config.rollout.controller)
+            check_servers(config)
+
+    def start(self, plan: RunPlan[RlConfig], launch: Launch, stack: ExitStack) -> None:
+        from megascend.app.rl.servers import start_servers
+
+        if self._make_engines is None and plan.config.started_engines:
+            self._servers = start_servers(plan.config, launch, plan.limits, stack)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
@@ -181,7 +194,8 @@ class ReinforcementLearning(Training[RlConfig]):
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
         engines: list[InferenceEngine] = []
         # An engine that cannot be made is an error on every rank, or the others would wait.
-        backend.from_rank_0(lambda: engines.extend((self._make_engines or make_engines)(config)))
+        factory = self._make_engines or (lambda config: make_engines(config, self._servers))
+        backend.from_rank_0(lambda: engines.extend(factory(config)))
         collector = None
         if run.main_rank:
             collector = make_collector(config, engines, stream, self._tokenizer, self._episodes(config))
@@ -202,6 +216,7 @@ class ReinforcementLearning(Training[RlConfig]):
                 timeout_s=settings.timeout_s,
             )
         )
+        self._wake_engines()
         # Engines count their versions up, and may have lived longer than this process.
         steps_before = backend.step_count
         self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - steps_before
@@ -237,14 +252,16 @@ class ReinforcementLearning(Training[RlConfig]):
         config, backend = run.config, run.backend
         interval = config.objective.measure_every
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
-        learned = learn(backend, batch, config.objective, run.adapter, measured=interval > 0 and number % interval == 0)
-        step = backend.optimizer_step()
+        measured = interval > 0 and number % interval == 0
+        with self._engines_asleep():
+            learned = learn(backend, batch, config.objective, run.adapter, measured=measured)
+            step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
         stepped, pause_s = time.perf_counter(), 0.0
         if number % config.sync.every == 0 or number == config.steps:
             pushed = self._sync.push(version=number + self._offset, adapter=run.adapter)
-            pause_s, self._version = pushed.seconds["commit"], number
+            pause_s, self._version = pushed.pause_s, number
             # Only now may prompts be dispatched that count on these weights.
             self._rollouts.on_rank_0(lambda collector: collector.updated(number))
         synced, eval_reward = time.perf_counter(), None
@@ -281,6 +298,25 @@ class ReinforcementLearning(Training[RlConfig]):
     def _decode(self, tokens: Sequence[int]) -> str:
         # With special tokens: they show where turns begin and end.
         return str(self._tokenizer.decode(list(tokens)))
+
+    @contextlib.contextmanager
+    def _engines_asleep(self) -> Iterator[None]:
+        """Free the memory of engines on the trainer's GPUs within the context, if ``placement.sleep`` is set. Collective."""
+        if not self._run.config.placement.sleep:
+            yield
+            return
+        backend = self._run.backend
+        backend.from_rank_0(lambda: None if self._servers is None else self._servers.sleep())
+        yield
+        # Not after an error: the run ends, and the servers with it.
+        self._wake_engines()
+
+    def _wake_engines(self) -> None:
+        """Give engines their memory back. Collective."""
+        if self._run.config.placement.sleep:
+            backend = self._run.backend
+            backend.platform.free_cached_memory()
+            backend.from_rank_0(lambda: None if self._servers is None else self._servers.wake())
 
     def _evaluate(self) -> float:
         """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have."""

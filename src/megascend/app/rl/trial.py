@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megascend.app.rl.engines import make_engine, stop_tokens
-from megascend.config.rl import RlConfig
+from megascend.config.rl import VLLM, RlConfig
 from megascend.errors import DataError, MegascendError
 from weightwire.engine import Completion, Sampling
 from weightwire.errors import WireError
@@ -85,8 +85,8 @@ def ask_engines(config: RlConfig) -> list[str]:
     """Return a line for each engine that the run file names: its version, or why there is none."""
 
     async def ask(index: int, address: str) -> str:
-        if address == "local":
-            return "local: starts with the run"
+        if address in ("local", VLLM):
+            return f"{address}: starts with the run"
         try:
             # Not closed: that would release it, and a run of the same name may own it.
             engine = make_engine(config, index, address)
