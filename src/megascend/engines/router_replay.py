@@ -122,6 +122,6 @@ def check(samples: Sequence[Sample], layers: ExpertLayers | None, unsupported_re
             continue
         if layers is None or unsupported_reason is not None:
             raise DataError(
-                f"sample {index} has routed_experts, and {unsupported_reason or 'this model has no experts'}; leave them out"
+                f"sample {index} has routed_experts, and {unsupported_reason or 'this model has no experts whose choice can be replayed'}; leave them out"
             )
         layers.check(sample, index)

@@ -68,7 +68,7 @@ def check_router_replay(engine: Engine) -> None:
     """Raise ConfigError, on every rank, if the trainer cannot replay the choices of the rollout's routers."""
     if engine.router_replay is None or engine.replay_unsupported_reason is not None:
         raise ConfigError(
-            f"rollout.router_replay: true, but {engine.replay_unsupported_reason or 'this model has no experts'}; set it to false"
+            f"rollout.router_replay: true, but {engine.replay_unsupported_reason or 'this model has no experts whose choice can be replayed'}; set it to false"
         )
 
 
