@@ -143,7 +143,7 @@ def test_short_and_long_samples_train_like_each_alone(case: Case, parity_folder:
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(3, 300, (length + 1,), generator=generator).tolist() for length in SHORT_AND_LONG]
     fields = [{"weights": [1.0] * (len(ids) - 1)} for ids in tokens]
-    samples = [Sample(ids[:-1], ids[1:], **extra) for ids, extra in zip(tokens, fields, strict=True)]
+    samples = [Sample(ids[:-1], ids[1:], weights=[1.0] * (len(ids) - 1)) for ids in tokens]
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     trained = train_case(case, checkpoint, tokens, 2, weights=True, prepared=samples)
     reference = hf_reference(parity_folder, checkpoint, tokens, 2, weights=True, fields=fields)

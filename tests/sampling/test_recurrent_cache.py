@@ -32,7 +32,7 @@ CONDITIONED = {"rms_norm_eps": 1e-2}
 """The gated norm divides outputs of linear attention by their size, which is near 0 for some tokens of a tiny model."""
 LAYOUTS = {
     "single": (1, Parallel()),
-    "TP2": (2, Parallel(tensor=2)),
+    "TP2": (2, Parallel(tensor=2, sequence=False)),
     "TP2 + SP": (2, Parallel(tensor=2, sequence=True)),
     "TP2 x EP2 + SP": (2, Parallel(tensor=2, expert=2, expert_tensor=1)),
     "PP2": (2, Parallel(pipeline=2)),
@@ -153,6 +153,47 @@ def test_adapters_of_one_batch_equal_peft(parity_folder: Path, tmp_path: Path) -
         assert_equal(results, expected)
 
 
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    [("TP2 + SP", True), pytest.param("TP2", False, marks=pytest.mark.nightly)],
+)
+def test_adapters_on_tensor_parallel_ranks_equal_peft(
+    layout: str, packing: bool, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3_5_text", **CONDITIONED)
+    adapters = {name: tmp_path / name for name in ("all", "other")}
+    loras = {str(path): Lora(rank=4, alpha=40.0, seed=seed) for seed, path in enumerate(adapters.values())}
+    run_jobs(tmp_path, ("write_adapters", (str(checkpoint), loras), {}))
+    first, second, third, _ = prompts()
+    pairs = [(first, "all"), (second, None), (third, "other"), (first, "other"), (first, None)]
+
+    def on_rank() -> tuple[list[SampleResult], str | None]:
+        from megascend.backends import MegatronBackend
+        from megascend.sampling.sampler import Sampler
+
+        with MegatronBackend(
+            model=checkpoint,
+            parallel=LAYOUTS[layout][1],
+            precision="fp32",
+            adapters=Adapters(max_count=4, max_rank=16),
+            batching=Batching(packing=packing, micro_batch_tokens=256),
+            timeout_s=60,
+            self_check=False,
+        ) as backend:
+            for name, path in adapters.items():
+                backend.load_adapter(name, path)
+            sampler = Sampler(backend)
+            results = sampler.generate([SampleRequest(prompt, GREEDY, name) for prompt, name in pairs])
+            return results, sampler.cache_unsupported_reason
+
+    ranks = run_distributed(on_rank, LAYOUTS[layout][0], init=False, timeout_s=120)
+    expected = generated(checkpoint, [(prompt, name and adapters[name]) for prompt, name in pairs])
+    assert len({tuple(expected[index][0]) for index in (0, 3, 4)}) == 3
+    for results, reason in ranks:
+        assert reason is None
+        assert_equal(results, expected)
+
+
 def fla_of_cpu(calls: list[str]) -> dict[str, ModuleType]:
     """Return modules with ``fla``'s arguments and results, computed in plain PyTorch; ``calls`` lists the calls."""
 
@@ -215,9 +256,9 @@ def test_tokens_decoded_one_by_one_equal_whole_samples(kernels: bool, monkeypatc
         for first, last in ((0, 1), (1, rows)):  # two micro batches, the second with a token of padding
             index = [*range(first, last), last - 1] if first else [*range(first, last)]
             growing = LayerState(Growing(cache, slice(first, last)), 0)
-            new = [part[index, at[index]].unsqueeze(0) for part in (x, q, k, v, g, beta)]
-            mixed = growing.convolve(new[0], weight, None, "silu", lambda x: x)
-            out = growing.delta_rule(*new[1:], lambda g, beta: (g, None), normalise=False)
+            inputs, *new = (part[index, at[index]].unsqueeze(0) for part in (x, q, k, v, g, beta))
+            mixed = growing.convolve(inputs, weight, None, "silu", lambda x: x)
+            out = growing.delta_rule(*new, compute=lambda g, beta: (g, None), normalise=False)  # type: ignore[misc]
             for place, row in enumerate(range(first, last)):
                 torch.testing.assert_close(mixed[0, place], expected[0][row, at[row]])
                 torch.testing.assert_close(out[0, place], expected[1][row, at[row]])
