@@ -185,8 +185,8 @@ def test_decoding_continues_the_kernels_of_prompts() -> None:
     with torch.no_grad():
         filling.convolve(x[:, start], weight, None, "silu", convolve)
         filling.delta_rule(*(part[:, start] for part in (q, k, v, g, beta)), compute=compute, normalise=True)
-        for at in range(prompt, tokens):
-            growing, token = LayerState(Growing(cache, slice(0, 1)), 0), slice(at, at + 1)
+        for position in range(prompt, tokens):
+            growing, token = LayerState(Growing(cache, slice(0, 1)), 0), slice(position, position + 1)
             output = growing.convolve(x[:, token], weight, None, "silu", convolve)
             assert relative(output, mixed[:, token]) < 1e-2
             output = growing.delta_rule(

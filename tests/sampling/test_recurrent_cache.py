@@ -252,16 +252,16 @@ def test_tokens_decoded_one_by_one_equal_whole_samples(kernels: bool, monkeypatc
         normalise=False,
     )
     for _ in range(tokens - max(prompts)):
-        at = torch.tensor(cache.lengths)
+        positions = torch.tensor(cache.lengths)
         for first, last in ((0, 1), (1, rows)):  # two micro batches, the second with a token of padding
             index = [*range(first, last), last - 1] if first else [*range(first, last)]
             growing = LayerState(Growing(cache, slice(first, last)), 0)
-            inputs, *new = (part[index, at[index]].unsqueeze(0) for part in (x, q, k, v, g, beta))
+            inputs, *new = (part[index, positions[index]].unsqueeze(0) for part in (x, q, k, v, g, beta))
             mixed = growing.convolve(inputs, weight, None, "silu", lambda x: x)
             out = growing.delta_rule(*new, compute=lambda g, beta: (g, None), normalise=False)  # type: ignore[misc]
-            for place, row in enumerate(range(first, last)):
-                torch.testing.assert_close(mixed[0, place], expected[0][row, at[row]])
-                torch.testing.assert_close(out[0, place], expected[1][row, at[row]])
+            for number, row in enumerate(range(first, last)):
+                torch.testing.assert_close(mixed[0, number], expected[0][row, positions[row]])
+                torch.testing.assert_close(out[0, number], expected[1][row, positions[row]])
         cache.advance()
     count = 2 * (tokens - max(prompts))
     assert calls == ["causal_conv1d_update", "fused_recurrent_gated_delta_rule"] * (count if kernels else 0)
