@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench_train import Work, write_checkpoint
+from bench_train import Work, write_checkpoint, write_family_checkpoint
 from megascend.config import RunConfig
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import inspect_checkpoint
@@ -68,6 +68,22 @@ LARGE_EXPERTS = {
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
 }
+LINEAR_ATTENTION = {
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+SMALL_HYBRID = SMALL | LINEAR_ATTENTION
+LARGE_HYBRID = (
+    LARGE
+    | LINEAR_ATTENTION
+    | {"layer_types": [*["linear_attention"] * 3, "full_attention"] * 3}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+)
+"""Of Qwen3.5's text models."""
 TOKENS = {"cpu": 1024, "cuda": 8192}
 """Of a micro batch."""
 
@@ -78,6 +94,8 @@ class Case:
 
     Attributes:
         settings: of the run file.
+        experts: of a mixture of experts.
+        hybrid: of a model with linear attention.
         ranks: processes.
         packed: samples of different length.
         micro_batches: that each data parallel rank has in a step.
@@ -86,6 +104,7 @@ class Case:
 
     settings: dict[str, Any] = field(default_factory=dict)
     experts: bool = False
+    hybrid: bool = False
     ranks: int = 1
     packed: bool = False
     micro_batches: int = 1
@@ -95,7 +114,16 @@ class Case:
     def engine(self) -> str:
         return self.settings.get("engine", "megatron")
 
+    @property
+    def model(self) -> str:
+        """Return the key in :data:`SHAPES` of the model that the case trains."""
+        return "hybrid" if self.hybrid else "moe" if self.experts else "dense"
 
+
+SHAPES = {
+    "cpu": {"dense": SMALL, "moe": SMALL | SMALL_EXPERTS, "hybrid": SMALL_HYBRID},
+    "cuda": {"dense": LARGE, "moe": LARGE | LARGE_EXPERTS, "hybrid": LARGE_HYBRID},
+}
 LORA = {"lora": {"rank": 16}}
 FULL = {"recompute": {"granularity": "full"}}
 FSDP, SINGLE = {"engine": "fsdp"}, {"engine": "single"}
@@ -122,6 +150,19 @@ CASES = {
     "fsdp dp2": Case(FSDP, ranks=2),
     "single": Case(SINGLE),
     "single lora": Case(SINGLE | LORA),
+    "hybrid": Case(hybrid=True),
+    "hybrid packed": Case(hybrid=True, packed=True),
+    "hybrid fp32": Case({"precision": "fp32"}, hybrid=True),
+    "hybrid recomputed": Case(FULL, hybrid=True),
+    "hybrid lora": Case(LORA, hybrid=True),
+    "hybrid tp2": Case({"parallel": {"tensor": 2}}, hybrid=True, ranks=2),
+    "hybrid tp2 sequence": Case({"parallel": {"tensor": 2, "sequence": True}}, hybrid=True, ranks=2),
+    "hybrid pp2": Case({"parallel": {"pipeline": 2}}, hybrid=True, ranks=2, micro_batches=4),
+    "fsdp hybrid packed": Case(FSDP, hybrid=True, packed=True, micro_batches=2),
+    "fsdp hybrid recomputed": Case(FSDP | FULL, hybrid=True),
+    "fsdp hybrid lora": Case(FSDP | LORA, hybrid=True),
+    "single hybrid": Case(SINGLE, hybrid=True),
+    "single hybrid lora": Case(SINGLE | LORA, hybrid=True),
 }
 
 
@@ -131,6 +172,14 @@ class Measured:
 
     peak: int
     reserved: int = 0
+
+
+def write_model(name: str, platform: str, directory: Path) -> None:
+    """Write a random checkpoint of one of :data:`SHAPES` into a new directory."""
+    directory.mkdir()
+    hybrid = name == "hybrid"
+    work = Work(SHAPES[platform][name], platform, "bf16", 1, 1, 0, 0, 0.0, 1, family="qwen3_5_text" if hybrid else None)
+    (write_family_checkpoint if hybrid else write_checkpoint)(work, directory)
 
 
 def config_of(case: Case, platform: str, model: Path) -> RunConfig:
@@ -220,7 +269,7 @@ def worker(names: list[str], platform: str, folder: Path) -> dict[str, list[Meas
 
     figures = {}
     for name in names:
-        case, model = CASES[name], folder / ("moe" if CASES[name].experts else "dense")
+        case, model = CASES[name], folder / CASES[name].model
         if platform == "cpu":
             from megascend.testing import run_distributed
 
@@ -305,12 +354,8 @@ def main() -> int:
     start_time, good, rows = time.monotonic(), True, {}
     with tempfile.TemporaryDirectory(prefix="measure_memory_") as temporary:
         folder = Path(temporary)
-        for kind, shape in (
-            ("dense", LARGE if on_gpu else SMALL),
-            ("moe", LARGE | LARGE_EXPERTS if on_gpu else SMALL | SMALL_EXPERTS),
-        ):
-            (folder / kind).mkdir()
-            write_checkpoint(Work(shape, arguments.platform, "bf16", 1, 1, 0, 0, 0.0, 1), folder / kind)
+        for model in {CASES[name].model for name in names}:
+            write_model(model, arguments.platform, folder / model)
         # On a CPU the cases of an engine share a process.
         engines = dict.fromkeys(CASES[name].engine for name in names)
         groups = (
@@ -324,7 +369,7 @@ def main() -> int:
         with ThreadPoolExecutor(arguments.parallel if on_gpu else 1) as pool:
             for group_figures in pool.map(lambda group: start(group, arguments, folder), groups):
                 for name, measured in group_figures.items():
-                    model = folder / ("moe" if CASES[name].experts else "dense")
+                    model = folder / CASES[name].model
                     expected = estimate_of(CASES[name], arguments.platform, model)
                     good &= report(name, expected, measured)
                     rows[name] = {"items": expected.items, "ranks": [asdict(rank) for rank in measured]}

@@ -163,6 +163,51 @@ def test_1_gradients_of_linear_attention_norms_are_summed_once(parity_folder, mo
     assert linear_layers <= wrong <= {*linear_layers, "norm"}
 
 
+@first_stack_required
+def test_1_decays_of_linear_attention_are_exponentials_of_fp32(parity_folder, monkeypatch):
+    """Show that mcore-bridge's layer computes the exponentials of ``A_log`` in 16 bits."""
+    from mcore_bridge.model.gpts.qwen3_next_gdn import Qwen3NextLoader
+    from mcore_bridge.model.modules import GatedDeltaNet
+
+    from megascend.models import qwen_hybrid_megatron
+
+    # Imported before ranks are forked: it would replace the layer there.
+    assert Qwen3NextLoader.gated_delta_net is qwen_hybrid_megatron.TensorParallelGatedDeltaNet
+    assert decay_error(parity_folder) <= 1e-6
+    monkeypatch.setattr(Qwen3NextLoader, "gated_delta_net", GatedDeltaNet)
+    assert decay_error(parity_folder) > 1e-3
+
+
+def decay_error(parity_folder: Path) -> float:
+    """Return the largest relative error of decays in the first layer of a tiny model in bf16."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3_5_text")
+
+    def decays() -> tuple[torch.Tensor, torch.Tensor]:
+        from mcore_bridge.model.modules import gated_delta_net
+
+        compute, logarithms = gated_delta_net.chunk_gated_delta_rule, []
+
+        def watched(*args, g, **options):
+            logarithms.append(g.detach())
+            return compute(*args, g=g, **options)
+
+        gated_delta_net.chunk_gated_delta_rule = watched
+        with build(checkpoint, precision="bf16") as backend:
+            layer = backend.engine.bare_chunks[0].decoder.layers[0].self_attention
+            with torch.no_grad():
+                # The last rows of a key head are the decays' of its two value heads: softplus(0) is all that is left of them.
+                layer.in_proj.weight.unflatten(0, (2, -1))[:, -2:].zero_()
+                layer.dt_bias.zero_()
+            assert layer.A_log.dtype == torch.bfloat16
+            backend.forward_backward([Sample.causal([5, 6, 7, 8])])
+            assert layer.A_log.main_grad.any()
+            return logarithms[0].double(), layer.A_log.detach().double()
+
+    ((actual, a_log),) = run_distributed(decays, 1, init=False)
+    expected = -a_log.exp() * torch.tensor(2.0, dtype=torch.float64).log()
+    return float((actual / expected - 1).abs().max())
+
+
 # --- 2: experts under TP without EP and ETP ---
 
 

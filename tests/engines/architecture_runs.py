@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 import sys
 import tempfile
 import traceback
@@ -17,9 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import megascend
 from megascend.errors import MegascendError
+
+RECURRENT = re.compile(
+    r"conv_state|recurrent_state|ssm_state|causal_conv1d|LightningAttention\b|delta_rule|wkv|selective_scan|rg_lru|mlstm|slope_rate"
+)
+"""Words of transformers' code for layers whose tokens depend on earlier ones by other means than attention."""
 
 LENGTHS = (30, 7, 19)
 LARGEST_MODEL = 2 * 10**7
@@ -38,7 +45,7 @@ SIZES: dict[int, str] = {
     "state_size ssm_state_size mamba_head_dim chunk_size mamba_headdim sliding_window local_window_size window_size "
     "attention_window attention_window_size attention_chunk_size block_size hidden_size_per_layer_input",
     128: "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden inner_dim mamba_d_ssm",
-    320: "vocab_size vocab_size_per_layer_input",
+    320: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     512: "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length",
     32: "moe_intermediate_size moe_ffn_hidden_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
     "expert_ffn_hidden_size q_lora_rank kv_lora_rank",
@@ -64,6 +71,7 @@ MSCALE = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.3}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, longrope": ("llama", {"rope_parameters": LONGROPE}),
     "phimoe, longrope": ("phimoe", {"rope_parameters": MSCALE, "sliding_window": None}),
+    "qwen4_exp_text, no n-grams": ("qwen4_exp_text", {"ple_layer_ids": []}),
     "llama, dynamic": ("llama", {"rope_parameters": ROPE | {"rope_type": "dynamic"}}),
 }
 """Models by a name of ours: the architecture and settings."""
@@ -77,6 +85,16 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1],
+        "ngram_vocab_size_base": 100,
+        "split_ngram_parts": 8,
+    },
     "reformer": {"axial_pos_embds": False},
     "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1},
     "zamba2": {
@@ -149,7 +167,7 @@ def outcomes(engine: str, name: str) -> dict[str, str]:
             model.save_pretrained(folder)
         except Exception as error:  # noqa: BLE001  as above
             return {"model": f"not saved: {described(error)}"}
-        layouts = {"packed": True, "padded": False} if engine == "fsdp" else {"padded": False}
+        layouts = {"padded": False} if engine == "single" else {"packed": True, "padded": False}
         return {
             layout: outcome(engine, folder, samples, packing, expected, norm) for layout, packing in layouts.items()
         }
@@ -190,6 +208,19 @@ def causal_models() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS})
+
+
+def recurrent_models() -> list[str]:
+    """List causal language models whose code in transformers has states or convolutions over tokens, by its words for them."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    names = []
+    for model_type in causal_models():
+        module = model_type_to_module_name(VARIANTS.get(model_type, (model_type, {}))[0])
+        file = Path(transformers.__file__).parent / "models" / module / f"modeling_{module}.py"
+        if file.exists() and RECURRENT.search(file.read_text(encoding="utf-8")):
+            names.append(model_type)
+    return names
 
 
 def main() -> None:

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from architecture_runs import causal_models
+from architecture_runs import causal_models, recurrent_models
 
+from support.covering import first_stack_required
 from support.forked_programs import run_forked
 
 PROGRAM = Path(__file__).with_name("architecture_runs.py")
@@ -24,6 +25,9 @@ FSDP: dict[str, tuple[str, str]] = {
     "qwen3_next": ("right", "right"),
     "qwen3_5_text": ("right", "right"),
     "olmo_hybrid": ("right", "right"),
+    "kimi_linear": (HYBRID, "right"),
+    "bailing_hybrid": (HYBRID, "right"),
+    "qwen4_exp_text": (HYBRID, "cannot be called as this engine calls it"),
     "zamba2": ("shares model.layers.", "shares model.layers."),
     "deepseek_v32": ("cannot be called as this engine calls it", "cannot be called as this engine calls it"),
 }
@@ -35,6 +39,11 @@ SINGLE = {
     "phimoe, longrope": "right",
     "qwen3_next": "right",
 }
+RECURRENT_COUNT = 30
+"""Architectures with recurrent layers in transformers 5.24, about."""
+MULTIMODAL = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+ON_MEGATRON = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""The language models among them that engine megatron trains."""
 NOTHING_BUILT = 0.3
 """Largest share of architectures that may not be buildable with a tiny configuration."""
 
@@ -60,6 +69,21 @@ def test_engine_single_is_right_or_refuses_before_training(tmp_path: Path) -> No
     outcomes = run(tmp_path, "single", *SINGLE)
     for name, padded in SINGLE.items():
         assert is_as_expected(outcomes[name]["padded"], padded), (name, outcomes[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("engine", ["fsdp", "single", pytest.param("megatron", marks=first_stack_required)])
+def test_no_recurrent_architecture_is_computed_wrongly(engine: str, tmp_path: Path) -> None:
+    names = recurrent_models()
+    assert len(names) >= RECURRENT_COUNT
+    # Their language models, which are in the list too, have the same layers.
+    assert set(MULTIMODAL) <= set(names)
+    for name, layouts in run(tmp_path, engine, *(name for name in names if name not in MULTIMODAL)).items():
+        assert layouts.keys() == ({"padded"} if engine == "single" else {"packed", "padded"}), (name, layouts)
+        for outcome in layouts.values():
+            assert outcome == "right" or outcome.startswith("refused: "), (name, layouts)
+            if engine == "megatron":
+                assert (outcome == "right") == (name in ON_MEGATRON), (name, layouts)
 
 
 @pytest.mark.nightly

@@ -10,10 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Literal
 
 import pytest
+import torch
 
-from megascend.testing import run_distributed, write_tiny_checkpoint
+from megascend import Adapters, Lora, Sample
+from megascend.memory.activations import CHUNK, LayerKind, linear_attention_bytes, norm_bytes
+from megascend.models.base import LinearAttention
+from megascend.reference_fla import delta_rule
+from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
+from megascend.testing.parity import Case, case_backend, case_checkpoint
 from support.covering import first_stack_required
 from support.prediction_head import add_prediction_head
 
@@ -36,22 +43,101 @@ def script() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("memory")
-    for experts, shape in ((False, script.SMALL), (True, script.SMALL | script.SMALL_EXPERTS)):
-        (folder / str(experts)).mkdir()
-        script.write_checkpoint(script.Work(shape, "cpu", "bf16", 1, 1, 0, 0, 0.0, 1), folder / str(experts))
-    return {experts: folder / str(experts) for experts in (False, True)}
+    for name in ("dense", "moe"):
+        script.write_model(name, "cpu", folder / name)
+    return {name: folder / name for name in ("dense", "moe")}
 
 
 @pytest.mark.parametrize("name", ["moe", "lora", "tp2 sequence", "dp2"])
-def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType, models: dict[bool, Path], name: str):
+def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType, models: dict[str, Path], name: str):
     case = script.CASES[name]
-    model = models[case.experts]
+    model = models[case.model]
     expected = script.estimate_of(case, "cpu", model)
     ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
     peak = max(rank.peak for rank in ranks)
     assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+
+
+HYBRIDS = {
+    "as many value heads": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 64},
+    "four for a key head": {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_conv_kernel_dim": 3},
+}
+"""Settings of linear attention that differ from those of ``scripts/measure_memory.py``."""
+
+
+@first_stack_required
+@pytest.mark.parametrize("heads", HYBRIDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hybrid packed",
+        "hybrid lora",
+        *(pytest.param(f"hybrid {name}", marks=pytest.mark.nightly) for name in ("fp32", "recomputed", "tp2 sequence")),
+    ],
+)
+def test_estimate_of_linear_attention_is_close_to_the_peak(
+    megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, name: str, heads: str
+):
+    model = tmp_path_factory.mktemp("hybrid") / "model"
+    # Built in a process of its own: transformers' classes are mcore-bridge's here.
+    sizes = script.SMALL_HYBRID | HYBRIDS[heads] | {"torch_dtype": "bfloat16", "max_position_embeddings": 4096}
+    write_tiny_checkpoint(model, "qwen3_5_text", **sizes)
+    case = script.CASES[name]
+    expected = script.estimate_of(case, "cpu", model)
+    ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
+    peak = max(rank.peak for rank in ranks)
+    assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+
+
+@first_stack_required
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_linear_attention_saves_the_counted_bytes(
+    megatron_imported, parity_folder: Path, precision: Literal["bf16", "fp32"], frozen: bool
+) -> None:
+    # Of several whole chunks, which are neither padded nor views of all tokens; widths that are all different.
+    lengths, sizes = (256, 128), {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_value_head_dim": 40}
+    checkpoint = case_checkpoint(parity_folder, "qwen3_5_text", **sizes)
+    case = Case("saved", arch="qwen3_5_text", precision=precision, micro_batch_tokens=4096)
+
+    def saved_bytes() -> int:
+        adapters = Adapters(max_count=1, max_rank=1) if frozen else None
+        with case_backend(case, checkpoint, adapters=adapters) as backend:
+            if frozen:
+                backend.add_adapter("adapter", Lora(rank=1))
+            chunk = backend.engine.bare_chunks[0]
+            weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+            attention, saved = chunk.decoder.layers[0].self_attention, {}
+            forward = attention.forward
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                # Kept, so that no later tensor has its address.
+                saved[tensor.untyped_storage().data_ptr()] = tensor
+                return tensor
+
+            def watched(hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    return forward(hidden.detach().requires_grad_(), *arguments, **options)
+
+            attention.forward = watched
+            generator = torch.Generator().manual_seed(0)
+            ids = [torch.randint(0, 300, (length + 1,), generator=generator) for length in lengths]
+            backend.forward_backward([Sample.causal(row) for row in ids], adapter="adapter" if frozen else None)
+            return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
+
+    (measured,) = run_distributed(saved_bytes, 1, init=False)
+    linear = LinearAttention.from_config(tiny_config("qwen3_5_text", **sizes))
+    assert linear is not None
+    width = {"bf16": 2, "fp32": 4}[precision]
+    kind = LayerKind(fused=False, bytes=width, packed=True, frozen=frozen, rank=0, longest=max(lengths))
+    hidden = norm_bytes(64, kind) + width * 64
+    assert sum(lengths) * (linear_attention_bytes(linear, kind) + hidden) == pytest.approx(measured, rel=0.01)
+
+
+def test_chunks_are_those_of_the_reference() -> None:
+    assert CHUNK == delta_rule.CHUNK
 
 
 LATENT = {

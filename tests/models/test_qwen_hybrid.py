@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megascend import Parallel, Sample
+from megascend import Parallel, Recompute, Sample
 from megascend.bootstrap.mindspeed.arguments import reasons
 from megascend.errors import DistributedTestError, MissingDependencyError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.models.base import LinearAttention
 from megascend.models.registry import architecture_named
 from megascend.testing import run_distributed, tiny_config
-from megascend.testing.parity import Case, case_backend, case_checkpoint
+from megascend.testing.parity import (
+    Case,
+    case_backend,
+    case_checkpoint,
+    differences,
+    hf_reference,
+    relative_differences,
+    train_case,
+)
 from support.covering import first_stack_required
 
 pytestmark = [pytest.mark.usefixtures("megatron_imported"), first_stack_required]
@@ -51,6 +60,38 @@ def outputs(
         results.append(([tensor.clone() for tensor in logits], gradients))
     return results
 
+
+LINEAR, SOFTMAX = "linear_attention", "full_attention"
+UNEVEN = {
+    "num_hidden_layers": 8,
+    "layer_types": [LINEAR, LINEAR, LINEAR, LINEAR, SOFTMAX, LINEAR, LINEAR, SOFTMAX],
+}
+"""The first half of the layers has no softmax attention."""
+HEADS = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 24,
+    "linear_num_value_heads": 6,
+    "linear_conv_kernel_dim": 3,
+}
+"""Three value heads for a key head, wider than it, where tiny models have two of equal width."""
+TP2 = Parallel(tensor=2, sequence=False)
+FULL = Recompute(granularity="full")
+SHORT_AND_LONG = (1, 2, 3, 64, 65, 130, 5, 63, 1, 128)
+"""Shorter than the convolution, at the ends of the delta rule's chunks, and longer than two of them."""
+SHORT_CASES = (
+    Case("single", arch=DENSE),
+    Case("padded", arch=DENSE, packing=False, micro_batch_tokens=400),
+    Case("TP2", 2, TP2, arch=DENSE),
+    Case("TP2, recomputed, padded", 2, TP2, arch=DENSE, packing=False, micro_batch_tokens=400, recompute=FULL),
+    Case("TP2 + SP, other heads", 2, Parallel(tensor=2), arch=DENSE, overrides=HEADS),
+    Case("PP2, a stage without softmax attention", 2, Parallel(pipeline=2), arch=DENSE, overrides=UNEVEN),
+    Case("PP2 x VPP2", 2, Parallel(pipeline=2, virtual_pipeline=2), arch=DENSE, overrides=UNEVEN),
+    Case("last layers linear", arch=DENSE, overrides={"layer_types": [SOFTMAX, SOFTMAX, LINEAR, LINEAR]}),
+    Case("no linear layer", arch=DENSE, overrides={"layer_types": [SOFTMAX] * 4}),
+    Case("experts, other heads", arch="qwen3_next", overrides=HEADS),
+    Case("experts, TP2 x EP2", 2, Parallel(tensor=2, expert=2, expert_tensor=1), arch="qwen3_5_moe_text"),
+)
+SHORT_IN_CI = ("single", "TP2", "PP2, a stage without softmax attention", "no linear layer")
 
 LAYOUTS = {
     "single": Parallel(),
@@ -93,9 +134,36 @@ def test_sample_changes_nothing_of_its_neighbours(arch: str, layout: str, packin
 
 
 @pytest.mark.parametrize(
+    "case",
+    [case if case.name in SHORT_IN_CI else pytest.param(case, marks=pytest.mark.nightly) for case in SHORT_CASES],
+    ids=lambda case: case.name,
+)
+def test_short_and_long_samples_train_like_each_alone(case: Case, parity_folder: Path) -> None:
+    case = replace(case, micro_batch_tokens=max(case.micro_batch_tokens, 140))
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(3, 300, (length + 1,), generator=generator).tolist() for length in SHORT_AND_LONG]
+    fields = [{"weights": [1.0] * (len(ids) - 1)} for ids in tokens]
+    samples = [Sample(ids[:-1], ids[1:], weights=[1.0] * (len(ids) - 1)) for ids in tokens]
+    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
+    trained = train_case(case, checkpoint, tokens, 2, weights=True, prepared=samples)
+    reference = hf_reference(parity_folder, checkpoint, tokens, 2, weights=True, fields=fields)
+    difference, relative = differences(trained, reference), relative_differences(trained, reference)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    assert difference.logits is not None
+    assert difference.logits <= 3e-5, difference
+    assert relative.weights is not None
+    assert relative.weights <= 1e-3, relative
+
+
+@pytest.mark.parametrize(
     ("parallel", "ranks", "message"),
     [
-        (Parallel(context=2), 2, r"parallel\.context=2: Megatron-Core computes linear attention .* set context to 1"),
+        (
+            Parallel(context=2),
+            2,
+            r"parallel\.context=2: linear attention .* needs whole sequences.* set context to 1, and",
+        ),
         (Parallel(tensor=4), 4, r"parallel\.tensor=4 does not divide the 2 key heads of linear attention"),
     ],
     ids=["CP2", "TP4"],
@@ -107,6 +175,13 @@ def test_layouts_that_cannot_divide_linear_attention_are_refused(
     checkpoint = case_checkpoint(parity_folder, DENSE, **case.overrides)
     with pytest.raises(DistributedTestError, match=rf"TopologyError: {DENSE}: {message}"):
         run_distributed(case_backend, ranks, case, checkpoint, init=False, timeout_s=120)
+
+
+def test_megatron_core_has_no_exchange_for_context_parallelism() -> None:
+    from megatron.core.ssm import gated_delta_net
+
+    # Where it has, mcore-bridge's layer can use it, and the refusal above is due for another look.
+    assert not hasattr(gated_delta_net, "tensor_a2a_cp2hp")
 
 
 def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +199,7 @@ def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatc
 def test_mindspeed_refuses_linear_attention_by_name() -> None:
     (reason,) = reasons({"experimental_attention_variant": "gated_delta_net"})
     assert reason.startswith("linear attention (gated delta nets)")
+    assert reason.endswith("train this model on CUDA or the CPU")
 
 
 def test_layers_are_read_from_either_spelling() -> None:

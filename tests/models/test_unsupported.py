@@ -24,7 +24,10 @@ ARCHITECTURES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *HYBRIDS])
 def test_default_configurations_are_supported(arch):
     settings = {"norm_topk_prob": True} if arch == "dots1" else {}  # as published; transformers' default is refused
     assert unsupported_settings(full(arch, **settings)) == []
@@ -54,6 +57,12 @@ REFUSED = [
     ("moe_layer_freq: 2", {"moe_layer_freq": 2}, ("deepseek_v3",)),
     ("attention_out_bias: true", {"attention_out_bias": True}, ("seed_oss",)),
     ("use_qk_norm: false", {"use_qk_norm": False}, ("minimax_m2",)),
+    ("hidden_act: gelu is also", {"hidden_act": "gelu"}, HYBRIDS),
+    ("routed_scaling_factor: 2.5 is ignored", {"routed_scaling_factor": 2.5}, ("qwen3_next", "qwen3_5_moe_text")),
+    ("norm_topk_prob: False is ignored", {"norm_topk_prob": False}, ("qwen3_5_moe_text",)),
+    ("decoder_sparse_step: 2 is ignored", {"decoder_sparse_step": 2}, ("qwen3_5_moe_text",)),
+    ("mlp_only_layers: [1] is ignored", {"mlp_only_layers": [1]}, ("qwen3_5_moe_text",)),
+    ("num_experts_per_tok: 1: transformers divides", {"num_experts_per_tok": 1}, ("qwen3_5_moe_text",)),
 ]
 HONOURED = [
     ({"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}, ("deepseek_v2",)),
@@ -63,7 +72,9 @@ HONOURED = [
         ("qwen3_moe", "glm4_moe", "dots1", "deepseek_v3", "olmoe"),
     ),
     ({"num_experts_per_tok": 1, "norm_topk_prob": True}, ("qwen3", "llama")),  # a leftover: there are no experts
-    ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}, ("qwen2_moe", "qwen3_moe")),
+    ({"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}, ("qwen2_moe", "qwen3_moe", "qwen3_next")),
+    ({"norm_topk_prob": False}, ("qwen3_next",)),
+    ({"hidden_act": "silu", "decoder_sparse_step": 1, "norm_topk_prob": True}, ("qwen3_5_moe_text",)),
     ({"layer_types": ["full_attention", "sliding_attention"] * 2, "num_hidden_layers": 4}, ("qwen3", "gpt_oss")),
 ]
 

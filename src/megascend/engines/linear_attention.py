@@ -4,12 +4,14 @@ transformers' modules call two functions of their Python module: a causal convol
 gated delta rule. At import transformers replaces them by those of the packages ``causal_conv1d`` and ``fla`` where they are
 installed (on the CPU :mod:`megascend.reference_fla` takes their place); its own do not know samples' borders. ``fla`` has a
 convolution too, which :func:`use_convolution_of_fla` takes where ``causal_conv1d``, which must be compiled, is missing. A layer's
-decoding state is the convolution's last inputs and the matrix of each head, whatever the length of the row.
+decoding state is the convolution's last inputs and the matrix of each head, whatever the length of the row; one token more is
+computed by :func:`decoding_functions`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megascend import reference_fla
 from megascend.changes import patch, patched
 from megascend.engines.key_values import Filling, Growing
 from megascend.kernels.host_copy import to_device
@@ -198,6 +201,53 @@ def covered_kinds(model: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class DecodingFunctions:
+    """Functions that compute one token of each row from the row's states.
+
+    Attributes:
+        convolve: takes x [rows, channels], the state [rows, channels, taps], which it updates in place, weight [channels, taps],
+            bias and activation; returns the outputs, as x.
+        delta_rule: :func:`megascend.reference_fla.delta_rule.fused_recurrent_gated_delta_rule`, or a function of its arguments.
+    """
+
+    convolve: Callable[[Tensor, Tensor, Tensor, Tensor | None, str | None], Tensor]
+    delta_rule: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+@functools.cache
+def decoding_functions(device_type: str) -> DecodingFunctions:
+    """Return ``fla``'s kernels for decoding on GPUs where it is installed, else the reference functions, which run anywhere.
+
+    The kernels compute in fp32 without matrix products, so that models in fp32 are decoded by them too.
+    """
+    if device_type == "cuda" and not reference_fla.is_installed():
+        with contextlib.suppress(ImportError):
+            update = import_module("fla.modules.convolution").causal_conv1d_update
+            rule = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+            return DecodingFunctions(functools.partial(_convolve_by_fla, update), rule)
+    return DecodingFunctions(_convolve_by_reference, fused_recurrent_gated_delta_rule)
+
+
+def _convolve_by_fla(
+    update: Callable[..., tuple[Tensor, Tensor]],
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+) -> Tensor:
+    # The kernel takes the state as contiguous, and would update a copy of another.
+    assert state.is_contiguous()
+    return update(x=x, cache=state, weight=weight, bias=bias, activation=activation)[0]
+
+
+def _convolve_by_reference(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    return causal_conv1d_update(x.unsqueeze(-1), state, weight, bias, activation).squeeze(-1)
+
+
+@dataclass(frozen=True)
 class LayerState:
     """The states of one layer of linear attention in a micro batch that fills the cache or grows its rows.
 
@@ -222,15 +272,14 @@ class LayerState:
         if isinstance(cached, Growing):
             count = cached.rows.stop - cached.rows.start
             # Tokens after the rows' are padding, copies of the last one: they must not enter its state a second time.
-            new = x.flatten(0, 1)
-            out = causal_conv1d_update(
-                new[:count].unsqueeze(-1), cached.cache.state(key, cached.rows), weight, bias, activation
-            )
-            return nn.functional.pad(out.squeeze(-1), (0, 0, 0, len(new) - count)).view(x.shape)
-        before = weight.shape[1] - 1
+            new, state = x.flatten(0, 1), cached.cache.state(key, cached.rows)
+            out = decoding_functions(x.device.type).convolve(new[:count], state, weight, bias, activation)
+            return nn.functional.pad(out, (0, 0, 0, len(new) - count)).view(x.shape)
+        # One more than the next token needs: fla's kernel shifts its own input into the state.
+        taps = weight.shape[1]
         for row, inputs in zip(cached.rows, cached.split(x.flatten(0, 1)), strict=True):
             # Before a sample's first token are zeros.
-            last = nn.functional.pad(inputs, (0, 0, before, 0))[len(inputs) :]
+            last = nn.functional.pad(inputs, (0, 0, taps, 0))[len(inputs) :]
             cached.cache.fill_state(key, row, last.transpose(0, 1), len(inputs))
         return compute(x)
 
@@ -258,8 +307,12 @@ class LayerState:
             # A view of the cache, which copy_() below writes to; each row's token is a sequence of length 1.
             state = cached.cache.state(key, cached.rows)
             rows: list[Any] = [x.flatten(0, 1)[:count].unsqueeze(1) for x in (q, k, v, g, beta)]
-            out, after = fused_recurrent_gated_delta_rule(
-                *rows, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=normalise
+            names = ("q", "k", "v", "g", "beta")
+            out, after = decoding_functions(v.device.type).delta_rule(
+                **dict(zip(names, rows, strict=True)),
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=normalise,
             )
             assert after is not None
             state.copy_(after)

@@ -42,7 +42,7 @@ class BlockReplay(RouterReplay):
 
     @classmethod
     def of(cls, model: Any, device: torch.device) -> BlockReplay | None:
-        """Build the replay of a model; None if it has no mixture-of-experts blocks."""
+        """Build the replay of a model; None if it has no mixture-of-experts blocks, or does not name the experts of a token."""
         config = model.config.get_text_config()
         full = architecture_of(config.to_dict()).normalise(config.to_dict())
         modules = dict(model.named_modules())
@@ -53,9 +53,11 @@ class BlockReplay(RouterReplay):
             if match is not None and hasattr(module, "num_experts"):
                 blocks[int(match[1])] = modules[name.rpartition(".")[0]]
                 experts = module.num_experts
-        if not blocks:
+        # transformers maps this name to an architecture's own.
+        topk = full.get("num_experts_per_tok") or getattr(config, "num_experts_per_tok", None)
+        if not blocks or not topk:
             return None
-        layers = ExpertLayers(config.num_hidden_layers, tuple(sorted(blocks)), experts, full["num_experts_per_tok"])
+        layers = ExpertLayers(config.num_hidden_layers, tuple(sorted(blocks)), experts, topk)
         return cls(layers, blocks, device)
 
     @contextmanager

@@ -17,6 +17,8 @@ from torch import Tensor
 from megascend.batch.sample import Sample
 from megascend.errors import DataError
 
+NOTHING_TO_REPLAY = "this model has no experts whose choice can be replayed"
+
 
 @dataclass(frozen=True)
 class ExpertLayers:
@@ -122,6 +124,6 @@ def check(samples: Sequence[Sample], layers: ExpertLayers | None, unsupported_re
             continue
         if layers is None or unsupported_reason is not None:
             raise DataError(
-                f"sample {index} has routed_experts, and {unsupported_reason or 'this model has no experts'}; leave them out"
+                f"sample {index} has routed_experts, and {unsupported_reason or NOTHING_TO_REPLAY}; leave them out"
             )
         layers.check(sample, index)

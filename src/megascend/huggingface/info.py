@@ -90,7 +90,7 @@ class ModelShape:
             shared = shared_count * moe_ffn
         if num_experts is None and ffn is None:
             if "n_embd" not in config:
-                raise ConfigError("the model config has no intermediate_size")
+                raise ConfigError(f"the model config ({config.get('model_type')}) has no intermediate_size")
             ffn = 4 * hidden_size  # GPT-2's default
         return cls(
             hidden_size=hidden_size,

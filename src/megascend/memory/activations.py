@@ -157,26 +157,52 @@ def _latent_attention(latent: LatentAttention, sizes: ModelSizes, topology: Topo
     return total + _adapted(kind, slices=5)
 
 
+CHUNK = 64
+"""Tokens of a chunk of linear attention, as in flash-linear-attention and :mod:`megascend.reference_fla`."""
+
+
 def linear_attention_bytes(linear: LinearAttention, kind: LayerKind) -> float:
     """Return the bytes that linear attention (gated delta net) saves between its projections, on all TP ranks together.
 
-    flash-linear-attention saves queries, keys, values and, for each head, a row of 64 of the triangular system of a chunk; the
-    reference in plain PyTorch saves about six such rows and its fp32 copies (counted at widths of 8 to 32).
+    The output of the input projection is not saved: its parts are copied, and the terms below are of these. With
+    flash-linear-attention they are the inputs of its kernels; with the reference in plain PyTorch, tests compare each with
+    the tensors that autograd saves.
     """
     b, heads = kind.bytes, linear.value_heads
-    keys, values, chunk = linear.keys, linear.values, 64
+    keys, values = linear.keys, linear.values
     mixed = 2 * keys + values
-    repeated = heads * linear.key_head  # a key head is repeated for its value heads
-    total = b * (mixed + values) + 4 * FP32 * heads  # input of the convolution, gates, decays and strengths
-    total += b * (mixed + (2 * repeated if heads > linear.key_heads else 0))  # its output, normalised, and repeated
-    total += 3 * b * values  # outputs, normalised, and gated
     if kind.fused:
-        return total + b * heads * chunk
-    # Four products of the convolution; the chunks' systems, scores and states; the gate and its activation.
-    total += 4 * FP32 * mixed + FP32 * (
-        9 * repeated + 3 * values + heads * (6 * chunk + linear.key_head * linear.value_head / chunk)
-    )
-    return total + 4 * FP32 * values
+        total = b * mixed  # input of the convolution, which computes its activation again
+        total += b * mixed  # queries and keys after their norms, values
+        total += 4 * FP32 * heads  # softplus' input and output, decays, strengths
+        total += 4 * b * values  # outputs, normalised, times the gate; and the gate
+        if b == FP32:  # the kernels multiply fp32 in TF32, and are not used
+            return total + _delta_rule_bytes(linear)
+        # A key head is repeated for its value heads.
+        total += 2 * b * heads * linear.key_head if heads > linear.key_heads else 0
+        return total + b * heads * CHUNK  # a row of each chunk's triangular system
+    # The convolution's input, once for each tap, saved for the weights' gradient; the input of its activation.
+    total = b * mixed + (0 if kind.frozen else FP32 * linear.taps * mixed)
+    total += FP32 * (2 * keys + 2 * linear.key_heads)  # queries and keys before their norms, and the norms
+    total += FP32 * heads * (1 if kind.frozen else 2) + b * heads  # softplus' input and, for A_log, output; strengths
+    total += _delta_rule_bytes(linear)
+    # The gated norm: its input, the gate and its activation; for the norm's weight, the result before it.
+    total += FP32 * values * (3 if kind.frozen else 4) + FP32 * heads
+    return total + 2 * b * values  # the norm's output, and its product with the gate
+
+
+def _delta_rule_bytes(linear: LinearAttention) -> float:
+    """Return the bytes that the chunked delta rule in plain PyTorch saves, in fp32."""
+    heads = linear.value_heads
+    # As wide as a key: k and its transpose for k k^T, q and k's transpose for q k^T, q and k before they are multiplied by
+    # decays, q and k's transpose after it, and k's part of the solution of the triangular system.
+    elements = 9.0 * heads * linear.key_head
+    elements += 3 * linear.values  # v, its part of the solution, and what the chunk writes
+    # As wide as a chunk: decays between tokens, these times strengths, k k^T, the system, q k^T, and scores.
+    elements += heads * 6 * CHUNK
+    elements += linear.state / CHUNK  # before each chunk
+    elements += heads * 5  # decays from the chunk's start and to its end, strengths
+    return FP32 * elements
 
 
 def probability_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
@@ -214,7 +240,10 @@ def _experts(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     b = kind.bytes
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
     norm = (norm_bytes(sizes.hidden, kind) + b * sizes.hidden) / sequence_shards
-    router = (10 * sizes.experts + 20 * sizes.topk) / sequence_shards
+    # Of each chosen expert, its index (8 bytes) and score (4) in the router, and both again by rows sorted by expert. Of each
+    # expert, its score in fp32 where softmax or sigmoid precedes the choice, its column of scores (4), and of the map of
+    # tokens (1).
+    router = (9 * sizes.experts + 24 * sizes.topk) / sequence_shards
     # Tokens dispatched to this rank: topk copies of those of all ranks that share its experts' weights.
     rows = sizes.topk / sequence_shards * topology.expert_tensor
     width = sizes.expert_ffn / topology.expert_tensor

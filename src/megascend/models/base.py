@@ -25,7 +25,7 @@ OTHER_MODEL = "train another checkpoint, or train this one with transformers alo
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ALIASES = {
-    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts"),
+    "num_experts_per_tok": ("num_experts_per_token", "moe_k", "moe_topk", "top_k_experts"),
     "num_shared_experts": ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
     "routed_scaling_factor": ("router_scaling_factor",),
     "num_nextn_predict_layers": ("num_mtp_layers", "num_mtp_modules"),

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from megascend.models.base import ATTENTION_LAYERS, LINEAR, Architecture, Config, Images, LinearAttention, expert_count
+from megascend.models.base import (
+    ATTENTION_LAYERS,
+    LINEAR,
+    OTHER_MODEL,
+    Architecture,
+    Config,
+    Images,
+    LinearAttention,
+    expert_count,
+)
 from megascend.models.qwen3_vl import PICTURES, TINY_TOWER, with_tower
 
 LINEAR_SIZES = {
@@ -29,9 +39,17 @@ DEFAULT_SIZES = {
 TINY_LAYERS = [LINEAR, LINEAR, LINEAR, "full_attention"]
 
 
+ALWAYS_NORMALISED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Routing of Qwen3.5 in transformers, which does not read these keys; mcore-bridge and this package do."""
+
+
 @dataclass(frozen=True)
 class QwenHybrid(Architecture):
-    """Layers of linear attention by ``layer_types``, softmax attention with an output gate and partial rotary embeddings."""
+    """Layers of linear attention by ``layer_types``, softmax attention with an output gate and partial rotary embeddings.
+
+    Attributes:
+        computed: keys of a mixture of experts that transformers does not read, by the value that it computes with.
+    """
 
     megatron: str | None = "megascend.models.qwen_hybrid_megatron"
     lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_hybrids"
@@ -39,6 +57,7 @@ class QwenHybrid(Architecture):
     packages: tuple[str, ...] = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
     prediction_head: bool = True
     prediction_layers: str = "mtp.layers"
+    computed: Mapping[str, Any] = field(default_factory=lambda: {"routed_scaling_factor": 1.0})
 
     def normalise(self, config: Config) -> dict[str, Any]:
         # transformers leaves sizes that are its defaults out of the files that it writes.
@@ -53,25 +72,48 @@ class QwenHybrid(Architecture):
             "experimental_attention_variant": "gated_delta_net",
         }
         linear = LinearAttention.from_config(config)
-        if linear is not None:
-            # mcore-bridge reads full_attention_interval alone, which transformers 5 replaces by the list.
-            settings["linear_attention_freq"] = f"[{','.join(str(int(is_linear)) for is_linear in linear.layers)}]"
+        # mcore-bridge reads full_attention_interval alone, which transformers 5 replaces by the list.
+        layers = [False] * config["num_hidden_layers"] if linear is None else linear.layers
+        settings["linear_attention_freq"] = f"[{','.join(str(int(is_linear)) for is_linear in layers)}]"
         if expert_count(config):
             settings["moe_shared_expert_gate"] = True
         return settings
 
+    def unsupported(self, config: Config) -> list[str]:
+        problems, kind = super().unsupported(config), config.get("model_type")
+        activation = config.get("hidden_act") or "silu"
+        if activation not in ("silu", "swish"):
+            problems.append(
+                f"hidden_act: {activation} is also the activation of {kind}'s convolutions in transformers, and the kernels of "
+                f"linear attention have silu only; {OTHER_MODEL}"
+            )
+        if not expert_count(config):
+            return problems
+        problems += [
+            f"{name}: {config[name]} is ignored by transformers for {kind}, which computes with {value}; set it to that if the "
+            f"model was trained so, else {OTHER_MODEL}"
+            for name, value in self.computed.items()
+            if config.get(name) not in (None, value)
+        ]
+        if config.get("num_experts_per_tok") == 1 and "norm_topk_prob" in self.computed:
+            problems.append(
+                f"num_experts_per_tok: 1: transformers divides the weight of a token's only expert of {kind} by itself, so that "
+                f"it is always 1; Megatron-Core routes to one expert by its probability; {OTHER_MODEL}"
+            )
+        return problems
+
     def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
         problems = super().undivided(config, tensor=tensor, context=context)
-        linear = LinearAttention.from_config(config)
-        if linear is None:
-            return problems
         if context > 1:
+            # mcore-bridge's layer calls functions for the exchange that Megatron-Core 0.16 and 0.17 lack, and both refuse it.
             problems.append(
-                f"parallel.context={context}: Megatron-Core computes linear attention (gated delta nets) of whole sequences "
-                "only; set context to 1"
+                f"parallel.context={context}: linear attention (gated delta nets) needs whole sequences, and Megatron-Core 0.16 "
+                "does not exchange its heads for them; set context to 1, and divide long samples by parallel.tensor with "
+                "parallel.sequence, or save memory with recompute"
             )
+        linear = LinearAttention.from_config(config)
         # Value heads need no check: each key head serves the same number of them, so they are divided along with the key heads.
-        if linear.key_heads % tensor:
+        if linear is not None and linear.key_heads % tensor:
             problems.append(
                 f"parallel.tensor={tensor} does not divide the {linear.key_heads} key heads of linear attention "
                 "(linear_num_key_heads)"
@@ -85,6 +127,7 @@ class Qwen35(QwenHybrid):
 
     inputs: Images | None = PICTURES
     text_type: str = "qwen3_5_text"
+    computed: Mapping[str, Any] = field(default_factory=lambda: ALWAYS_NORMALISED | {"routed_scaling_factor": 1.0})
 
     def full_config(self, text: Config) -> dict[str, Any]:
         tower = {name: value for name, value in TINY_TOWER.items() if name != "deepstack_visual_indexes"}
@@ -129,6 +172,7 @@ FAMILIES = (
         ("qwen3_5_moe_text",),
         proven=True,
         model_class="Qwen3_5MoeForCausalLM",
+        computed=ALWAYS_NORMALISED | {"routed_scaling_factor": 1.0},
         tiny=TINY | TINY_EXPERTS,
     ),
 )

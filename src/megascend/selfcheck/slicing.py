@@ -76,6 +76,8 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     # The vocabulary shrinks below these ids, and torch's Embedding refuses a padding id beyond it. fp32, since
     # rounding to 16 bits would hide a mistake of the size that the check looks for.
     config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "dtype": "float32"}
+    if raw.get("eos_token_id") is not None:
+        config["eos_token_id"] = 1  # some models compute with it, and cannot be built without
     layers, not_shown = _layers(full)
     config |= _per_layer(raw, full["num_hidden_layers"], layers) | {"num_hidden_layers": layers}
     config |= _widths(raw, full)

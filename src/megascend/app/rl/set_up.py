@@ -16,6 +16,7 @@ from megascend.batch.losses import resolve
 from megascend.config.rl import Objective, RlConfig
 from megascend.data.findings import Findings
 from megascend.data.samples import SampleLimits
+from megascend.engines.router_replay import NOTHING_TO_REPLAY
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import PromptStream, RolloutCollector, Task
@@ -112,7 +113,7 @@ def check_router_replay(engine: Engine) -> None:
     """Raise ConfigError, on every rank, if the trainer cannot replay the choices of the rollout's routers."""
     if engine.router_replay is None or engine.replay_unsupported_reason is not None:
         raise ConfigError(
-            f"rollout.router_replay: true, but {engine.replay_unsupported_reason or 'this model has no experts'}; set it to false"
+            f"rollout.router_replay: true, but {engine.replay_unsupported_reason or NOTHING_TO_REPLAY}; set it to false"
         )
 
 

@@ -231,7 +231,8 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
         )
     if value("experimental_attention_variant") == "gated_delta_net":
         problems.append(
-            "linear attention (gated delta nets): its kernels are Triton's for NPUs, and no test here has run them"
+            "linear attention (gated delta nets): its kernels are fla_npu's or Triton's, which need a real NPU, and no test here "
+            "has run them; train this model on CUDA or the CPU"
         )
     if value("hf_model_type") == "glm4":
         problems.append(
