@@ -18,6 +18,10 @@ class ManifestError(WireError, ValueError):
     shape."""
 
 
+class PlanError(WireError, ValueError):
+    """A sharded update cannot be planned, or a plan does not bring what a worker needs; the message names the tensors."""
+
+
 class TransportError(WireError, RuntimeError):
     """A transport is unknown, cannot work here, or has failed."""
 
@@ -79,6 +83,7 @@ _CLASSES = {
     for kind in (
         WireError,
         ManifestError,
+        PlanError,
         TransportError,
         GroupError,
         PeerLostError,
