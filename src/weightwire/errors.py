@@ -46,6 +46,10 @@ class VersionError(UpdateError, ValueError):
     """The offered weights are not newer than the active ones."""
 
 
+class BaseError(UpdateError):
+    """Differences from a version are offered that is not kept here; a complete update is possible."""
+
+
 class OwnerError(UpdateError):
     """Another owner's update is open."""
 
@@ -90,6 +94,7 @@ _CLASSES = {
         DeadlineError,
         UpdateError,
         VersionError,
+        BaseError,
         OwnerError,
         DigestError,
         CommitError,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,24 +19,29 @@ from torch import Tensor
 
 from weightwire import digest
 from weightwire.errors import (
+    BaseError,
     CommitError,
     DeadlineError,
     DigestError,
     ManifestError,
     NotServingError,
     OwnerError,
+    PlanError,
     TransportError,
     UpdateError,
     VersionError,
     WireError,
 )
 from weightwire.group import join
-from weightwire.manifest import Bucket, Manifest, offsets, plan_buckets
-from weightwire.offer import Offer, Seal
+from weightwire.manifest import Bucket, Manifest, TensorSpec, offsets, plan_buckets
+from weightwire.offer import Offer, Seal, Sharding
+from weightwire.plan import Piece, check_share, complete
 from weightwire.sender import RECEIVED
-from weightwire.transports import Setup, Work, make_transport
+from weightwire.sharded import ShardLayout, receive_share
+from weightwire.transports import Setup, Transport, Work, make_transport
 from weightwire.transports.base import device_types, transports_for
 from weightwire.transports.choice import Location
+from weightwire.transports.pairs import make_pairs, supports_pairs
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +66,7 @@ class _Update:
     offer: Offer
     worker: int
     staging: Tensor | None
+    layout: ShardLayout | None = None
     state: str = RECEIVING
     problem: WireError | None = None
     digests: list[digest.Pending] = field(default_factory=list)
@@ -75,6 +81,20 @@ class _Update:
     def manifest(self) -> Manifest:
         return self.offer.manifest
 
+    @property
+    def parts(self) -> int:
+        """Number of buckets, or of chunks of a sharded update."""
+        if self.layout is not None:
+            return len(self.layout.share.chunks)
+        return -(-self.manifest.nbytes // self.manifest.bucket_bytes)
+
+    def names(self, index: int) -> list[str]:
+        """Return the names of the tensors in a bucket or chunk."""
+        if self.layout is not None:
+            return self.layout.names(index)
+        bucket = plan_buckets(self.manifest.tensors, self.manifest.bucket_bytes)[index]
+        return [self.manifest.tensors[piece.tensor].name for piece in bucket.pieces]
+
     def __str__(self) -> str:
         return f"update {self.offer.update} of {self.manifest.target} to version {self.manifest.version}"
 
@@ -88,6 +108,8 @@ class Receiver:
         check: called with every offered manifest; raises ManifestError if the engine cannot take such tensors.
         version: version of the active model, if known.
         max_bytes: largest manifest that is accepted, in bytes; None: no limit.
+        needs: returns the slices of a manifest's tensors that this worker loads; default: all of every tensor. A plan that does
+            not bring exactly these is refused.
     """
 
     def __init__(
@@ -98,6 +120,7 @@ class Receiver:
         check: Callable[[Manifest], object] = lambda manifest: None,
         version: int | None = None,
         max_bytes: int | None = None,
+        needs: Callable[[Sequence[TensorSpec]], Sequence[Piece]] = complete,
     ) -> None:
         self.name = name
         self.serving = True
@@ -107,6 +130,9 @@ class Receiver:
         self._versions: dict[str, int] = {} if version is None else {"model": version}
         self._update: _Update | None = None
         self._lock = threading.RLock()
+        self._needs = needs
+        self._planned: tuple[Sequence[TensorSpec], ShardLayout] | None = None
+        self._base: tuple[str, int, Tensor] | None = None  # plan, version and content of the last sharded update
 
     # --- state ---
 
@@ -118,6 +144,8 @@ class Receiver:
         """Forget the active version of a target that the engine replaced or removed itself: any version of it is then new."""
         with self._lock:
             self._versions.pop(target, None)
+            if target == "model":
+                self._base = None
 
     def location(self) -> Location:
         """Describe the staging memory."""
@@ -169,10 +197,12 @@ class Receiver:
             # Checked before memory is allocated: an offer that is refused must cost the engine nothing.
             self._require_newer(offer.manifest)
             self._require_possible(offer)
+            update.layout = self._layout(offer, worker)
+            self._require_base(offer.sharded)
             try:
                 # All of it now: running out of memory halfway would waste the transfer, and the engine may take the
                 # rest meanwhile.
-                update.staging = torch.empty(offer.manifest.nbytes, dtype=torch.uint8, device=self._device)
+                update.staging = self._staging(offer, update.layout)
             except (RuntimeError, MemoryError) as error:
                 raise UpdateError(
                     f"{self.name}: no memory on {self._device} for the {offer.manifest.nbytes} bytes of {update}: {error}"
@@ -200,7 +230,7 @@ class Receiver:
             if not update.arrived.wait(timeout_s):
                 raise DeadlineError(
                     f"{self.name}: {update} has not arrived within {timeout_s:g} s: {update.buckets} of "
-                    f"{len(seal.digests)} buckets have"
+                    f"{update.parts} buckets have"
                 )
             with self._lock:
                 # The receiving thread cannot raise in the caller; it leaves its error here.
@@ -243,6 +273,9 @@ class Receiver:
                 _synchronise(self._device)
             except BaseException as error:
                 raise self._undo(update, error) from error
+            sharded, staging = update.offer.sharded, update.staging
+            if sharded is not None and sharded.keep and staging is not None:
+                self._base = sharded.plan, update.manifest.version, staging
             update.state, update.staging = COMMITTED, None
             self._versions[update.manifest.target] = update.manifest.version
             # Only a complete model replaces a mixture of weights; an adapter lies on top of it.
@@ -312,6 +345,8 @@ class Receiver:
         manifest = offer.manifest
         # An unknown digest or device would otherwise show only after the transfer.
         digest.require(manifest.digest)
+        if offer.sharded is not None and not supports_pairs(offer.transport):
+            raise TransportError(f"{self.name}: transport {offer.transport!r} does not carry sharded updates")
         if self._device.type not in device_types(offer.transport):
             raise TransportError(
                 f"{self.name}: transport {offer.transport!r} moves memory of {', '.join(device_types(offer.transport))}, and "
@@ -323,6 +358,41 @@ class Receiver:
                 f"{self.name}: {manifest.nbytes} bytes are offered; at most {self._most_bytes} are taken"
             )
         self._check(manifest)
+
+    def _layout(self, offer: Offer, worker: int) -> ShardLayout | None:
+        """Return the layout of a sharded update, after comparing it with the needs; None if rank 0 sends whole tensors."""
+        sharded, tensors = offer.sharded, offer.manifest.tensors
+        if sharded is None:
+            return None
+        if sharded.shares is not None:
+            share = sharded.shares[worker]
+            check_share(share, self._needs(tensors), tensors, self.name)
+            self._planned = tensors, ShardLayout(share, tensors)
+        if self._planned is None or self._planned[1].share.plan != sharded.plan or self._planned[0] != tensors:
+            raise PlanError(f"{self.name}: plan {sharded.plan:.80} is not known here")
+        return self._planned[1]
+
+    def _require_base(self, sharded: Sharding | None) -> None:
+        """Check that the version from which differences are offered is kept here, under the same plan."""
+        if sharded is None or sharded.base is None:
+            return
+        plan, version, _ = self._base or ("", None, None)
+        if (plan, version) != (sharded.plan, sharded.base):
+            state = "nothing is kept" if version is None else f"version {version} of plan {plan:.12} is kept"
+            raise BaseError(
+                f"{self.name}: differences from version {sharded.base} of plan {sharded.plan:.12} are offered, and {state} here"
+            )
+
+    def _staging(self, offer: Offer, layout: ShardLayout | None) -> Tensor:
+        """Return the memory for an update: the base's, if there is one, which is overwritten and so no base any more."""
+        if offer.manifest.adapter is not None:
+            return torch.empty(offer.manifest.nbytes, dtype=torch.uint8, device=self._device)
+        nbytes = offer.manifest.nbytes if layout is None else layout.nbytes
+        base, self._base = self._base, None
+        if base is not None and base[2].numel() == nbytes:
+            return base[2]
+        del base  # before the allocation: one copy at most
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _require_update(self, name: str) -> _Update:
         """Return the last update, which must have this name, and renew its lease."""
@@ -368,6 +438,9 @@ class Receiver:
                     f"{text}. Restoring the weights from before failed as well ({type(second).__name__}: {second}): this "
                     "engine must not answer until a commit succeeds"
                 )
+        # What was received is not active; the next update has to be complete.
+        if update.manifest.adapter is None:
+            self._base = None
         # A revert follows a commit that has set the version.
         self._versions = dict(update.previous_versions)
         if isinstance(error, NotServingError):
@@ -381,6 +454,9 @@ class Receiver:
     def _tensors(self, update: _Update) -> Iterator[tuple[str, Tensor]]:
         staging = update.staging
         assert staging is not None
+        if update.layout is not None:
+            yield from update.layout.tensors(staging)
+            return
         starts = offsets(update.manifest.tensors)
         for index, spec in enumerate(update.manifest.tensors):
             content = staging[starts[index] : starts[index + 1]]
@@ -431,29 +507,35 @@ def _receive(name: str, update: _Update) -> None:
     """Join the group and fill the staging memory. Two buckets are in flight, so that one is digested while the next arrives."""
     offer, staging = update.offer, update.staging
     assert staging is not None
-    buckets = plan_buckets(offer.manifest.tensors, offer.manifest.bucket_bytes)
+    layout = update.layout
+    count = update.parts
     group = join(offer.host, offer.port, offer.update, offer.rank(update.worker), offer.timeout_s, update.abandoned)
     # Bound before the try block: if creating the transport fails, the group must still be notified.
     transport = None
     threading.Thread(target=_abandon_group, args=(update, group), name="weightwire-given-up", daemon=True).start()
     try:
-        transport = make_transport(
-            offer.transport, Setup(group, offer.manifest, staging.device, offer.timeout_s, offer.options)
-        )
-        works: list[tuple[Bucket, Work]] = []
-        for bucket in buckets:
-            works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
-            # At most two, as the Transport interface allows: the sender has two buffers.
-            if len(works) == 2:
-                _finish(update, staging, *works.pop(0), group)
-        for bucket, work in works:
-            _finish(update, staging, bucket, work, group)
+        setup = Setup(group, offer.manifest, staging.device, offer.timeout_s, offer.options)
+        if layout is None:
+            transport = make_transport(offer.transport, setup)
+            _receive_buckets(update, staging, transport, group)
+        else:
+            transport = make_pairs(offer.transport, setup)
+            assert offer.sharded is not None
+            receive_share(
+                layout,
+                staging,
+                transport,
+                offer.timeout_s,
+                lambda index: _arrived(update, index, layout.content(staging, index), group),
+                differences=offer.sharded.base is not None,
+            )
         # The sender returns its seal when every receiver has acknowledged.
         group.acknowledge(RECEIVED)
+        if layout is not None and (peers := {step.peer for step in layout.share.operations if step.sends}):
+            # Their last messages may still be in this process's memory.
+            group.await_receivers(RECEIVED, offer.timeout_s, peers)
     except TransportError as error:
-        explanation = group.explain(
-            error, f"receiving bucket {min(update.buckets + 1, len(buckets))} of {len(buckets)}"
-        )
+        explanation = group.explain(error, f"receiving bucket {min(update.buckets + 1, count)} of {count}")
         # The transport failed, probably since another member did: the others shall look for that one.
         group.fail(str(error), at_fault=False)
         if transport is not None:
@@ -469,11 +551,27 @@ def _receive(name: str, update: _Update) -> None:
         group.close()
 
 
-def _finish(update: _Update, staging: Tensor, bucket: Bucket, work: Work, group: Any) -> None:
-    work.wait(update.offer.timeout_s)
+def _receive_buckets(update: _Update, staging: Tensor, transport: Transport, group: Any) -> None:
+    """Fill the staging memory with rank 0's buckets."""
+    works: list[tuple[Bucket, Work]] = []
+
+    def finish(bucket: Bucket, work: Work) -> None:
+        work.wait(update.offer.timeout_s)
+        _arrived(update, bucket.index, staging[bucket.start : bucket.stop], group)
+
+    for bucket in plan_buckets(update.manifest.tensors, update.manifest.bucket_bytes):
+        works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
+        # At most two, as the Transport interface allows: the sender has two buffers.
+        if len(works) == 2:
+            finish(*works.pop(0))
+    for bucket, work in works:
+        finish(bucket, work)
+
+
+def _arrived(update: _Update, index: int, content: Tensor, group: Any) -> None:
     # Only started: the device computes the digest while the next bucket arrives; verify() reads the values.
-    update.digests.append(digest.begin(update.manifest.digest, staging[bucket.start : bucket.stop]))
-    update.buckets = bucket.index + 1
+    update.digests.append(digest.begin(update.manifest.digest, content))
+    update.buckets = index + 1
     update.last_activity = time.monotonic()
     group.progress(update.buckets)
 
@@ -493,14 +591,15 @@ def _compare(name: str, update: _Update, seal: Seal) -> None:
             f"{name}: the seal is of version {seal.version}, manifest {seal.manifest[:12]}; offered was version "
             f"{manifest.version}, manifest {manifest.identity[:12]}"
         )
-    digests = [pending() for pending in update.digests]
-    if len(digests) != len(seal.digests):
-        raise ManifestError(f"{name}: the seal is of {len(seal.digests)} buckets, and {len(digests)} have arrived")
-    wrong = [index for index, value in enumerate(digests) if value != seal.digests[index]]
+    digests, expected = [pending() for pending in update.digests], seal.digests
+    if update.layout is not None:
+        expected = (seal.by_member or {}).get(update.offer.rank(update.worker), ())
+    if len(digests) != len(expected):
+        raise ManifestError(f"{name}: the seal is of {len(expected)} buckets, and {len(digests)} have arrived")
+    wrong = [index for index, value in enumerate(digests) if value != expected[index]]
     if wrong:
-        buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
         # Tensors instead of bucket numbers: the trainer's author knows these names.
-        names = [manifest.tensors[piece.tensor].name for piece in buckets[wrong[0]].pieces]
+        names = update.names(wrong[0])
         suffix = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise DigestError(
             f"{name}: {update} has not arrived as it was sent: {len(wrong)} of {len(digests)} buckets differ in "

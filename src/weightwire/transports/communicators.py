@@ -111,7 +111,9 @@ class Communicators:
 
 
 class CommunicatorTransport:
-    """Transport with one broadcast of a cached communicator for each bucket. Subclasses connect, in their constructors.
+    """Transport with one broadcast of a cached communicator for each bucket, and messages between two members.
+
+    Subclasses connect, in their constructors.
 
     Attributes:
         name: of the transport, for messages.
@@ -143,6 +145,32 @@ class CommunicatorTransport:
         """See :class:`weightwire.transports.base.Transport`."""
         return self._begin(buffer)
 
+    def send_to(self, buffer: torch.Tensor, peer: int) -> DeviceWork:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        return self._exchange("send", buffer, peer)
+
+    def receive_from(self, buffer: torch.Tensor, peer: int) -> DeviceWork:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        self._before_receive()
+        return self._exchange("recv", buffer, peer)
+
+    def _before_receive(self) -> None:
+        """Make the transport's stream wait for kernels that still use the buffer's memory."""
+
+    def _exchange(self, call: str, buffer: torch.Tensor, peer: int) -> DeviceWork:
+        if self._communicator is None:
+            raise TransportError(f"{self.name}: closed")
+        try:
+            with self._queue():
+                backend = self._backend(self._communicator)
+                # Coalesced, though it is one message: otherwise PyTorch creates a communicator for each pair of members.
+                backend._start_coalescing(self._device)
+                getattr(backend, call)([buffer], peer, 0)
+                handle = backend._end_coalescing(self._device)
+        except RuntimeError as error:
+            raise TransportError(f"{self.name}: {first_line(error)}") from error
+        return self._add(DeviceWork(handle, buffer, self._group, self.name))
+
     def _first_broadcast(self, setup: Setup) -> None:
         """Make the library connect, and check that bytes arrive."""
         first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
@@ -164,9 +192,11 @@ class CommunicatorTransport:
                 handle = self._backend(self._communicator).broadcast([buffer], options)
         except RuntimeError as error:
             raise TransportError(f"{self.name}: {first_line(error)}") from error
-        work = DeviceWork(handle, buffer, self._group, self.name)
-        # Kept until it has ended: abort() must reach every broadcast that may still occupy the device.
-        self._in_flight = [other for other in self._in_flight if not other.ended] + [work]
+        return self._add(DeviceWork(handle, buffer, self._group, self.name))
+
+    def _add(self, work: DeviceWork) -> DeviceWork:
+        # Kept until it has ended: abort() must reach every transfer that may still occupy the device.
+        self._in_flight = [*(other for other in self._in_flight if not other.ended), work]
         return work
 
     def close(self) -> None:

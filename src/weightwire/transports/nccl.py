@@ -139,9 +139,12 @@ class NcclTransport(CommunicatorTransport):
 
     def receive(self, buffer: torch.Tensor) -> DeviceWork:
         """See :class:`weightwire.transports.base.Transport`."""
+        self._before_receive()
+        return self._begin(buffer)
+
+    def _before_receive(self) -> None:
         # The buffer's memory may have been another tensor's, whose last kernels are still to run.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return self._begin(buffer)
 
     def abort(self) -> None:
         """Abort the communicator, so that none of its kernels occupies the device."""
