@@ -277,6 +277,10 @@ class ShardSender:
             for work in self._works.popleft():
                 work.wait(self._timeout_s)
 
+    def abandon(self, reason: str) -> None:
+        """Report to the other members that this rank cannot send."""
+        self._group.fail(reason)
+
     def succeeded(self, version: int) -> None:
         """Note that all workers have this version: the next update may send differences from it."""
         if self._history is not None:

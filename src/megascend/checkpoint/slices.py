@@ -17,9 +17,20 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from weightwire.slices import index_of, minus, overlap, plus
 
-__all__ = ["OPTIMIZER_KEY", "ContiguousSlice", "TensorSlices", "index_of", "minus", "overlap", "plus", "slices_of_run"]
+__all__ = [
+    "OPTIMIZER_KEY",
+    "OPTIMIZER_PREFIX",
+    "ContiguousSlice",
+    "TensorSlices",
+    "index_of",
+    "minus",
+    "overlap",
+    "plus",
+    "slices_of_run",
+]
 
-OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
+OPTIMIZER_PREFIX = "optimizer.state."
+OPTIMIZER_KEY = OPTIMIZER_PREFIX + "{state}.{key}"
 """Name of ``exp_avg``, ``exp_avg_sq`` or ``param`` (the fp32 original) of a tensor ``key``."""
 
 
