@@ -11,18 +11,21 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from weightwire.errors import NotServingError, UpdateError, WireError
+from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
+from weightwire.plan import Piece
 from weightwire.receiver import COMMITTED, RECEIVING, Receiver
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
 from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
+from weightwire.vllm.needs import worker_needs
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,9 @@ class WorkerUpdates:
         # Staging on the device needs room for a second model; the host is the way out.
         device = os.environ.get(contract.STAGING) or next(model().parameters()).device
         name = f"worker {self._number} of {config.model}"
-        self.receiver = Receiver(name, device=device, check=Expected(config.model, config.hf_config).check)
+        check = Expected(config.model, config.hf_config).check
+        self.receiver = Receiver(name, device=device, check=check, needs=self.needs)
+        self._needs: tuple[Sequence[TensorSpec], tuple[Piece, ...]] | None = None
         self._offer: Offer | None = None
         self._copy: _Copy | None = None
         self._adapters: dict[str, list[Path]] = {}
@@ -60,6 +65,12 @@ class WorkerUpdates:
         self._offer = offer
         if offer.manifest.adapter is None and self._copy is None:
             self._copy = _Copy(self._model())
+
+    def needs(self, tensors: Sequence[TensorSpec]) -> tuple[Piece, ...]:
+        """Return the slices of a model's tensors that this worker loads. No update may be open: its copy reads the model."""
+        if self._needs is None or self._needs[0] != tensors:
+            self._needs = tensors, worker_needs(self._model(), self._vllm_config, tensors)
+        return self._needs[1]
 
     def arrived(self) -> bool:
         """Check whether :meth:`verify` would return without waiting."""
