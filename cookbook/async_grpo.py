@@ -9,7 +9,8 @@ rewards alone teach it: eight responses to each of sixteen prompts, the share of
 each group (GRPO). The engine is never more than one step behind; it gets new weights after every step, while it samples.
 
 A vLLM that is started here samples on a GPU that no trainer process uses, in bf16 and with CUDA graphs; with one GPU it shares
-that of the trainer. A vLLM for the CPU samples in fp32, in one thread.
+that of the trainer. --trainer-gpus and --engine-gpus say it otherwise: positions among the visible GPUs. A vLLM for the CPU
+samples in fp32, in one thread.
 
 The script prints the reward before and after and ends with 1 unless it has risen. In the end OUTPUT/hf holds a model that
 transformers loads; with --save-every, a run that was killed continues with --resume.
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import megascend
-from megascend.rollout.engines.placement import device_options, place_engines, visible_gpus
+from megascend.rollout.engines.placement import device_options, place_engines, trainer_environment, visible_gpus
 from megascend.rollout.engines.vllm_process import VllmProcess, vllm_device
 from weightwire.keys import read_key, write_key
 
@@ -77,6 +78,19 @@ def parse_arguments() -> argparse.Namespace:
         default=[],
         metavar="=OPTION",
         help="of vLLM's; repeated: --vllm-option=--seed=1",
+    )
+    parser.add_argument(
+        "--trainer-gpus", type=int, nargs="+", help="GPUs of the trainer's processes; default: the first ones"
+    )
+    parser.add_argument(
+        "--engine-gpus",
+        type=lambda text: [int(number) for number in text.split(",")],
+        nargs="+",
+        metavar="GPU[,GPU]",
+        help="GPUs of each vLLM that is started, several for tensor parallelism; default: one that no trainer process uses",
+    )
+    parser.add_argument(
+        "--engine-memory", type=float, help="share of a GPU's memory for a vLLM; default: 0.7, shared 0.35"
     )
     parser.add_argument("--tensor", type=int, default=1, help="tensor parallel size")
     parser.add_argument("--digits", type=int, default=3)
@@ -157,9 +171,18 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
     (arguments.output / KEY).unlink(missing_ok=True)
     write_key(arguments.output / KEY)
     device = vllm_device(arguments.vllm_python)
-    places = place_engines(gpus_here(), trainers_on_gpus(arguments), len(numbers)) if device == "cuda" else []
-    if device == "cuda" and not places:
-        raise SystemExit(f"{arguments.vllm_python} has a vLLM for CUDA, and this host shows no GPU")
+    places = []
+    if device == "cuda":
+        places = place_engines(
+            gpus_here(),
+            trainers_on_gpus(arguments),
+            len(numbers),
+            trainer_gpus=arguments.trainer_gpus,
+            engine_gpus=arguments.engine_gpus,
+            memory=arguments.engine_memory,
+        )
+        if not places:
+            raise SystemExit(f"{arguments.vllm_python} has a vLLM for CUDA, and this host shows no GPU")
     servers = {}
     for index, number in enumerate(numbers):
         options, environment, location = [*device_options(device), "--max-num-seqs=128"], {}, device
@@ -168,7 +191,7 @@ def start_servers(arguments: argparse.Namespace, stack: ExitStack) -> dict[int, 
         if places:
             options += places[index].options()
             environment = places[index].environment()
-            location = f"GPU {places[index].gpu}" + (", the trainer's" if places[index].with_trainer else "")
+            location = str(places[index])
         options += arguments.vllm_option  # the last one of a name counts
         log = arguments.output / f"vllm-{number}.log"
         servers[number] = VllmProcess(
@@ -219,7 +242,10 @@ def main() -> None:
     with ExitStack() as stack:
         # Servers take longest to start, so they are started first. Their initial weights do not matter.
         main_rank = os.environ.get("RANK", "0") == "0"
+        gpus = gpus_here()
         servers = start_servers(arguments, stack) if main_rank else {}
+        # After the start, which needs the names of all GPUs, and before this process uses one.
+        os.environ.update(trainer_environment(gpus, trainers_on_gpus(arguments), arguments.trainer_gpus))
 
         runtime = megascend.bootstrap(arguments.platform, parallel)
         # Engines on GPUs and NPUs compute in bf16, and so does the trainer then. Local engines (transformers) run on the CPU.

@@ -200,8 +200,12 @@ class InferenceEngine(ABC):
         """Wait until everything has arrived, and compare its digests with the seal. An update that fails is dropped."""
 
     @abstractmethod
-    async def commit(self, update: str) -> None:
-        """Activate verified weights; running responses continue with them."""
+    async def commit(self, update: str) -> Mapping[str, float] | None:
+        """Activate verified weights; running responses continue with them.
+
+        Returns:
+            Seconds of its parts, if the engine measures them: ``paused``, for which it sampled nothing, and those of the load.
+        """
 
     @abstractmethod
     async def drop(self, update: str) -> None:
@@ -221,8 +225,15 @@ class InferenceEngine(ABC):
         """Stop sampling; requests wait. The engine resumes after ``lease_s`` unless another call renews the pause."""
         raise UnsupportedCallError(f"{self.name} cannot be paused")
 
+    async def sleep(self, lease_s: float) -> None:
+        """Pause, and free the device memory of weights and KV cache for others, like a trainer on the same GPU.
+
+        The engine wakes up as it resumes from a pause, with the weights that it had. Another call renews the pause.
+        """
+        raise UnsupportedCallError(f"{self.name} cannot free its memory")
+
     async def resume(self) -> None:
-        """End a pause; a no-op if the engine is not paused."""
+        """End a pause or a sleep; a no-op if the engine is neither paused nor asleep."""
         raise UnsupportedCallError(f"{self.name} cannot be paused")
 
     @contextlib.asynccontextmanager

@@ -11,8 +11,10 @@ does not go through it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -24,7 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from weightwire.errors import DeadlineError, GroupError, PeerLostError, TransportError, WireError
 from weightwire.liveness import Identity
-from weightwire.peers import STORE_S, Peers, Records
+from weightwire.peers import STORE_S, Peers, Records, poll_pause
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +107,7 @@ class Group:
     ) -> None:
         self.name, self.rank, self.members = name, rank, tuple(members)
         self.host, self.port = host, port
+        self._store = store
         self._records = Records(store, name)
         self._peers = Peers(self._records, name, rank, members, host, port, senders)
 
@@ -147,6 +150,30 @@ class Group:
         """Make :meth:`check` raise on this member, which ends a wait in another thread."""
         self._peers.lost = self._peers.lost or PeerLostError(f"given up: {reason}")
 
+    def exchange(self, purpose: str, text: str, timeout_s: float) -> list[str]:
+        """Give all members a text, and return theirs by rank, over this group's own connection.
+
+        Raises:
+            DeadlineError: a member has not given its text within ``timeout_s`` seconds.
+            PeerLostError: a member is lost.
+            TransportError: the store does not answer.
+        """
+        names = [f"{purpose}/{rank}" for rank in range(self.size)]
+        start = time.monotonic()
+        try:
+            self._records.write(names[self.rank], text)
+            while None in (texts := self._records.get_all(names)):
+                self.check()
+                if time.monotonic() - start > timeout_s:
+                    missing = ", ".join(self.member(rank) for rank, value in enumerate(texts) if value is None)
+                    raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {purpose!r} of {missing}")
+                time.sleep(poll_pause(time.monotonic() - start))
+        except RuntimeError as error:
+            if isinstance(error, WireError):
+                raise
+            raise TransportError(f"the store does not answer: {error}") from error
+        return [text for text in texts if text is not None]
+
     # --- events ---
 
     def acknowledge(self, event: str) -> None:
@@ -165,7 +192,7 @@ class Group:
             TransportError: the store does not answer.
         """
         # Polled: the store's own wait could not be ended when a member is lost.
-        deadline, pause = time.monotonic() + timeout_s, 0.0005
+        start = time.monotonic()
         missing = list(range(1, self.size) if ranks is None else ranks)
         while True:
             try:
@@ -175,11 +202,11 @@ class Group:
             if not missing:
                 return
             self.check()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > timeout_s:
                 names = ", ".join(map(self.member, missing))
                 raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {event!r} from {names}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            time.sleep(poll_pause(waited))
 
     # --- failures ---
 
@@ -229,7 +256,9 @@ class Group:
 
     def close(self) -> None:
         """Leave the group. When the sender leaves, the group ends: nobody can join it any more."""
-        self._peers.leave()
+        if self._peers.leave() and self._store is not None:
+            _keep(self.host, self.port, self._store)
+        self._store = None
 
 
 def join(
@@ -250,7 +279,7 @@ def join(
         TransportError: nobody listens at the address.
     """
     deadline = time.monotonic() + timeout_s
-    store = connect(host, port, STORE_S)
+    store = _kept(host, port) or connect(host, port, STORE_S)
     try:
         if not store.check([f"{name}/members"]):
             raise GroupError(f"unknown group {name!r:.120} at {host}:{port}")
@@ -275,6 +304,38 @@ def join(
             raise
         raise _unreachable(host, port, error) from error
     return group
+
+
+_idle: dict[tuple[int, str, int], list[TCPStore]] = {}
+"""Connections of groups that have ended, by process, host and port. Making one may wait for a name server (see ATTEMPT_S)."""
+_idle_lock = threading.Lock()
+MAX_IDLE = 4
+"""Idle connections of a process that are kept for one listener. Those to other listeners are dropped."""
+
+
+def _keep(host: str, port: int, store: Store) -> None:
+    """Keep the connection of a group that has ended for the next group of the same listener."""
+    key = os.getpid(), host, port
+    with _idle_lock:
+        # A forked process must leave its parent's connections alone, also their destructors.
+        for other in [other for other in _idle if other != key and other[0] == key[0]]:
+            del _idle[other]
+        kept = _idle.setdefault(key, [])
+        if isinstance(store, TCPStore) and len(kept) < MAX_IDLE:
+            kept.append(store)
+
+
+def _kept(host: str, port: int) -> TCPStore | None:
+    """Return an idle connection that answers; None without one."""
+    while True:
+        with _idle_lock:
+            kept = _idle.get((os.getpid(), host, port))
+            if not kept:
+                return None
+            store = kept.pop()
+        with contextlib.suppress(RuntimeError):  # its listener has ended
+            store.check(["weightwire"])
+            return store
 
 
 def connect(host: str, port: int, timeout_s: float) -> TCPStore:

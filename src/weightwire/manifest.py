@@ -156,12 +156,7 @@ class Manifest:
             )
         if not isinstance(self.digest, str) or not 0 < len(self.digest) <= 64:
             raise ManifestError(f"manifest: {self.digest!r:.80} is not the name of a digest")
-        names = set()
-        for spec in self.tensors:
-            spec.check()
-            if spec.name in names:
-                raise ManifestError(f"manifest: {spec.name} is listed twice")
-            names.add(spec.name)
+        _check_specs(self.tensors)
         if self.adapter is not None:
             self.adapter.check()
         if self.nbytes > MAX_BYTES or self.nbytes > self.bucket_bytes * MAX_BUCKETS:
@@ -184,19 +179,23 @@ class Manifest:
     def identity(self) -> str:
         """SHA-256 of the JSON, by which the seal names its manifest."""
         # Sorted: the order of keys in an adapter's configuration need not survive the way to the engine.
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+        text = json.dumps({**self._fields(), "tensors": []}, sort_keys=True)
+        # The tensors' text is often that of the update before. Only the version follows them.
+        head, _, tail = text.rpartition('"tensors": []')
+        return hashlib.sha256(f'{head}"tensors": {_json_text(self.tensors)}{tail}'.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for ``json.dumps``."""
+        return {**self._fields(), "tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors]}
+
+    def _fields(self) -> dict[str, Any]:
+        adapter = self.adapter
         return {
             "format": FORMAT,
             "version": self.version,
-            "tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in self.tensors],
             "bucket_bytes": self.bucket_bytes,
             "digest": self.digest,
-            "adapter": None
-            if self.adapter is None
-            else {"name": self.adapter.name, "config": dict(self.adapter.config)},
+            "adapter": None if adapter is None else {"name": adapter.name, "config": dict(adapter.config)},
         }
 
     @classmethod
@@ -205,14 +204,11 @@ class Manifest:
         fields = exactly(data, ("format", "version", "tensors", "bucket_bytes", "digest", "adapter"), "manifest")
         if fields["format"] != FORMAT:
             raise ManifestError(f"manifest: format {fields['format']!r:.40}; this side supports format {FORMAT}")
-        rows = fields["tensors"]
-        # Bounded here as well as in the constructor, which sees the rows only when all of them have been parsed.
-        if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
-            raise ManifestError("manifest: tensors is not a list, or too long")
+        tensors = _specs(fields["tensors"])
         adapter = fields["adapter"]
         if adapter is not None:
             adapter = AdapterInfo(**exactly(adapter, ("name", "config"), "manifest: adapter"))
-        return cls(fields["version"], tuple(map(_spec, rows)), fields["bucket_bytes"], fields["digest"], adapter)
+        return cls(fields["version"], tensors, fields["bucket_bytes"], fields["digest"], adapter)
 
     def expect(self, specs: Iterable[TensorSpec]) -> None:
         """Compare the tensors with the expected ones, in any order."""
@@ -226,6 +222,55 @@ class Manifest:
         if problems:
             suffix = f", and {len(problems) - 8} more" if len(problems) > 8 else ""
             raise ManifestError(f"version {self.version}: {'; '.join(sorted(problems)[:8])}{suffix}")
+
+
+class _Last:
+    """Results for the last tensors of this process: those of an update are the same as those of the one before.
+
+    A mixture of experts has tens of thousands, whose parsing takes longer than sending them. Each attribute is replaced as a
+    whole, so threads see one or the other.
+    """
+
+    rows: tuple[Any, tuple[TensorSpec, ...]] = None, ()
+    checked: tuple[TensorSpec, ...] = ()
+    text: tuple[tuple[TensorSpec, ...], str] = (), "[]"
+    plan: tuple[Any, int, tuple[Bucket, ...]] = None, 0, ()
+
+
+def _specs(rows: Any) -> tuple[TensorSpec, ...]:
+    """Parse untrusted rows of ``[name, dtype, shape]``; equal rows yield the same object."""
+    # Bounded here as well as in the constructor, which sees the rows only when all of them have been parsed.
+    if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
+        raise ManifestError("manifest: tensors is not a list, or too long")
+    last, specs = _Last.rows
+    # True and 1.0 are equal to 1, and are no sizes.
+    if rows != last or not all(type(size) is int for row in rows for size in row[2]):
+        specs = tuple(map(_spec, rows))
+        _Last.rows = rows, specs
+    return specs
+
+
+def _check_specs(specs: tuple[TensorSpec, ...]) -> None:
+    """Raise ManifestError if a spec is invalid, or two have one name."""
+    # The same object: it was checked, and is immutable.
+    if specs is _Last.checked:
+        return
+    names = set()
+    for spec in specs:
+        spec.check()
+        if spec.name in names:
+            raise ManifestError(f"manifest: {spec.name} is listed twice")
+        names.add(spec.name)
+    _Last.checked = specs
+
+
+def _json_text(specs: tuple[TensorSpec, ...]) -> str:
+    """Return the tensors as ``json.dumps`` writes them."""
+    last, text = _Last.text
+    if specs is not last:
+        text = json.dumps([[spec.name, spec.dtype, list(spec.shape)] for spec in specs])
+        _Last.text = specs, text
+    return text
 
 
 def exactly(data: Any, names: tuple[str, ...], label: str) -> dict[str, Any]:
@@ -298,6 +343,16 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket
 
     Empty tensors are in no bucket.
     """
+    last, size, plan = _Last.plan
+    # An immutable object: a list may have changed.
+    if specs is last and bucket_bytes == size and isinstance(specs, tuple):
+        return plan
+    plan = _plan_buckets(specs, bucket_bytes)
+    _Last.plan = specs, bucket_bytes, plan
+    return plan
+
+
+def _plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
     starts = offsets(specs)
     total = starts[-1]
     buckets = []

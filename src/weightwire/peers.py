@@ -38,6 +38,11 @@ PROBE_S = 1.0
 """Deadline of a connection that only tests whether the listener's port is open, in seconds."""
 
 
+def poll_pause(waited_s: float) -> float:
+    """Return the seconds until the store is asked again: a twentieth of the wait so far, so that it is hardly prolonged."""
+    return min(max(waited_s / 20, 0.0005), 0.05)
+
+
 @dataclass(frozen=True)
 class Heartbeat:
     """Periodic record of a member: its number, the buckets done, and whether the member has left the group."""
@@ -147,7 +152,7 @@ class Peers:
             )
         # After the claim: of two members with one rank, the others must see the process of the one that has it.
         self._records.write(f"here/{self.rank}", json.dumps(Identity.current().to_json()))
-        pause = 0.002
+        start = time.monotonic()
         while missing := self._missing():
             if (failure := self.failure()) is not None:
                 # The same error as on the member whose deadline passed first, but for those that have joined since.
@@ -161,8 +166,8 @@ class Peers:
             if time.monotonic() > deadline:
                 self._records.write_once("missing", json.dumps(missing))
                 raise self._timeout(missing)
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.1)
+            # Polled: torch logs a warning for each wait of a store that ends at its deadline.
+            time.sleep(poll_pause(time.monotonic() - start))
         if self._reported_missing() and (failure := self.failure()) is not None:
             raise failure  # the last member joined too late: the others have given up
         self._watcher = threading.Thread(target=self._watch, name=f"weightwire-{self._group}", daemon=True)
@@ -188,13 +193,16 @@ class Peers:
             f"{self.describe(self.rank)}: timed out waiting for members to join group {self._group}: {names}"
         )
 
-    def leave(self) -> None:
+    def leave(self) -> bool:
         """Stop watching, and write a last heartbeat that says so: the end of this process then means nothing.
 
         When the sender leaves, the group ends. A second call does nothing.
+
+        Returns:
+            True if the store has answered, and nothing uses its connection any more.
         """
         if self.ended.is_set():
-            return
+            return False
         # Before the watcher is stopped: one that outlasts the wait below must not undo the last heartbeat.
         self._left = True
         self.ended.set()
@@ -206,6 +214,8 @@ class Peers:
                 self._records.write("ended", "1")
         except RuntimeError as error:
             log.debug("%s left, but the store does not answer: %s", self.describe(self.rank), error)
+            return False
+        return self.lost is None and (self._watcher is None or not self._watcher.is_alive())
 
     # --- evidence ---
 

@@ -7,7 +7,9 @@ dropped when its lease lapses.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,10 +38,10 @@ from weightwire.group import join
 from weightwire.manifest import Bucket, Manifest, TensorSpec, offsets, plan_buckets
 from weightwire.offer import Offer, Seal, Sharding
 from weightwire.plan import Piece, check_share, complete
-from weightwire.sender import RECEIVED
+from weightwire.sender import RECEIVED, synchronise_stream
 from weightwire.sharded import ShardLayout, receive_share
 from weightwire.transports import Setup, Transport, Work, make_transport
-from weightwire.transports.base import device_types, transports_for
+from weightwire.transports.base import RECEIVES_IN_FLIGHT, device_types, transports_for
 from weightwire.transports.choice import Location
 from weightwire.transports.pairs import make_pairs, supports_pairs
 
@@ -80,6 +82,12 @@ class _Update:
     @property
     def manifest(self) -> Manifest:
         return self.offer.manifest
+
+    @property
+    def base(self) -> tuple[str, int] | None:
+        """Plan and version of which the staging memory will be a base; None if it will not."""
+        sharded = self.offer.sharded
+        return (sharded.plan, self.manifest.version) if sharded is not None and sharded.keep else None
 
     @property
     def parts(self) -> int:
@@ -129,10 +137,12 @@ class Receiver:
         self._check, self._most_bytes = check, max_bytes
         self._versions: dict[str, int] = {} if version is None else {"model": version}
         self._update: _Update | None = None
+        self._memory: Tensor | None = None
         self._lock = threading.RLock()
         self._needs = needs
         self._planned: tuple[Sequence[TensorSpec], ShardLayout] | None = None
-        self._base: tuple[str, int, Tensor] | None = None  # plan, version and content of the last sharded update
+        self._base: tuple[str, int] | None = None
+        """Plan and version of the sharded update whose content the kept memory holds; None if it holds anything else."""
 
     # --- state ---
 
@@ -199,6 +209,9 @@ class Receiver:
             self._require_possible(offer)
             update.layout = self._layout(offer, worker)
             self._require_base(offer.sharded)
+            # No revert of the last update can follow: its memory serves this one.
+            if self._update is not None and self._update.state == COMMITTED and self._update.staging is not None:
+                self.settle(self._update.offer.update)
             try:
                 # All of it now: running out of memory halfway would waste the transfer, and the engine may take the
                 # rest meanwhile.
@@ -210,6 +223,14 @@ class Receiver:
             self._update = update
         # A daemon: an engine that ends must not wait for a trainer that no longer sends.
         threading.Thread(target=self._run, args=(update,), name=f"weightwire-{offer.update}", daemon=True).start()
+
+    def staging(self, name: str) -> Tensor:
+        """Return the memory of an update, uint8 [bytes]: its tensors' bytes without gaps, in the manifest's order."""
+        with self._lock:
+            update = self._require_update(name)
+            if update.staging is None:
+                raise UpdateError(f"{self.name}: {update} is {update.state}, and has no memory")
+            return update.staging
 
     def verify(self, seal: Seal, timeout_s: float) -> None:
         """Wait until everything has arrived, and compare it with the seal. On failure the update is dropped.
@@ -273,10 +294,7 @@ class Receiver:
                 _synchronise(self._device)
             except BaseException as error:
                 raise self._undo(update, error) from error
-            sharded, staging = update.offer.sharded, update.staging
-            if sharded is not None and sharded.keep and staging is not None:
-                self._base = sharded.plan, update.manifest.version, staging
-            update.state, update.staging = COMMITTED, None
+            update.state = COMMITTED
             self._versions[update.manifest.target] = update.manifest.version
             # Only a complete model replaces a mixture of weights; an adapter lies on top of it.
             if update.manifest.adapter is None:
@@ -304,7 +322,10 @@ class Receiver:
         with self._lock:
             update = self._require_update(name)
             self._require_state(update, COMMITTED)
-            update.restore = None
+            if update.staging is not None:
+                self._keep_memory(update)
+                self._base = self._base if update.manifest.adapter is not None else update.base
+            update.restore = update.staging = None
 
     def drop(self, name: str, reason: str = "the trainer dropped it") -> None:
         """Drop an update; the old weights stay active. A no-op if the name is unknown, or the update is committed."""
@@ -318,6 +339,29 @@ class Receiver:
         """Drop the open update, if any."""
         if (update := self._update) is not None:
             self.drop(update.offer.update, f"{self.name} closes")
+
+    def release(self) -> None:
+        """Free the memory that is kept for the next update, which then has to be complete."""
+        with self._lock:
+            self._memory = self._base = None
+
+    # --- memory ---
+
+    def _take_memory(self, nbytes: int) -> Tensor:
+        memory, self._memory = self._memory, None
+        if memory is None or memory.numel() < nbytes:
+            del memory  # first, or there would be two
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            # It may have been another tensor's, whose last kernels are still to run; transports use streams of their own.
+            synchronise_stream(self._device)
+        return memory[:nbytes]
+
+    def _keep_memory(self, update: _Update) -> None:
+        """Keep the memory of a complete update for the next one: new memory costs as much as the transfer."""
+        # The factors of an adapter have memory of their own while the other is a base.
+        if update.staging is not None and (update.manifest.adapter is None or self._base is None):
+            whole = update.staging.untyped_storage().nbytes()
+            self._memory = update.staging.as_strided((whole,), (1,), 0)
 
     # --- conditions ---
 
@@ -376,23 +420,21 @@ class Receiver:
         """Check that the version from which differences are offered is kept here, under the same plan."""
         if sharded is None or sharded.base is None:
             return
-        plan, version, _ = self._base or ("", None, None)
-        if (plan, version) != (sharded.plan, sharded.base):
-            state = "nothing is kept" if version is None else f"version {version} of plan {plan:.12} is kept"
+        base, last = self._base, self._update
+        if last is not None and last.state == COMMITTED and last.staging is not None and last.manifest.adapter is None:
+            base = last.base  # not settled yet
+        if base != (sharded.plan, sharded.base):
+            state = "nothing is kept" if base is None else f"version {base[1]} of plan {base[0]:.12} is kept"
             raise BaseError(
                 f"{self.name}: differences from version {sharded.base} of plan {sharded.plan:.12} are offered, and {state} here"
             )
 
     def _staging(self, offer: Offer, layout: ShardLayout | None) -> Tensor:
-        """Return the memory for an update: the base's, if there is one, which is overwritten and so no base any more."""
-        if offer.manifest.adapter is not None:
+        """Return the memory for an update: that of the last one, which it overwrites, so that it is no base any more."""
+        if offer.manifest.adapter is not None and self._base is not None:
             return torch.empty(offer.manifest.nbytes, dtype=torch.uint8, device=self._device)
-        nbytes = offer.manifest.nbytes if layout is None else layout.nbytes
-        base, self._base = self._base, None
-        if base is not None and base[2].numel() == nbytes:
-            return base[2]
-        del base  # before the allocation: one copy at most
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._base = None
+        return self._take_memory(offer.manifest.nbytes if layout is None else layout.nbytes)
 
     def _require_update(self, name: str) -> _Update:
         """Return the last update, which must have this name, and renew its lease."""
@@ -415,7 +457,10 @@ class Receiver:
         with self._lock:
             if update.state not in _OPEN:
                 return
-            # The first problem stays: those after it follow from it. The staging memory is freed at once.
+            # Of an update that has not arrived the transport may still write into its memory: that is freed, not kept.
+            if update.state != RECEIVING:
+                self._keep_memory(update)
+            # The first problem stays: those after it follow from it.
             update.state, update.problem, update.staging = DROPPED, update.problem or problem, None
             update.digests = []
         update.abandoned.set()
@@ -447,6 +492,7 @@ class Receiver:
             self.serving = False
             # No version is active: the next commit may have any, the same one included.
             self._versions.pop(update.manifest.target, None)
+        self._keep_memory(update)
         update.state, update.problem, update.staging, update.restore = DROPPED, error, None, None
         update.abandoned.set()
         return error
@@ -473,11 +519,8 @@ class Receiver:
                 module: Any = torch.get_device_module(self._device)
                 # The current device is a thread's own, and collectives of this thread use it.
                 module.set_device(self._device)
-            _receive(self.name, update)
-            with self._lock:
-                # It may have been dropped while the last bucket arrived.
-                if update.state == RECEIVING:
-                    update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
+            with _side_stream(self._device), quick_switches():
+                _receive(self.name, update, self._note_arrival)
         except WireError as error:
             self._drop(update, error)
         except Exception as error:
@@ -485,6 +528,13 @@ class Receiver:
             self._drop(update, UpdateError(f"{self.name}: {update} failed: {type(error).__name__}: {error}"))
         update.arrived.set()
         self._keep_while_leased(update)
+
+    def _note_arrival(self, update: _Update) -> None:
+        with self._lock:
+            # It may have been dropped while the last bucket arrived.
+            if update.state == RECEIVING:
+                update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
+                update.arrived.set()
 
     def _keep_while_leased(self, update: _Update) -> None:
         lease = update.offer.lease_s
@@ -503,8 +553,40 @@ class Receiver:
                     self._drop(update, UpdateError(reason))
 
 
-def _receive(name: str, update: _Update) -> None:
-    """Join the group and fill the staging memory. Two buckets are in flight, so that one is digested while the next arrives."""
+SWITCH_S = 0.0005
+_receiving = 0
+_switch_lock = threading.Lock()
+_usual_switch_s = 0.0
+
+
+@contextlib.contextmanager
+def quick_switches() -> Iterator[None]:
+    """Make the interpreter switch between threads after :data:`SWITCH_S` within the context, instead of its usual 5 ms.
+
+    The engine's own thread is busy all the time. A receiving thread runs for microseconds, a hundred times an update, and would
+    wait for the lock of the interpreter each time.
+    """
+    global _receiving, _usual_switch_s
+    with _switch_lock:
+        if _receiving == 0:
+            _usual_switch_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_S, _usual_switch_s))
+        _receiving += 1
+    try:
+        yield
+    finally:
+        with _switch_lock:
+            _receiving -= 1
+            if _receiving == 0:
+                sys.setswitchinterval(_usual_switch_s)
+
+
+def _receive(name: str, update: _Update, note_arrival: Callable[[_Update], object]) -> None:
+    """Join the group and fill the staging memory. Several buckets are in flight, so that one is digested while others arrive.
+
+    Args:
+        note_arrival: called when everything has arrived.
+    """
     offer, staging = update.offer, update.staging
     assert staging is not None
     layout = update.layout
@@ -529,6 +611,10 @@ def _receive(name: str, update: _Update) -> None:
                 lambda index: _arrived(update, index, layout.content(staging, index), group),
                 differences=offer.sharded.base is not None,
             )
+        # Here, on this thread: verify() would compute it while the engine waits.
+        _ = offer.manifest.identity
+        # Before the acknowledgement: the sender's seal follows it at once, and must not find an update that is still receiving.
+        note_arrival(update)
         # The sender returns its seal when every receiver has acknowledged.
         group.acknowledge(RECEIVED)
         if layout is not None and (peers := {step.peer for step in layout.share.operations if step.sends}):
@@ -552,17 +638,17 @@ def _receive(name: str, update: _Update) -> None:
 
 
 def _receive_buckets(update: _Update, staging: Tensor, transport: Transport, group: Any) -> None:
-    """Fill the staging memory with rank 0's buckets."""
+    """Fill the staging memory with rank 0's buckets. Several are in flight, so that one is digested while others arrive."""
     works: list[tuple[Bucket, Work]] = []
 
     def finish(bucket: Bucket, work: Work) -> None:
         work.wait(update.offer.timeout_s)
         _arrived(update, bucket.index, staging[bucket.start : bucket.stop], group)
 
+    in_flight = getattr(transport, "receives_in_flight", RECEIVES_IN_FLIGHT)
     for bucket in plan_buckets(update.manifest.tensors, update.manifest.bucket_bytes):
         works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
-        # At most two, as the Transport interface allows: the sender has two buffers.
-        if len(works) == 2:
+        if len(works) == in_flight:
             finish(*works.pop(0))
     for bucket, work in works:
         finish(bucket, work)
@@ -605,6 +691,14 @@ def _compare(name: str, update: _Update, seal: Seal) -> None:
             f"{name}: {update} has not arrived as it was sent: {len(wrong)} of {len(digests)} buckets differ in "
             f"{manifest.digest}, the first is bucket {wrong[0] + 1} ({', '.join(names[:4])}{suffix})"
         )
+
+
+def _side_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context for digests, which would otherwise wait for the engine's kernels on the default stream."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    module: Any = torch.get_device_module(device)
+    return module.stream(module.Stream(device))
 
 
 def _synchronise(device: torch.device) -> None:

@@ -83,8 +83,10 @@ class RemoteEngine(InferenceEngine):
         # The engine's own deadline has to pass first, so that its error arrives and not ours.
         await self.ask("verify", {"seal": seal.to_json(), "timeout_s": timeout_s}, timeout_s + self.control_s)
 
-    async def commit(self, update: str) -> None:
-        await self.ask("commit", {"update": update}, self.commit_s)
+    async def commit(self, update: str) -> Mapping[str, float] | None:
+        answer = await self.ask("commit", {"update": update}, self.commit_s)
+        # Engines that measure nothing, and those of an earlier version, answer without a result.
+        return answer.get("commit") if isinstance(answer, dict) else None
 
     async def drop(self, update: str) -> None:
         await self.ask("drop", {"update": update}, self.control_s)
@@ -99,8 +101,12 @@ class RemoteEngine(InferenceEngine):
     async def pause(self, lease_s: float) -> None:
         await self.ask("pause", {"lease_s": lease_s}, self.control_s)
 
+    async def sleep(self, lease_s: float) -> None:
+        await self.ask("sleep", {"lease_s": lease_s}, self.commit_s)
+
     async def resume(self) -> None:
-        await self.ask("resume", {}, self.control_s)
+        # As long as a commit: an engine that has slept copies its weights back.
+        await self.ask("resume", {}, self.commit_s)
 
     def _field(self, answer: Any, name: str) -> Any:
         try:
@@ -262,6 +268,7 @@ CALLS: dict[str, Callable[[Arguments], Run]] = {
         "load_adapter", lambda a: (a.text("name"), a.text("directory"), a.integer("version", 0, 2**62, None))
     ),
     "pause": _method("pause", lambda a: (a.number("lease_s", MAX_SECONDS),)),
+    "sleep": _method("sleep", lambda a: (a.number("lease_s", MAX_SECONDS),)),
     "resume": _method("resume", lambda a: ()),
 }
 """Parsers of the arguments of each remote method, by name."""

@@ -6,9 +6,12 @@ during the transfer. That needs no thread, since :meth:`Transport.send` only sta
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,13 +26,19 @@ from weightwire.offer import Seal
 from weightwire.transports import Setup, Transport, Work, make_transport
 from weightwire.transports.base import device_types
 
+TRAFFIC_PARTS = ("export", "fill", "digest", "send", "receivers")
 RECEIVED = "received"
 """Event that receivers acknowledge when all buckets have arrived."""
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """Build a manifest's entry for a tensor."""
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    return TensorSpec(name, _dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass
@@ -39,10 +48,49 @@ class Traffic:
     Attributes:
         buckets: their number.
         nbytes: their bytes, which are sent to every receiver.
+        seconds: time waited for tensors (``export``), for buckets to be filled (``fill``), for their digests (``digest``: on a
+            GPU only until the kernel is queued), for buffers to be sent (``send``), and for receivers to report the last bucket
+            (``receivers``).
     """
 
     buckets: int = 0
     nbytes: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TRAFFIC_PARTS, 0.0))
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time within the context to a part."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] += time.perf_counter() - start
+
+
+class Buffers:
+    """The two buckets that a sender fills in turn. Kept from one update to the next, they are allocated once.
+
+    Their memory is :attr:`nbytes`: twice the size of a bucket, or of the largest model so far if that is smaller.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(buffer.numel() for buffer in self._buffers.values())
+
+    def take(self, side: int, nbytes: int, device: torch.device) -> Tensor:
+        """Return ``nbytes`` of buffer 0 or 1 on a device."""
+        buffer = self._buffers.pop(side, None)
+        if buffer is None or buffer.numel() < nbytes or buffer.device != device:
+            del buffer  # first, or there would be three
+            # Pinned for copies from the GPU, but never as the first use of CUDA in this process.
+            pin = device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized()
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
+        self._buffers[side] = buffer
+        return buffer[:nbytes]
 
 
 class Sender:
@@ -60,6 +108,7 @@ class Sender:
         device: device of the buckets, chosen by the transport.
         timeout_s: deadline of each bucket, from when the buffer is needed again, in seconds.
         overlap: fill one bucket while the other is sent; otherwise wait for every bucket before the next one is filled.
+        buffers: buckets of earlier updates, to be used again; default: new ones.
     """
 
     def __init__(
@@ -71,12 +120,13 @@ class Sender:
         device: torch.device,
         timeout_s: float,
         overlap: bool = True,
+        buffers: Buffers | None = None,
     ) -> None:
         self.manifest, self.traffic = manifest, Traffic()
         self._group, self._transport = group, transport
         self._device, self._timeout_s, self._overlap = device, timeout_s, overlap
         self._buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
-        self._buffers: list[Tensor] = []
+        self._buffers = buffers or Buffers()
         self._works: deque[Work] = deque()
         self._digests: list[digest.Pending] = []
 
@@ -92,6 +142,7 @@ class Sender:
         timeout_s: float,
         options: Mapping[str, Any] | None = None,
         overlap: bool = True,
+        buffers: Buffers | None = None,
     ) -> Sender:
         """Join the group ``name`` with its receivers, and connect the transport.
 
@@ -113,7 +164,7 @@ class Sender:
             group.fail(str(error))
             group.close()
             raise explanation from error
-        return cls(manifest, group, medium, device=bucket_device, timeout_s=timeout_s, overlap=overlap)
+        return cls(manifest, group, medium, device=bucket_device, timeout_s=timeout_s, overlap=overlap, buffers=buffers)
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +178,7 @@ class Sender:
         """Leave the group and release the buffers."""
         self._transport.close()
         self._group.close()
-        self._buffers = []
+        self._buffers = Buffers()
         # Works hold references to buffers.
         self._works.clear()
 
@@ -144,7 +195,8 @@ class Sender:
             self._send(weights)
             # A send that completed locally may still be in a buffer of the network: only receivers know what has
             # arrived.
-            self._group.await_receivers(RECEIVED, self._timeout_s)
+            with self.traffic.timed("receivers"):
+                self._group.await_receivers(RECEIVED, self._timeout_s)
         except TransportError as error:
             activity = f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
             explanation = self._group.explain(error, activity)
@@ -169,15 +221,21 @@ class Sender:
         tensors = self._checked(weights)
         index, content = -1, torch.empty(0, dtype=torch.uint8)
         for bucket in self._buckets:
-            buffer = self._free_buffer(bucket)
+            with self.traffic.timed("send"):
+                buffer = self._free_buffer(bucket)
+            start, exported = time.perf_counter(), self.traffic.seconds["export"]
             for piece in bucket.pieces:
                 # A loop, not one step: empty tensors are in no bucket, but are part of the stream.
                 while index < piece.tensor:
                     del content  # the stream may reuse its memory for the next tensor
+                    asked = time.perf_counter()
                     index, content = next(tensors)
+                    self.traffic.seconds["export"] += time.perf_counter() - asked
                 source = content[piece.offset : piece.offset + piece.length]
                 # Asynchronous: a bucket's copies from the device are waited for once, before it is sent.
                 buffer[piece.position : piece.position + piece.length].copy_(source, non_blocking=True)
+            exported = self.traffic.seconds["export"] - exported
+            self.traffic.seconds["fill"] += time.perf_counter() - start - exported
             source_device = content.device
             if bucket.index == len(self._buckets) - 1:
                 # Exhaust the stream first: if it raises at its end, no receiver must have everything.
@@ -188,7 +246,8 @@ class Sender:
         if not self._buckets:  # only empty tensors
             for _ in tensors:
                 pass
-        self._wait_until_in_flight(0)
+        with self.traffic.timed("send"):
+            self._wait_until_in_flight(0)
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         """Yield (index in the manifest, flat bytes) of each tensor, after comparing it with the manifest."""
@@ -197,8 +256,10 @@ class Sender:
         for name, tensor in weights:
             if index == len(specs):
                 raise ManifestError(f"sending: {name} comes after the last tensor of the manifest, {specs[-1].name}")
-            spec, expected = spec_of(name, tensor), specs[index]
-            if spec != expected:
+            expected = specs[index]
+            # Field by field: a mixture of experts has tens of thousands of tensors.
+            if (name, tensor.shape, _dtype_name(tensor.dtype)) != (expected.name, expected.shape, expected.dtype):
+                spec = spec_of(name, tensor)
                 raise ManifestError(
                     f"sending: tensor {index + 1} of {len(specs)} is {spec.name}, {spec.dtype} {list(spec.shape)}; the "
                     f"manifest has {expected.name}, {expected.dtype} {list(expected.shape)}"
@@ -212,15 +273,10 @@ class Sender:
 
     def _free_buffer(self, bucket: Bucket) -> Tensor:
         """Return the buffer for a bucket, after its previous content has been sent."""
-        # Two buffers: one is filled while the transport reads the other.
-        side = bucket.index % 2
-        if len(self._buffers) <= side:
-            size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
-            # Pinned for copies from the GPU, but never as the first use of CUDA in this process.
-            pin = self._device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized()
-            self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pin))
         self._wait_until_in_flight(1 if self._overlap else 0)
-        return self._buffers[side][: bucket.nbytes]
+        # Two buffers: one is filled while the transport reads the other.
+        size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
+        return self._buffers.take(bucket.index % 2, size, self._device)[: bucket.nbytes]
 
     def _wait_until_in_flight(self, count: int) -> None:
         """Wait for the oldest buckets, in order, until ``count`` are in flight."""
@@ -231,10 +287,12 @@ class Sender:
         # Tests of faults replace this method, and select the bucket.
         # The transport uses streams of its own, and must not read before the copies have been made. With a GPU source
         # and a CPU buffer the copy runs on the GPU's stream.
-        for device in {buffer.device, source}:
-            synchronise_stream(device)
+        with self.traffic.timed("fill"):
+            for device in {buffer.device, source}:
+                synchronise_stream(device)
         self._works.append(self._transport.send(buffer))
-        self._digests.append(digest.begin(self.manifest.digest, buffer))  # overlaps with the transfer
+        with self.traffic.timed("digest"):  # started; overlaps with the transfer
+            self._digests.append(digest.begin(self.manifest.digest, buffer))
         self.traffic.buckets += 1
         self.traffic.nbytes += buffer.numel()
         self._group.progress(self.traffic.buckets)

@@ -41,9 +41,20 @@ RANK = {
     "PMI_RANK": "0",
     "PMIX_RANK": "0",
     "MV2_COMM_WORLD_RANK": "0",
+    "OMPI_MCA_orte_ess_vpid": "0",
+    "PRTE_LAUNCHED": "1",
+    "HYDI_CONTROL_FD": "7",
+    "NCCL_COMM_ID": "127.0.0.1:1",
+    "NODE_RANK": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEPID": "0",
     "MEGASCEND_STORE": "/none",
 }
-"""Variables of torchrun (torch.distributed.elastic, ``LocalElasticAgent``), MPI launchers and ``run_distributed``."""
+"""Variables of torchrun (torch.distributed.elastic, ``LocalElasticAgent``), MPI launchers, srun and ``run_distributed``."""
 REPORT = "import json, os; print(json.dumps(dict(os.environ)))"
 
 
@@ -99,6 +110,13 @@ def test_trial_of_products_sees_no_variable_of_the_launcher(monkeypatch: pytest.
 
 def test_child_environment_has_world_size_one() -> None:
     assert Launch.from_environment(child_environment({**RANK, "PATH": os.defpath})) == Launch()
+
+
+def test_engines_do_not_inherit_thread_and_allocator_settings() -> None:
+    settings = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "MKL_NUM_THREADS")
+    trainer = dict.fromkeys((*settings, "PYTORCH_CUDA_ALLOC_CONF"), "1") | {"SLURM_JOB_ID": "7", "USER_VARIABLE": "1"}
+    # A job's own variables stay: a child may ask for its allocation.
+    assert engine_environment("/other/python", trainer) == {"SLURM_JOB_ID": "7", "USER_VARIABLE": "1"}
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megascend.rollout.engines.placement import device_options
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import VllmProcess
 from weightwire.group import Listener
@@ -23,10 +24,7 @@ from weightwire.sender import Sender, spec_of
 ROOT = Path(__file__).parents[2]
 FAULTS = Path(__file__).parent / "faults"
 BUCKET_BYTES = 50_000
-OPTIONS = [
-    *("--enforce-eager", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "64"),
-    *("--skip-tokenizer-init", "--disable-uvicorn-access-log"),
-]
+OPTIONS = ["--max-model-len=512", "--max-num-seqs=64", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
 START_S = 600.0
 """Deadline for a server's start on a busy machine, in seconds."""
 TOKENS = [(7 * index + index * index // 3) % 290 + 3 for index in range(48)]
@@ -45,7 +43,15 @@ def vllm_python() -> Path:
 class Server:
     """A real vLLM with the tests' fault plug-in, which accepts requests."""
 
-    def __init__(self, checkpoint: Path, folder: Path, *options: str, fault: Path | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        folder: Path,
+        *options: str,
+        fault: Path | None = None,
+        variables: dict[str, str] | None = None,
+        device: str = "cpu",
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.checkpoint, self.fault = checkpoint, fault or folder / "fault"
         self.key_file = folder / "key"
@@ -57,13 +63,14 @@ class Server:
             "VLLM_NO_USAGE_STATS": "1",
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # the default caches 1024 matmul shapes, during which memory grows
             "HF_HUB_OFFLINE": "1",
+            **(variables or {}),
         }
         self.process = VllmProcess(
             vllm_python(),
             checkpoint,
             key_file=self.key_file,
             log=folder / "vllm.log",
-            options=[*OPTIONS, *options],
+            options=[*OPTIONS, *device_options(device), *options],
             environment=environment,
         )
         try:
@@ -118,14 +125,14 @@ async def push(
     version: int,
     wrap: Callable[[Any], Any] = lambda transport: transport,
     manifest: Manifest | None = None,
-) -> None:
-    """Run a complete update."""
+) -> dict[str, float]:
+    """Run a complete update; return the seconds of its commit."""
     offer = offered(engine, listener, manifest or manifest_of(weights, version), await engine.receivers())
     await engine.begin_update(offer)
     try:
         seal = await asyncio.to_thread(send, listener, offer, weights, wrap)
         await engine.verify(seal, 30.0)
-        await engine.commit(offer.update)
+        return dict(await engine.commit(offer.update) or {})
     except BaseException:
         await engine.drop(offer.update)
         raise

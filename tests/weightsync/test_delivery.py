@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.errors import ConfigError, EngineError, WeightSyncError
-from megascend.rollout.engines.vllm import VllmEngine
+from megascend.errors import ConfigError, WeightSyncError
 from megascend.weightsync.delivery import Delivery, Update
 from weightwire.engine import InferenceEngine
-from weightwire.keys import generate_key
 from weightwire.sender import spec_of
 from weightwire.transports.choice import Location
 
@@ -95,14 +92,3 @@ def test_a_transport_that_does_not_fit_raises_before_anything_begins(
     with delivery(transport) as opened, pytest.raises(ConfigError, match=message):
         opened.begin(Update(), [engine], 1, SPECS)
     assert not engine.has_begun
-
-
-def test_older_receiver_raises_with_the_install_command() -> None:
-    engine = VllmEngine("http://127.0.0.1:9", key=generate_key())
-
-    async def info() -> dict[str, Any]:
-        return {"device": "cuda", "receivers": 2}
-
-    engine.info = info  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match=r"reports no locations.*install \./receiver"):
-        asyncio.run(engine.locations())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import pickle
 import subprocess
@@ -62,6 +63,8 @@ def test_a_manifest_survives_json(manifest):
     repeated = Manifest.from_json(json.loads(json.dumps(manifest.to_json())))
     assert repeated == manifest
     assert repeated.identity == manifest.identity
+    text = json.dumps(manifest.to_json(), sort_keys=True)
+    assert manifest.identity == hashlib.sha256(text.encode()).hexdigest()
 
 
 json_values = st.recursive(
@@ -80,6 +83,24 @@ def test_another_protocol_is_refused(protocol):
     manifest = Manifest(0, (TensorSpec("a", "bfloat16", (2,)),), 4194304, "multilinear64", None)
     with pytest.raises(ManifestError, match="this side speaks 1"):
         Offer.from_json(offer_of(manifest).to_json() | {"protocol": protocol})
+
+
+def test_repeated_tensors_are_parsed_once_and_others_checked():
+    manifest = Manifest(1, (TensorSpec("a", "int8", (1, 2)), TensorSpec("b", "int8", (1,))))
+    first, again = (Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) for _ in range(2))
+    assert again.tensors is first.tensors
+    assert plan_buckets(again.tensors, 2) is plan_buckets(first.tensors, 2)
+    assert [len(plan_buckets(first.tensors, size)) for size in (1, 2, 3)] == [3, 2, 1]
+    for size in (True, 1.0):  # equal to the size in the last manifest
+        data = manifest.to_json()
+        data["tensors"][0][2][0] = size
+        with pytest.raises(ManifestError, match="has shape"):
+            Manifest.from_json(data)
+    data = manifest.to_json()
+    data["tensors"][1][0] = "a"
+    with pytest.raises(ManifestError, match="a is listed twice"):
+        Manifest.from_json(data)
+    assert Manifest.from_json(manifest.to_json()) == manifest
 
 
 @given(manifests, st.data())

@@ -27,12 +27,13 @@ CALLS_MADE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "locations": ((), [Location("cuda", "host", gpu="GPU-a", visible=("GPU-a",)), None]),
     "begin_update": ((OFFER,), None),
     "verify": ((SEAL, 60.0), None),
-    "commit": (("u",), None),
+    "commit": (("u",), {"paused": 0.5, "exchange": 0.25}),
     "drop": (("u",), None),
     "needs": (((TensorSpec("w", "bfloat16", (4, 2)),),), [(Piece(0, (0, 0), (2, 2)),), ()]),
     "version": (("adapter a",), 7),
     "load_adapter": (("a", "/folder", None), None),
     "pause": ((30.0,), None),
+    "sleep": ((30.0,), None),
     "resume": ((), None),
 }
 """Arguments and result of each method."""

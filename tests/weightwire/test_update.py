@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from in_process import ADAPTER, TIMEOUT_S, Engine, Trainer, manifest_of, same, tensors
 
+from weightwire import group
 from weightwire.errors import (
     CommitError,
     DeadlineError,
@@ -23,7 +25,8 @@ from weightwire.errors import (
 )
 from weightwire.manifest import Manifest
 from weightwire.offer import Seal
-from weightwire.receiver import Receiver
+from weightwire.receiver import SWITCH_S, Receiver, quick_switches
+from weightwire.sender import Buffers
 
 OLD, NEW = tensors(1), tensors(2)
 
@@ -372,6 +375,69 @@ def test_check_receives_the_manifest():
     seal = Trainer([receiver]).send(manifest, NEW.items())
     receiver.verify(seal, TIMEOUT_S)
     assert observed == [manifest]
+
+
+def test_memory_and_connections_serve_the_next_update(monkeypatch):
+    receiver, engine, trainer, buffers = Receiver("engine"), Engine(), Trainer([Receiver("unused")]), Buffers()
+    trainer.receivers, trainer.transport = [receiver], "shared_memory"
+    connections = []
+    monkeypatch.setattr(group, "connect", lambda *address, real=group.connect: connections.append(1) or real(*address))
+
+    def update(version, weights):
+        seal = trainer.send(manifest_of(weights, version), weights.items(), buffers=buffers)
+        address = receiver.staging(seal.update).data_ptr()
+        receiver.verify(seal, TIMEOUT_S)
+        receiver.commit(seal.update, engine.load, engine.restore)
+        receiver.settle(seal.update)
+        assert same(engine.weights, weights)
+        counted = len(connections)
+        connections.clear()
+        return address, buffers.nbytes, counted
+
+    (first, nbytes, _), (second, _, _), (third, last, counted) = (update(version, NEW) for version in (1, 2, 3))
+    assert first == second == third
+    assert nbytes == last == 512
+    assert counted == 2, "one of the transport on each side; the groups use those of the last update"
+    smaller = dict(list(NEW.items())[:3])
+    engine.weights = {}
+    assert update(4, smaller)[0] == first
+    receiver.release()
+    assert update(5, smaller)[1] == 512
+
+
+def test_memory_of_an_incomplete_update_is_not_used_again(served):
+    receiver, engine = served
+    trainer = Trainer([receiver])
+    (offer,) = trainer.offers(manifest_of(NEW, 2))
+    receiver.open(offer)
+    memory = receiver.staging(offer.update)
+    receiver.drop(offer.update)  # a transport may still write into it
+    (offer,) = Trainer([receiver]).offers(manifest_of(NEW, 3))
+    receiver.open(offer)
+    assert receiver.staging(offer.update).data_ptr() != memory.data_ptr()
+    receiver.drop(offer.update)
+    works_again(receiver, engine, 4)
+
+
+def test_connection_to_a_listener_that_has_ended_is_not_used_again():
+    trainer = Trainer([Receiver("engine")])
+    trainer.push(1, NEW)
+    address = trainer.listener.host, trainer.listener.port
+    deadline = time.monotonic() + 30
+    while not (kept := group._idle.get((os.getpid(), *address))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(kept) <= group.MAX_IDLE
+    while group._kept(*address) is not None:
+        pass
+    assert group._kept(*address) is None
+
+
+def test_receiving_thread_switches_quickly_and_restores_the_interval():
+    usual = sys.getswitchinterval()
+    with quick_switches(), quick_switches():
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    assert sys.getswitchinterval() == pytest.approx(usual)
 
 
 def test_many_updates_leak_no_threads_or_files():

@@ -33,6 +33,7 @@ from weightwire.sender import Sender, spec_of
 from weightwire.transports import Setup, make_transport
 from weightwire.transports.choice import Location
 from weightwire.vllm import contract
+from weightwire.vllm import control as module
 from weightwire.vllm.__main__ import arguments
 from weightwire.vllm.checkpoint import Expected
 from weightwire.vllm.control import Control
@@ -44,7 +45,7 @@ class Updates:
 
     def __init__(self, number: int) -> None:
         self.number, self.weights, self.faults = number, {"w": torch.zeros(1000)}, set()
-        self.receiver = Receiver(f"worker {number}")
+        self.receiver, self.reload_reason = Receiver(f"worker {number}"), "a double"
 
     def begin(self, offer: Offer) -> None:
         if "refuse" in self.faults:
@@ -58,7 +59,7 @@ class Updates:
     def verify(self, seal: Seal, timeout_s: float) -> None:
         self.receiver.verify(seal, timeout_s)
 
-    def commit(self, update: str) -> None:
+    def commit(self, update: str) -> str:
         before = self.weights
 
         def load(tensors: Any) -> None:
@@ -73,6 +74,7 @@ class Updates:
             self.weights = before
 
         self.receiver.commit(update, load, restore)
+        return "reload"
 
     def revert(self, update: str, reason: str) -> None:
         if self.receiver.status()["update"]["state"] == "committed":
@@ -85,6 +87,9 @@ class Updates:
 
     def drop(self, update: str) -> None:
         self.receiver.drop(update)
+
+    def release(self) -> None:
+        self.receiver.release()
 
 
 class Worker(WorkerExtension):
@@ -101,10 +106,20 @@ class Engine:
     def __init__(self, workers: int = 2) -> None:
         self.workers = [Worker(number) for number in range(workers)]
         parallel = SimpleNamespace(world_size=workers, world_size_across_dp=workers)
-        self.vllm_config = SimpleNamespace(parallel_config=parallel, device_config=SimpleNamespace(device_type="cpu"))
-        self.paused, self.calls = False, []
+        self.vllm_config = SimpleNamespace(
+            parallel_config=parallel,
+            device_config=SimpleNamespace(device_type="cpu"),
+            model_config=SimpleNamespace(enable_sleep_mode=True),
+        )
+        self.paused, self.asleep, self.no_memory, self.calls = False, False, False, []
+        self.engine_core = self.renderer = self
+
+    async def clear_mm_cache_async(self) -> None: ...
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        await self.pause_scheduler_async(mode, clear_cache)
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert clear_cache
         self.paused = True
         self.calls.append(f"pause {mode}")
@@ -112,6 +127,17 @@ class Engine:
     async def resume_generation(self) -> None:
         self.paused = False
         self.calls.append("resume")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        assert self.paused
+        self.asleep = True
+        self.calls.append(f"sleep {level} {mode}")
+
+    async def wake_up(self) -> None:
+        if self.no_memory:
+            raise RuntimeError("out of memory")
+        self.asleep = False
+        self.calls.append("wake up")
 
     async def is_paused(self) -> bool:
         return self.paused
@@ -298,6 +324,60 @@ def test_a_pause_lapses_and_a_commit_within_it_leaves_it(control, engine):
         for lease_s in (0, -1, float("nan"), 1e9):
             with pytest.raises(WireError, match="a lease of"):
                 await control.pause("a#1", lease_s)
+
+    run(act())
+
+
+def test_engine_sleeps_and_wakes_up_for_an_update(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        await push(control, 1.0, 1)
+        engine.calls.clear()
+        await control.sleep("a#1", 60)
+        await control.sleep("a#1", 60)  # renewed
+        assert (engine.paused, engine.asleep, (await control.info())["asleep"]) == (True, True, True)
+        assert [worker.updates.receiver._memory for worker in engine.workers] == [None, None]
+        with pytest.raises(UpdateError, match="asleep"):
+            await push(control, 2.0, 2)
+        await control.resume("a#1")
+        assert engine.calls == ["pause keep", "sleep 1 keep", "wake up", "resume"]
+        await push(control, 2.0, 2)
+        assert engine.values == [2.0, 2.0]
+
+    run(act())
+
+
+def test_sleep_ends_with_its_lease_or_with_another_owner(control, engine, monkeypatch):
+    monkeypatch.setattr(module, "WAKE_RETRY_S", 0.05)
+
+    async def act():
+        await control.claim("a#1", 60)
+        engine.no_memory = True
+        await control.sleep("a#1", 0.05)
+        await asyncio.sleep(0.3)
+        assert engine.asleep  # the trainer holds the memory
+        engine.no_memory = False
+        await asyncio.wait_for(lapsed(engine), 60)
+        assert not engine.asleep
+        await control.sleep("a#1", 60)
+        await control.claim("b#1", 60, take_over=True)
+        assert (engine.paused, engine.asleep) == (False, False)
+
+    run(act())
+
+
+def test_sleep_is_refused_during_an_update_and_without_the_mode(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        offer, _ = offer_of(1.0, 1)
+        await control.begin("a#1", offer)
+        with pytest.raises(UpdateError, match="is under way: the engine cannot sleep"):
+            await control.sleep("a#1", 60)
+        await control.drop("a#1", offer.update)
+        engine.vllm_config.model_config.enable_sleep_mode = False
+        with pytest.raises(WireError, match="--enable-sleep-mode"):
+            await control.sleep("a#1", 60)
+        assert not engine.paused
 
     run(act())
 

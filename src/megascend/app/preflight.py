@@ -247,6 +247,7 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
 def check_rollouts(config: RlConfig) -> None:
     """Check that prompts can be read, that the reward function is there, and that engines are addresses with a key."""
     from megascend.app.rl.engines import check_engines
+    from megascend.app.rl.servers import check_servers
     from megascend.rollout.prompts import read_prompts
     from megascend.rollout.rewards import check_name
 
@@ -255,6 +256,7 @@ def check_rollouts(config: RlConfig) -> None:
         read_prompts(config.evaluation.prompts)
     check_name(config.rollout.reward)
     check_engines(config.engines, config.rollout.controller)
+    check_servers(config)
 
 
 # --- room on the disk ---

@@ -99,6 +99,9 @@ class Training(ABC, Generic[AnyConfig]):
     def check(self, config: AnyConfig, launch: Launch) -> None:
         """Check settings that :func:`check_run` does not know. Called before torch is imported."""
 
+    def start(self, plan: RunPlan[AnyConfig], launch: Launch, stack: ExitStack) -> None:
+        """Start other processes that need long, before this one uses a device. The stack ends them with the run."""
+
     @abstractmethod
     def prepare(self, world: World[AnyConfig]) -> AnyConfig:
         """Read the data, check everything that can be checked without the model, and return the completed settings. Local."""
@@ -203,6 +206,7 @@ def run(
         # A stack of its own, which the first step closes early; an error before that closes it with the run.
         kernel_compilation = stack.enter_context(ExitStack())
         kernel_compilation.enter_context(compiling_kernels(plan, launch))
+        training.start(plan, launch, stack)
         phases.ended("settings")
         # Before torch and Megatron are used: providers patch them while they are imported.
         runtime = bootstrap(config)

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
 
+VLLM = "vllm"
+"""Entry of ``engines`` for a vLLM server that the run starts."""
+
 
 class Rollout(Section):
     """Sampling by the rollout engines, and their allowed lag."""
@@ -95,7 +98,9 @@ class Sync(Section):
         description="registered name of the weight transport; auto: nccl between GPUs, cuda_ipc on one GPU, hccl "
         "between NPUs, gloo to engines on the CPU",
     )
-    bucket_bytes: Size = Field(64 * 2**20, description="bytes per transfer")
+    bucket_bytes: Size | None = Field(
+        None, description="bytes per transfer, of which rank 0 holds two; default: 512 MiB, on a CPU 256 MiB"
+    )
     timeout_s: Size | None = Field(
         None, description="seconds of each wait in an update; default: 120, or less if the run's timeout_s is short"
     )
@@ -113,6 +118,42 @@ class Sync(Section):
     full_every: Size = Field(50, description="with mode delta or auto, send complete weights after so many updates")
 
 
+class Vllm(Section):
+    """vLLM servers that the run starts: the entries ``vllm`` of engines."""
+
+    python: Path | None = Field(
+        None,
+        description="interpreter of vLLM's environment; default: MEGASCEND_VLLM_PYTHON, else .venv-vllm/bin/python",
+    )
+    options: tuple[str, ...] = Field(
+        (), description="options of vLLM (--max-num-seqs=64), after the run's own; the last one of a name counts"
+    )
+
+
+class Placement(Section):
+    """GPUs of the trainer and of the engines that the run starts, as positions among the host's visible GPUs."""
+
+    trainer: tuple[Count, ...] | None = Field(
+        None, description="GPUs of the trainer's processes on this host, by local rank; default: the first ones"
+    )
+    engines: tuple[tuple[Count, ...], ...] | None = Field(
+        None,
+        description="GPUs of each engine that the run starts, several for tensor parallelism: [[2, 3], [4, 5]]; default: one "
+        "that the trainer does not use for each, or that of rank 0",
+    )
+    memory: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="share of a GPU's memory for an engine (gpu_memory_utilization of vLLM); default: 0.7, on the trainer's "
+        "GPU 0.35, divided by the engines on the GPU",
+    )
+    sleep: bool = Field(
+        False,
+        description="engines on a GPU of the trainer free their memory during each step, and sample between steps only",
+    )
+
+
 class Evaluation(Section):
     """Rewards on other prompts, before the first step, at intervals, and after the last one."""
 
@@ -128,8 +169,11 @@ class RlConfig(TrainerConfig):
     rollout: Rollout = Field(description="sampling of responses")
     engines: tuple[str, ...] = Field(
         ("local",),
-        description="addresses of vLLM servers (http://HOST:PORT), or local: transformers in a process beside rank 0",
+        description="addresses of vLLM servers (http://HOST:PORT); vllm: a server that the run starts on rank 0's host; local: "
+        "transformers in a process beside rank 0",
     )
+    placement: Placement = Placement()
+    vllm: Vllm = Vllm()
     objective: Objective = Objective()
     sync: Sync = Sync()
     evaluation: Evaluation | None = Field(None, description="measure rewards on other prompts at intervals")
@@ -152,10 +196,23 @@ class RlConfig(TrainerConfig):
             )
         if self.rollout.controller is not None and self.engines != ("local",):
             raise ValueError("rollout.controller brings the engines: leave engines out")
-        # "local" may be repeated: each is an engine of its own.
-        if len(set(self.engines) - {"local"}) < len([name for name in self.engines if name != "local"]):
+        # "local" and "vllm" may be repeated: each is an engine of its own.
+        addresses = [name for name in self.engines if name not in ("local", VLLM)]
+        if len(set(addresses)) < len(addresses):
             raise ValueError(f"engines names one address twice: {', '.join(self.engines)}")
+        if self.placement != Placement() and not self.started_engines:
+            raise ValueError(f"placement is of engines that the run starts, and engines has no {VLLM}")
+        if self.placement.engines is not None and len(self.placement.engines) != len(self.started_engines):
+            raise ValueError(
+                f"placement.engines has the GPUs of {len(self.placement.engines)} engines, and engines has "
+                f"{len(self.started_engines)} entries {VLLM}"
+            )
         return self
+
+    @property
+    def started_engines(self) -> tuple[int, ...]:
+        """Indices of the engines that the run starts."""
+        return tuple(index for index, name in enumerate(self.engines) if name == VLLM)
 
     @property
     def engine_names(self) -> tuple[str, ...]:

@@ -23,10 +23,16 @@ LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "MEGASCEND_STORE"),
+    *("NODE_RANK", "NCCL_COMM_ID", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASK_PID"),
+    *("SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
 )
-"""Set for each rank by torchrun, or by ``run_distributed``."""
-LAUNCHER_PREFIXES = ("TORCHELASTIC_", "PET_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
-"""Prefixes of torchrun's other variables (PET: its options) and of those that MPI launchers set for their ranks."""
+"""Set for each rank by torchrun, ``run_distributed``, an MPI launcher or srun; ``NCCL_COMM_ID`` is the address of one group."""
+LAUNCHER_PREFIXES = (
+    *("TORCHELASTIC_", "PET_", "OMPI_", "PMI_", "PMI2_", "PMIX_", "PRTE_", "HYDI_", "HYDRA_", "MV2_COMM_WORLD_"),
+    *("SLURM_STEP_", "SLURM_STEPID", "SLURM_SRUN_", "SLURM_LAUNCH_", "SLURM_CPU_BIND"),
+)
+"""Prefixes of torchrun's other variables (PET: its options), and of those that MPI launchers and srun set for their ranks."""
 
 
 def child_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -9,8 +9,9 @@ import contextlib
 import logging
 import os
 import socket
+import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
 from weightwire.offer import Offer, Seal, Sharding
 from weightwire.plan import Piece, Share
-from weightwire.sender import Sender, spec_of
+from weightwire.sender import Buffers, Sender, spec_of
 from weightwire.transports.base import device_types
 from weightwire.transports.choice import AUTO, Location, check, choose, choose_pairs
 
@@ -96,6 +97,7 @@ class Update:
         transport: transport in use; empty before :meth:`Delivery.begin`.
         nbytes, buckets: amounts sent to each receiver.
         base: version from which differences are sent; None: complete weights.
+        parts: seconds of the phases' parts, by ``PHASE.PART``; of engines, those of the slowest one.
     """
 
     name: str = ""
@@ -107,6 +109,7 @@ class Update:
     nbytes: int = 0
     buckets: int = 0
     base: int | None = None
+    parts: dict[str, float] = field(default_factory=dict)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send the tensors, in the order of the specs passed to :meth:`Delivery.begin`."""
@@ -114,6 +117,14 @@ class Update:
         with self.sender as sender:
             self.seal = sender.send(tensors)
         self.nbytes, self.buckets = sender.traffic.nbytes, sender.traffic.buckets
+        self.parts |= {f"transfer.{part}": seconds for part, seconds in sender.traffic.seconds.items()}
+
+    @contextlib.contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Record the seconds within the context as those of a part."""
+        start = time.perf_counter()
+        yield
+        self.parts[part] = time.perf_counter() - start
 
 
 class Delivery:
@@ -124,7 +135,8 @@ class Delivery:
             engines of an update (:func:`weightwire.transports.choice.choose`).
         device: device of the weights. Buckets are on the same device if the transport supports it, else on the CPU.
         host: address under which engines reach this process.
-        bucket_bytes: size of a bucket, of which two are allocated. None: :func:`weightwire.manifest.default_bucket_bytes`.
+        bucket_bytes: size of a bucket, of which two are allocated, and kept from one update to the next. None:
+            :func:`weightwire.manifest.default_bucket_bytes`.
         digest: a name of :data:`weightwire.digest.ALGORITHMS`.
         timeout_s: deadline of each wait, in seconds.
         overlap: fill one bucket while the other is sent.
@@ -150,6 +162,7 @@ class Delivery:
         self._timeout_s, self._overlap = timeout_s, overlap
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._listener = Listener(host)
+        self._buffers = Buffers()
         self._loop: LoopThread | None = None
         if run is None:
             self._loop = LoopThread("megascend-weightsync")
@@ -201,7 +214,8 @@ class Delivery:
         if len(set(names)) < len(names):
             raise ConfigError(f"push: engine names are not unique: {', '.join(names)}")
         # The devices of the engines' workers decide the transport.
-        counts, members = self._located(update.engines)
+        with update.timed("begin.locations"):
+            counts, members = self._located(update.engines)
         update.transport = self._fitting_transport(members)
         device = self._device if self._device.type in device_types(update.transport) else torch.device("cpu")
         bucket_bytes = self._bucket_bytes or default_bucket_bytes(device.type)
@@ -211,19 +225,24 @@ class Delivery:
         for name in names:
             offers[name] = self._offer(update, first, counts[name], manifest)
             first += counts[name]
-        answers = self._all(update.engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+        with update.timed("begin.offer"):
+            answers = self._all(
+                update.engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s
+            )
         self._require_all(*answers, f"version {version} was not begun", "; all engines keep the old weights")
         # Waits for the receivers, which the engines start in begin_update.
-        update.sender = Sender.connect(
-            self._listener,
-            update.name,
-            manifest,
-            transport=update.transport,
-            device=device,
-            timeout_s=self._timeout_s,
-            options=self._options,
-            overlap=self._overlap,
-        )
+        with update.timed("begin.connect"):
+            update.sender = Sender.connect(
+                self._listener,
+                update.name,
+                manifest,
+                transport=update.transport,
+                device=device,
+                timeout_s=self._timeout_s,
+                options=self._options,
+                overlap=self._overlap,
+                buffers=self._buffers,
+            )
 
     # --- sharded updates ---
 
@@ -332,6 +351,10 @@ class Delivery:
     def commit(self, update: Update) -> None:
         """Activate the verified update on all engines."""
         committed, failed = self._all(update.engines, lambda engine: engine.commit(update.name), self._timeout_s)
+        for seconds in committed.values():
+            for part, value in (seconds or {}).items():
+                name = f"commit.{part}"
+                update.parts[name] = max(update.parts.get(name, 0.0), value)
         active = f"; version {update.version} is active on {', '.join(committed)}" if committed else ""
         self._require_all(committed, failed, f"version {update.version} was not committed everywhere", active)
 
@@ -346,7 +369,8 @@ class Delivery:
             self._all(update.engines, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:
-        """Stop listening. Engines keep their weights."""
+        """Stop listening, and release the buckets. Engines keep their weights."""
+        self._buffers = Buffers()
         if self._loop is not None:
             self._loop.close()
         self._listener.close()

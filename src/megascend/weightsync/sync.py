@@ -10,7 +10,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megascend.distributed.objects import agree, from_rank_0, raise_on_all_ranks
@@ -50,6 +50,8 @@ class Pushed:
         sent: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
             push, has of them.
         share: of a sharded push, ``sent`` relative to complete weights.
+        parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
+            ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
     """
 
     version: int
@@ -63,6 +65,7 @@ class Pushed:
     base: int | None = None
     sent: int = 0
     share: float = 1.0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -218,6 +221,7 @@ class WeightSync:
                     update.transport,
                     why_not_sharded=refusal,
                     sent=update.nbytes,
+                    parts=update.parts,
                 ),
                 self._groups,
                 "what was pushed",

@@ -46,7 +46,8 @@ class Transport(Protocol):
     """Broadcast of buckets to all receivers of a group. Created on every member, with the same name and options.
 
     ``send`` and ``receive`` start a transfer and do not wait; transfers complete in order, at the latest during their
-    :meth:`Work.wait`. At most two are in flight. The sender only sends, receivers only receive, each from one thread.
+    :meth:`Work.wait`. At most two are in flight, or ``receives_in_flight`` on a receiver if the class has that attribute. The
+    sender only sends, receivers only receive, each from one thread.
     """
 
     def send(self, buffer: torch.Tensor) -> Work:
@@ -190,6 +191,8 @@ def make_transport(name: str, setup: Setup) -> Transport:
     return getattr(import_module(module), attribute)(setup)
 
 
+RECEIVES_IN_FLIGHT = 2
+"""Transfers in flight on a receiver, for a transport that does not say otherwise: the sender has two buffers."""
 FIRST_PAUSE_S = 20e-6
 MAX_PAUSE_S = 5e-3
 SHARE = 0.02

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import BroadcastOptions
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import DeviceWork, Setup, ThreadWork, first_line, wait_for_keys
+from weightwire.transports.base import DeviceWork, Setup, ThreadWork, first_line
 
 W = TypeVar("W", bound=DeviceWork | ThreadWork)
 
@@ -101,15 +101,9 @@ class Communicators:
 
     def _all_have(self, cached: Communicator | None, setup: Setup) -> bool:
         """Exchange what the members have cached, also if this one has nothing: the others wait for its report."""
-        group = setup.group
-        store = group.store("communicator", setup.timeout_s)
-        keys = [str(rank) for rank in range(group.size)]
         # The number of broadcasts is a part of the state: a member that missed one would receive everything shifted.
-        store.set(keys[group.rank], "none" if cached is None else cached.state)
-        failure = f"{self._name}: not all members have reported their communicators"
-        wait_for_keys(keys, store, group, setup.timeout_s, failure)
-        states = {store.get(key).decode() for key in keys}
-        return cached is not None and states == {cached.state}
+        state = "none" if cached is None else cached.state
+        return {*setup.group.exchange("communicator", state, setup.timeout_s)} == {state} and cached is not None
 
 
 class CommunicatorTransport:
@@ -178,7 +172,9 @@ class CommunicatorTransport:
         return DeviceWork(handle, buffer, self._group, self.name)
 
     def _first_broadcast(self, setup: Setup) -> None:
-        """Make the library connect, and check that bytes arrive."""
+        """Make the library connect, and check that bytes arrive. A communicator that is used again has shown that they do."""
+        if self._communicator is not None and self._communicator.broadcasts:
+            return
         first = torch.full((8,), 1 if setup.group.rank == 0 else 0, dtype=torch.uint8, device=setup.device)
         # The fill runs on the current stream, the broadcast on the transport's own, which does not wait for it.
         torch.get_device_module(setup.device).current_stream(setup.device).synchronize()

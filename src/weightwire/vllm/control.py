@@ -37,6 +37,7 @@ LONGEST_LEASE_S = 3600.0
 RPC_S = 60.0
 """Deadline of a call to the workers that returns at once, in seconds."""
 COMMIT_S = 600.0
+WAKE_RETRY_S = 10.0
 POLL_S = 0.02
 
 
@@ -59,12 +60,14 @@ class Control:
         self._newest: dict[str, int] = {}
         """Versions that the current owner has committed: later ones must be newer."""
         self._paused_until: float | None = None
+        self._asleep = False
         self._lapse: asyncio.Task[None] | None = None
         # Pause, update and claim change the same engine; each waits for the one before.
         self._changing = asyncio.Lock()
         self._locations: list[dict[str, Any]] | None = None
         self.adapters: dict[str, LoadedAdapter] = {}
         self._adapters_loaded = 0
+        self._reload_reason = ""
         self.not_serving: str | None = None
         """Reason why the engine must not answer; None if it may."""
 
@@ -122,7 +125,9 @@ class Control:
             "owner": None if owner is None else {"name": owner.owner, "lapses_in_s": owner.left_s(now)},
             "updating": None if update is None else {"update": update.update, "version": update.manifest.version},
             "paused": bool(await self._engine.is_paused()),
+            "asleep": self._asleep,
             "not_serving": self.not_serving,
+            "reload_reason": self._reload_reason,
         }
 
     # --- the owner ---
@@ -149,6 +154,8 @@ class Control:
             self._last_owner = name
             async with self._changing:
                 await self._drop(f"{name} has taken the engine over")
+                if self._asleep:
+                    await self._resume()  # the owner that needed the memory is gone
                 # The new owner counts its versions from anywhere, so the workers forget the last ones.
                 for target in self._versions:
                     await self._workers("weightwire_forget", target)
@@ -197,6 +204,8 @@ class Control:
                 raise UpdateError(
                     f"{_description(self._update)} is under way: commit it or drop it before the next one"
                 )
+            if self._asleep:
+                raise UpdateError("the engine is asleep, and has no memory for an update: resume it first")
             self._require_newer(offer)
             # Before the workers begin: if one of them refuses, the others' parts are dropped.
             self._update = offer
@@ -232,8 +241,12 @@ class Control:
         """Check whether all workers have verified. Polls, since a waiting call would block the workers' computation."""
         return all(answer["verified"] for answer in await self._workers("weightwire_verify", seal))
 
-    async def commit(self, owner: str, update: str) -> None:
+    async def commit(self, owner: str, update: str) -> dict[str, float]:
         """Activate verified weights in all workers, between two steps of the engine. A no-op after success.
+
+        Returns:
+            Seconds of the pause (``paused``), and of the slowest worker by the way of its commit (``exchange`` or ``reload``);
+            empty for an adapter and for a repeated call.
 
         Raises:
             CommitError: it failed; the old weights are active.
@@ -244,37 +257,46 @@ class Control:
             self._require(owner)
             # The answer to the first commit was lost.
             if self._ended == (update, None):
-                return
+                return {}
             offer = self._require_update(update)
             try:
                 if offer.manifest.adapter is None:
-                    await self._commit_model(offer)
-                else:
-                    await self._commit_adapter(offer)
+                    return await self._commit_model(offer)
+                await self._commit_adapter(offer)
+                await self._settle(offer)
+                return {}
             except BaseException as error:
-                await self._drop(str(error))
+                await self._drop(str(error))  # a no-op if the new version is active
                 raise
-            # Before the workers release the old weights: if that call fails, the new version is active all the same.
-            self._update, self._ended = None, (update, None)
-            target, version = offer.manifest.target, offer.manifest.version
-            self._versions[target] = self._newest[target] = version
-            await self._workers("weightwire_settle", update)
 
-    async def _commit_model(self, offer: Offer) -> None:
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+    async def _commit_model(self, offer: Offer) -> dict[str, float]:
+        begin = time.perf_counter()
+        await contract.pause(self._engine)
         try:
             try:
-                await self._workers("weightwire_commit", offer.update, timeout_s=COMMIT_S)
+                answers = await self._workers("weightwire_commit", offer.update, timeout_s=COMMIT_S)
             except Exception as error:
                 await self._revert(offer, error)
                 raise
             # Before generation continues, so that the first new token has the new number.
             await contract.stamp(self._engine, offer.manifest.version)
-            self._versions["model"] = offer.manifest.version
             self.not_serving = None
+            # Within the pause: a call of the workers would otherwise wait for a step of the engine.
+            await self._settle(offer)
         finally:
             if self._paused_until is None:
                 await self._engine.resume_generation()
+        self._reload_reason = next(filter(None, (answer["reload_reason"] for answer in answers)), "")
+        slowest = max(answers, key=lambda answer: answer["seconds"])
+        return {"paused": time.perf_counter() - begin, slowest["way"]: slowest["seconds"]}
+
+    async def _settle(self, offer: Offer) -> None:
+        """Record the new version, and make the workers release the old weights."""
+        # Before the call: if it fails, the new version is active all the same.
+        self._update, self._ended = None, (offer.update, None)
+        target, version = offer.manifest.target, offer.manifest.version
+        self._versions[target] = self._newest[target] = version
+        await self._workers("weightwire_settle", offer.update)
 
     async def _revert(self, offer: Offer, cause: Exception) -> None:
         """Restore the old weights on all workers, including those whose commit succeeded."""
@@ -355,20 +377,48 @@ class Control:
         """Stop sampling, for ``lease_s`` seconds at most; another call renews the pause."""
         async with self._changing:
             self._require(owner)
-            self._paused_until = self._clock() + _lease(lease_s)
-            await self._engine.pause_generation(mode="keep", clear_cache=True)
-            if self._lapse is not None:
-                self._lapse.cancel()  # it may sleep until the end of a longer pause
-            self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
+            await self._pause(lease_s)
+
+    async def sleep(self, owner: str, lease_s: float) -> None:
+        """Pause, and free the device memory of weights, KV cache and staging, for ``lease_s`` seconds at most.
+
+        Raises:
+            UpdateError: an update is open.
+            WireError: the server was started without ``--enable-sleep-mode``.
+        """
+        async with self._changing:
+            self._require(owner)
+            if self._update is not None:
+                raise UpdateError(f"{_description(self._update)} is under way: the engine cannot sleep")
+            if not getattr(self._engine.vllm_config.model_config, "enable_sleep_mode", False):
+                raise WireError("this vLLM cannot free its memory: start it with --enable-sleep-mode")
+            await self._pause(lease_s)
+            if not self._asleep:
+                # Before the call: if it fails halfway, the engine has to be woken up all the same.
+                self._asleep = True
+                await self._workers("weightwire_release")
+                await contract.sleep(self._engine)
+
+    async def _pause(self, lease_s: float) -> None:
+        self._paused_until = self._clock() + _lease(lease_s)
+        if not self._asleep:
+            await contract.pause(self._engine)
+        if self._lapse is not None:
+            self._lapse.cancel()  # it may sleep until the end of a longer pause
+        self._lapse = asyncio.get_running_loop().create_task(self._resume_when_lapsed())
 
     async def resume(self, owner: str) -> None:
-        """End a pause; a no-op if the engine is not paused."""
+        """End a pause or a sleep; a no-op if the engine is neither paused nor asleep."""
         async with self._changing:
             self._require(owner)
             await self._resume()
 
     async def _resume(self) -> None:
         if self._paused_until is not None:
+            if self._asleep:
+                # It may fail while another process holds the memory: the pause then stays, and its end is tried again.
+                await self._engine.wake_up()
+                self._asleep = False
             self._paused_until = None
             await self._engine.resume_generation()
 
@@ -382,7 +432,11 @@ class Control:
                 # It may have been renewed or ended while this waited for the lock.
                 if self._paused_until is not None and self._paused_until <= self._clock():
                     log.warning("a pause was not renewed in time: resuming")
-                    await self._resume()
+                    try:
+                        await self._resume()
+                    except Exception:
+                        log.exception("the engine does not wake up; trying again in %g s", WAKE_RETRY_S)
+                        self._paused_until = self._clock() + WAKE_RETRY_S
 
 
 class OwnedEngine(InferenceEngine):
@@ -419,8 +473,8 @@ class OwnedEngine(InferenceEngine):
     async def verify(self, seal: Seal, timeout_s: float) -> None:
         await self._control.verify(self._owner, seal, timeout_s)
 
-    async def commit(self, update: str) -> None:
-        await self._control.commit(self._owner, update)
+    async def commit(self, update: str) -> dict[str, float]:
+        return await self._control.commit(self._owner, update)
 
     async def drop(self, update: str) -> None:
         await self._control.drop(self._owner, update)
@@ -433,6 +487,9 @@ class OwnedEngine(InferenceEngine):
 
     async def pause(self, lease_s: float) -> None:
         await self._control.pause(self._owner, lease_s)
+
+    async def sleep(self, lease_s: float) -> None:
+        await self._control.sleep(self._owner, lease_s)
 
     async def resume(self) -> None:
         await self._control.resume(self._owner)

@@ -158,6 +158,8 @@ class Guard:
             raise WireError(f"{name}: owner is missing")
         if name in CALLS:
             fields.pop("owner", None)
+            if (claim := fields.pop("claim", None)) is not None:
+                await self._claim(control, owner, Arguments(f"{name}: claim", _mapping(claim)))
             answer = await read_call(name, fields)(OwnedEngine(control, owner))
             # vLLM's own routes find an adapter by its name only in this table.
             if name in ("commit", "load_adapter"):
@@ -168,9 +170,12 @@ class Guard:
         if name == "release":
             control.release(owner)
             return {}
+        await self._claim(control, owner, arguments)
+        return {}
+
+    async def _claim(self, control: Control, owner: str, arguments: Arguments) -> None:
         lease_s = arguments.number("lease_s", LONGEST_LEASE_S)
         await control.claim(owner, lease_s, arguments.flag("take_over", False))
-        return await control.info()
 
     async def _refuse(
         self, error: WireError, scope: Scope, send: Send, nonce: str = "", status: int | None = None
@@ -211,6 +216,10 @@ def _fields(body: bytes) -> dict[str, Any]:
         fields = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
         raise WireError(f"the body is not valid JSON: {str(error)[:200]}") from None
+    return _mapping(fields)
+
+
+def _mapping(fields: Any) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise WireError("the body is not a JSON object")
     return fields

@@ -44,16 +44,29 @@ class Snapshot:
 
     Args:
         copies: device of the copies.
+        memory: an earlier snapshot of the model, which is no longer needed: its memory is used again.
     """
 
-    def __init__(self, model: torch.nn.Module, copies: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, model: torch.nn.Module, copies: torch.device | str = "cpu", memory: Snapshot | None = None
+    ) -> None:
         self._memory: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
-        for module in model.modules():
-            for tensor in _tensors(module):
-                storage = tensor.untyped_storage()
-                # Tied weights and views share memory, which is copied once.
-                if storage.nbytes() and storage.data_ptr() not in self._memory:
-                    self._memory[storage.data_ptr()] = storage, _bytes(storage).to(copies, copy=True)
+        self._names: dict[int, str] = {}
+        before = {} if memory is None else memory._memory
+        with _own_stream(next(model.parameters()).device):
+            for prefix, module in model.named_modules():
+                for name, tensor in _tensors(module):
+                    storage = tensor.untyped_storage()
+                    # Tied weights and views share memory, which is copied once.
+                    if not storage.nbytes() or storage.data_ptr() in self._memory:
+                        continue
+                    _, copy = before.get(storage.data_ptr(), (None, None))
+                    # New memory of the host costs more than the copy: each of its pages is cleared at its first use.
+                    if copy is None or copy.numel() != storage.nbytes():
+                        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=copies)
+                    copy.copy_(_bytes(storage))
+                    self._memory[storage.data_ptr()] = storage, copy
+                    self._names[storage.data_ptr()] = f"{prefix}.{name}"
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +77,13 @@ class Snapshot:
         """Copy the content back."""
         for storage, copy in self._memory.values():
             _bytes(storage).copy_(copy)
+
+    def changed_apart(self, addresses: set[int]) -> str | None:
+        """Return the name of a tensor that differs from its copy and is not in the memory at ``addresses``; None without one."""
+        for address, (storage, copy) in self._memory.items():
+            if address not in addresses and not torch.equal(_bytes(storage), copy.to(storage.device)):
+                return self._names[address]
+        return None
 
 
 def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -142,12 +162,20 @@ def _attributes(owner: Any) -> dict[str, Any]:
     return {name: value.copy() if isinstance(value, (dict, set)) else value for name, value in vars(owner).items()}
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from (tensor for tensor in module._parameters.values() if tensor is not None)
-    yield from (tensor for tensor in module._buffers.values() if tensor is not None)
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ((name, value) for name, value in module._parameters.items() if value is not None)
+    yield from ((name, value) for name, value in module._buffers.items() if value is not None)
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor) and KV_CACHE not in name:
-            yield value
+            yield name, value
+
+
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which copies do not wait for the model's kernels, nor those for the copies."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    module: Any = torch.get_device_module(device)
+    return module.stream(module.Stream(device))
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -24,6 +24,7 @@ from weightwire.plan import Piece
 from weightwire.receiver import COMMITTED, RECEIVING, Receiver
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
+from weightwire.vllm.in_place import Exchange, NotInPlaceError, learn
 from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
 from weightwire.vllm.needs import worker_needs
 
@@ -54,17 +55,33 @@ class WorkerUpdates:
         self._needs: tuple[Sequence[TensorSpec], tuple[Piece, ...]] | None = None
         self._offer: Offer | None = None
         self._copy: _Copy | None = None
+        self._spare: Snapshot | None = None
+        self._exchange: Exchange | None = None
+        self._refused: tuple[TensorSpec, ...] | None = None
+        """Tensors of the last update that cannot be exchanged in place."""
+        self.reload_reason = "" if os.environ.get(contract.IN_PLACE, "1") != "0" else f"{contract.IN_PLACE} is 0"
+        """Reason why the next update is not copied into the parameters in use; empty if unknown, or if it is."""
         self._adapters: dict[str, list[Path]] = {}
 
     def begin(self, offer: Offer) -> None:
-        """Start to receive an update on a thread. A second thread copies the active weights, for undoing the commit."""
+        """Start to receive an update on a thread.
+
+        Unless it will be exchanged with the active weights, a second thread copies these, for undoing the commit.
+        """
         if offer.manifest.adapter is None:
             check_reloadable(self._model())
         # Before the copy is started: an offer that is refused must not cost the engine a copy of its weights.
         self.receiver.open(offer, self._number)
         self._offer = offer
-        if offer.manifest.adapter is None and self._copy is None:
-            self._copy = _Copy(self._model())
+        if offer.manifest.adapter is None and self._copy is None and not self._exchanges(offer):
+            self._copy = _Copy(self._model(), self._spare)
+            self._spare = None
+
+    def _exchanges(self, offer: Offer) -> bool:
+        # The memory of a sharded update has another layout, and may be the base of the next one, which an exchange would destroy.
+        if offer.sharded is not None or self._exchange is None:
+            return False
+        return self._exchange.fits(offer.manifest, self._model())
 
     def needs(self, tensors: Sequence[TensorSpec]) -> tuple[Piece, ...]:
         """Return the slices of a model's tensors that this worker loads. No update may be open: its copy reads the model."""
@@ -87,20 +104,30 @@ class WorkerUpdates:
             self._copy = None
             raise
 
-    def commit(self, update: str) -> None:
+    def commit(self, update: str) -> str:
         """Activate a verified update. The worker must not compute meanwhile.
+
+        Returns:
+            ``exchange`` if the weights were copied into the parameters in use, ``reload`` if vLLM's reload has loaded them.
 
         Raises:
             CommitError: it failed; the old weights are active.
             NotServingError: it failed, and the old weights could not be restored.
         """
-        snapshot = None
-        if self._copy is not None:
-            self._copy.join()
-            snapshot = self._copy.snapshot
+        exchange = self._exchange
+        if self._offer is not None and exchange is not None and self._exchanges(self._offer):
+            staging = self.receiver.staging(update)
+            self.receiver.commit(update, lambda tensors: exchange.run(staging), exchange.undo)
+            return "exchange"
+        # The model's memory is another one than at the beginning of the update.
+        if self._copy is None:
+            self._copy = _Copy(self._model(), self._spare)
+            self._spare = None
+        self._copy.join()
+        snapshot = self._copy.snapshot
         if snapshot is None:
             self.receiver.commit(update, self._load)
-            return
+            return "reload"
         # The references right before the load are those to return to.
         structure, contents = Structure(self._model()), snapshot
 
@@ -108,13 +135,48 @@ class WorkerUpdates:
             structure.restore()
             contents.restore()
 
-        self.receiver.commit(update, self._load, restore)
+        sharded = self._offer is not None and self._offer.sharded is not None
+
+        def load_and_learn(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if sharded:  # tensor by tensor: each is put together when it is loaded
+                self._load(tensors)
+                return
+            items = list(tensors)
+            self._load(iter(items))
+            self._learn(update, items, contents)
+
+        self.receiver.commit(update, load_and_learn, restore)
+        return "reload"
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self._vllm_config):
             load(self._model(), self._vllm_config.model_config, tensors)
+
+    def _learn(self, update: str, tensors: list[tuple[str, torch.Tensor]], before: Snapshot) -> None:
+        """Learn to exchange the next updates in place, after a reload."""
+        from vllm.config import set_current_vllm_config
+
+        assert self._offer is not None
+        manifest, self._exchange = self._offer.manifest, None
+        # Learning may take as long as a reload; the reason would be the same.
+        if os.environ.get(contract.IN_PLACE) == "0" or manifest.tensors == self._refused:
+            return
+        try:
+            with set_current_vllm_config(self._vllm_config):
+                self._exchange = learn(
+                    self._model(),
+                    self._vllm_config,
+                    manifest,
+                    self.receiver.staging(update),
+                    tensors,
+                    before.changed_apart,
+                )
+            self.reload_reason = ""
+        except NotInPlaceError as error:
+            self._refused, self.reload_reason = manifest.tensors, str(error)
+            log.warning("%s: every update is loaded by vLLM's reload: %s", self.receiver.name, error)
 
     def write_adapter(self, update: str) -> str:
         """Write a verified adapter in peft's format to a directory whose path is the same for all workers.
@@ -165,12 +227,24 @@ class WorkerUpdates:
     def settle(self, update: str) -> None:
         """Release the old weights, after the commit has succeeded on all workers."""
         self.receiver.settle(update)
+        if self._copy is not None:
+            # Its memory serves the next update; after an exchange has been learned there is none that needs it.
+            self._spare = None if self._exchange is not None else self._copy.snapshot
         self._copy = None
 
     def drop(self, update: str) -> None:
         """Drop an update; a no-op if it is active."""
         self.receiver.drop(update)
         self._copy = None
+
+    def release(self) -> None:
+        """Free the memory that is kept for the next update: the engine's device is needed by others."""
+        self.receiver.release()
+        if self._exchange is not None:
+            self._exchange.unbind()
+        device = next(self._model().parameters()).device
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
 
     def close(self) -> None:
         """Drop the open update, and remove the adapters' files."""
@@ -187,15 +261,15 @@ class _Copy(threading.Thread):
         snapshot: set when the thread has ended; None if memory was insufficient.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, memory: Snapshot | None) -> None:
         super().__init__(name="weightwire-snapshot", daemon=True)
         self.snapshot: Snapshot | None = None
-        self._model = model
+        self._model, self._memory = model, memory
         self.start()
 
     def run(self) -> None:
         try:
-            self.snapshot = Snapshot(self._model)
+            self.snapshot = Snapshot(self._model, memory=self._memory)
         except (RuntimeError, MemoryError):
             log.exception(
                 "cannot copy the active weights: if the commit of this update fails, the engine stops serving"

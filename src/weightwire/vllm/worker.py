@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -83,10 +84,17 @@ class WorkerExtension:
         return {"verified": True}
 
     @_answering
-    def weightwire_commit(self, update: str) -> None:
-        """Activate verified weights."""
-        self.weightwire_updates().commit(update)
+    def weightwire_commit(self, update: str) -> dict[str, Any]:
+        """Activate verified weights.
+
+        Returns:
+            ``{"way": "exchange" or "reload", "seconds": duration, "reload_reason": why later updates are reloaded}``.
+        """
+        start, updates = time.perf_counter(), self.weightwire_updates()
+        way = updates.commit(update)
         contract.after_base_change(self.model_runner)  # type: ignore[attr-defined]
+        seconds = time.perf_counter() - start
+        return {"way": way, "seconds": seconds, "reload_reason": updates.reload_reason}
 
     @_answering
     def weightwire_write_adapter(self, update: str) -> dict[str, Any]:
@@ -108,6 +116,11 @@ class WorkerExtension:
     def weightwire_drop(self, update: str) -> None:
         """Drop an update."""
         self.weightwire_updates().drop(update)
+
+    @_answering
+    def weightwire_release(self) -> None:
+        """Free the memory that is kept for the next update."""
+        self.weightwire_updates().release()
 
     @_answering
     def weightwire_forget(self, target: str) -> None:

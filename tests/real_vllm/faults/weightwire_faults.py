@@ -1,7 +1,11 @@
 """Faults in a real vLLM's workers, as a vLLM plug-in. The file that ``WEIGHTWIRE_FAULT`` names lists the active faults.
 
 ``load``: a commit fails after five tensors; ``load:1``: only in the second worker. ``restore``: restoring the old weights fails.
-``slow``: a commit takes two seconds longer.
+``slow``: a commit takes two seconds longer. ``exchange``: an exchange in place stops in its third group of tensors;
+``exchange:1``: only in the second worker. ``undo``: undoing an exchange fails.
+
+With ``WEIGHTWIRE_PLAIN_LINEAR=1`` linear layers on the CPU compute with the weights as they are loaded, as on GPUs; vLLM's own
+layers repack them for oneDNN. ``WEIGHTWIRE_SCRATCH_BYTES`` sets the size of an exchange's groups.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ def failing(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 def register() -> None:
     """Install the faults, once per process."""
-    from weightwire.vllm import model, updates
+    from weightwire.vllm import in_place, model, updates
 
     load, restore = updates.load, model.Snapshot.restore
     if getattr(load, "faulty", False):
@@ -48,5 +52,48 @@ def register() -> None:
             raise RuntimeError("the fault of a test: no way back")
         restore(self)
 
+    exchange, undo = in_place._Group.exchange, in_place.Exchange.undo
+    groups = {"count": 0}
+
+    def faulty_run(self: in_place.Exchange, staging: Any, run: Any = in_place.Exchange.run) -> None:
+        if "slow" in active_faults():
+            time.sleep(2)
+        groups["count"] = 0
+        run(self, staging)
+
+    def faulty_exchange(self: in_place._Group) -> None:
+        import torch
+        import torch.distributed as dist
+
+        groups["count"] += 1
+        if groups["count"] == 3 and {"exchange", f"exchange:{dist.get_rank()}"} & active_faults():
+            torch._foreach_copy_(self._scratch, self.targets)
+            self._steps = 1
+            torch._foreach_zero_(self.targets)  # half of it
+            raise RuntimeError("the fault of a test: no third group")
+        exchange(self)
+
+    def faulty_undo(self: in_place.Exchange) -> None:
+        if "undo" in active_faults():
+            raise RuntimeError("the fault of a test: no way back")
+        undo(self)
+
+    in_place.Exchange.run, in_place.Exchange.undo = faulty_run, faulty_undo  # type: ignore[method-assign]
+    in_place._Group.exchange = faulty_exchange  # type: ignore[method-assign]
+    in_place.SCRATCH_BYTES = int(os.environ.get("WEIGHTWIRE_SCRATCH_BYTES", in_place.SCRATCH_BYTES))
+    if os.environ.get("WEIGHTWIRE_PLAIN_LINEAR") == "1":
+        from vllm.model_executor.layers import utils
+
+        def plain(layer: Any, remove_weight: bool) -> None:
+            layer.cpu_linear = torch_linear()
+
+        utils.dispatch_cpu_unquantized_gemm = plain
     faulty_load.faulty = True  # type: ignore[attr-defined]
     updates.load, model.Snapshot.restore = faulty_load, faulty_restore  # type: ignore[method-assign]
+
+
+def torch_linear() -> Any:
+    """Return torch's own product with a weight."""
+    import torch
+
+    return torch.nn.functional.linear

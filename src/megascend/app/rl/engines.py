@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megascend.config.rl import RlConfig
+from megascend.app.rl.servers import owner_name
+from megascend.config.rl import VLLM, RlConfig
 from megascend.errors import ConfigError
 from weightwire.errors import SecretKeyError
 from weightwire.keys import load_key
 
 if TYPE_CHECKING:
+    from megascend.app.rl.servers import Servers
     from weightwire.engine import InferenceEngine
 
 
@@ -19,8 +20,12 @@ CLAIM_S = 120.0
 """Seconds to wait until another owner releases a controller's engines: an earlier run's lease may have to lapse."""
 
 
-def make_engines(config: RlConfig) -> list[InferenceEngine]:
-    """Make an engine for each entry of ``config.engines``, or one of all engines of ``rollout.controller``."""
+def make_engines(config: RlConfig, servers: Servers | None = None) -> list[InferenceEngine]:
+    """Make an engine for each entry of ``config.engines``, or one of all engines of ``rollout.controller``.
+
+    Args:
+        servers: servers that the run has started, for the entries ``vllm``.
+    """
     if config.rollout.controller is not None:
         from megascend.rollout.controller.client import ControllerEngine
 
@@ -29,18 +34,18 @@ def make_engines(config: RlConfig) -> list[InferenceEngine]:
             ControllerEngine(
                 config.rollout.controller,
                 load_key(),
-                owner=_owner(config),
+                owner=owner_name(config),
                 generate_timeout_s=timeout_s,
                 wait_s=CLAIM_S,
             )
         ]
-    return [make_engine(config, index, address) for index, address in enumerate(config.engines)]
+    return [make_engine(config, index, address, servers) for index, address in enumerate(config.engines)]
 
 
 def check_engines(engines: Sequence[str], controller: str | None = None) -> None:
     """Check the settings ``engines`` and ``rollout.controller`` without a request."""
     check_addresses(engines)
-    servers = [f"engines: {address}" for address in engines if address != "local"]
+    servers = [f"engines: {address}" for address in engines if address not in ("local", VLLM)]
     if controller is not None:
         servers = [f"rollout.controller: {controller}"]
     if servers:
@@ -53,11 +58,14 @@ def check_engines(engines: Sequence[str], controller: str | None = None) -> None
 def check_addresses(engines: Sequence[str]) -> None:
     """Find out that an entry of ``engines`` names none."""
     for address in engines:
-        if address != "local" and not (address.startswith("http://") and address.removeprefix("http://").strip("/")):
-            raise ConfigError(f"engines: {address!r} is neither local nor the address of a server (http://HOST:PORT)")
+        server = address.startswith("http://") and address.removeprefix("http://").strip("/")
+        if address not in ("local", VLLM) and not server:
+            raise ConfigError(
+                f"engines: {address!r} is neither local nor {VLLM} nor the address of a server (http://HOST:PORT)"
+            )
 
 
-def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
+def make_engine(config: RlConfig, index: int, address: str, servers: Servers | None = None) -> InferenceEngine:
     """Build the client of engine ``address``, the ``index``-th of the run."""
     if address == "local":
         from megascend.rollout.engines.local import LocalEngine
@@ -70,15 +78,13 @@ def make_engine(config: RlConfig, index: int, address: str) -> InferenceEngine:
             # With one seed, engines would draw alike for requests that have none of their own.
             seed=config.seed + index,
         )
+    if address == VLLM:
+        assert servers is not None
+        return servers.client(index)
     from megascend.rollout.engines.vllm import VllmEngine
 
     check_addresses([address])
-    return VllmEngine(address, owner=_owner(config), generate_timeout_s=config.rollout.timeout_s)
-
-
-def _owner(config: RlConfig) -> str:
-    """Return what engines call this run: under the same name a resumed run has its engines back."""
-    return f"{socket.gethostname()}:{config.output.resolve()}"
+    return VllmEngine(address, owner=owner_name(config), generate_timeout_s=config.rollout.timeout_s)
 
 
 def stop_tokens(tokenizer: object, names: Sequence[str]) -> tuple[int, ...]:

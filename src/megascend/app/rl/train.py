@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,10 @@ from megascend.errors import DataError, EngineError
 from megascend.rollout.rewards import load_reward
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from megascend.app.rl.rollouts import SharedRollouts
+    from megascend.app.rl.servers import Servers
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
     from megascend.rollout.group import Group
@@ -113,16 +117,25 @@ class ReinforcementLearning(Training[RlConfig]):
 
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
+        self._servers: Servers | None = None
         self.totals = Totals()
         self._offset = self._version = 0
         self._since = 0.0
 
     def check(self, config: RlConfig, launch: Launch) -> None:
         from megascend.app.rl.engines import check_engines
+        from megascend.app.rl.servers import check_servers
 
         # Only rank 0 talks to engines, and only it needs their key.
         if self._make_engines is None and launch.rank == 0:
             check_engines(config.engines, config.rollout.controller)
+            check_servers(config)
+
+    def start(self, plan: RunPlan[RlConfig], launch: Launch, stack: ExitStack) -> None:
+        from megascend.app.rl.servers import start_servers
+
+        if self._make_engines is None and plan.config.started_engines:
+            self._servers = start_servers(plan.config, launch, plan.limits, stack)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
         from megascend.app.rl.set_up import check_objective, read_and_check
@@ -167,7 +180,8 @@ class ReinforcementLearning(Training[RlConfig]):
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
         engines: list[InferenceEngine] = []
         # An engine that cannot be made is an error on every rank, or the others would wait.
-        backend.from_rank_0(lambda: engines.extend((self._make_engines or make_engines)(config)))
+        factory = self._make_engines or (lambda config: make_engines(config, self._servers))
+        backend.from_rank_0(lambda: engines.extend(factory(config)))
         collector = None
         if run.main_rank:
             located = [*self._prompts, *self._held_out]
@@ -189,6 +203,7 @@ class ReinforcementLearning(Training[RlConfig]):
                 full_every=settings.full_every,
             )
         )
+        self._wake_engines()
         # Engines count their versions up, and may have lived longer than this process.
         steps_before = backend.step_count
         self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - steps_before
@@ -216,8 +231,10 @@ class ReinforcementLearning(Training[RlConfig]):
         config, backend = run.config, run.backend
         interval = config.objective.measure_every
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
-        learned = learn(backend, batch, config.objective, run.adapter, measured=interval > 0 and number % interval == 0)
-        step = backend.optimizer_step()
+        measured = interval > 0 and number % interval == 0
+        with self._engines_asleep():
+            learned = learn(backend, batch, config.objective, run.adapter, measured=measured)
+            step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
         stepped, pause_s, pushed = time.perf_counter(), 0.0, None
@@ -255,6 +272,25 @@ class ReinforcementLearning(Training[RlConfig]):
             **count_figures(earlier, self._counts),
             **mismatch_figures(learned.mismatch),
         )
+
+    @contextlib.contextmanager
+    def _engines_asleep(self) -> Iterator[None]:
+        """Free the memory of engines on the trainer's GPUs within the context, if ``placement.sleep`` is set. Collective."""
+        if not self._run.config.placement.sleep:
+            yield
+            return
+        backend = self._run.backend
+        backend.from_rank_0(lambda: None if self._servers is None else self._servers.sleep())
+        yield
+        # Not after an error: the run ends, and the servers with it.
+        self._wake_engines()
+
+    def _wake_engines(self) -> None:
+        """Give engines their memory back. Collective."""
+        if self._run.config.placement.sleep:
+            backend = self._run.backend
+            backend.platform.free_cached_memory()
+            backend.from_rank_0(lambda: None if self._servers is None else self._servers.wake())
 
     def _evaluate(self) -> float:
         """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have."""

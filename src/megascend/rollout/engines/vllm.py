@@ -25,7 +25,6 @@ from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer
 from weightwire.plan import Piece
 from weightwire.remote_engine import RemoteEngine
-from weightwire.transports.choice import Location
 
 REINSTALL = "its receiver is not of this version: install ./receiver there again"
 PREFIX = "/weightwire/"
@@ -78,12 +77,6 @@ class VllmEngine(RemoteEngine):
     async def receivers(self) -> int:
         return (await self.info())["receivers"]
 
-    async def locations(self) -> list[Location | None]:
-        info = await self.info()
-        if "locations" not in info:
-            raise EngineError(f"{self.name} reports no locations; {REINSTALL}")
-        return [Location.from_json(data) for data in info["locations"]]
-
     async def version(self, target: str = "model") -> int:
         return (await self.info())["versions"].get(target, 0)
 
@@ -104,12 +97,18 @@ class VllmEngine(RemoteEngine):
         return await super().needs(tensors)
 
     async def begin_update(self, offer: Offer) -> None:
-        await self.claim()
-        await super().begin_update(replace(offer, owner=self.owner))
+        # One request for both: each waits for a busy server.
+        claim = {"lease_s": self._lease_s, "take_over": self._take_over}
+        arguments = {"offer": replace(offer, owner=self.owner).to_json(), "claim": claim}
+        await self.ask("begin_update", arguments, self.control_s)
 
     async def pause(self, lease_s: float) -> None:
         await self.claim()
         await super().pause(lease_s)
+
+    async def sleep(self, lease_s: float) -> None:
+        await self.claim()
+        await super().sleep(lease_s)
 
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
         """See :class:`InferenceEngine`. Running responses end with the adapter version that they began with."""
@@ -176,7 +175,7 @@ class VllmEngine(RemoteEngine):
             return fields
         error = from_json(fields, source)
         # An older receiver on the other side does not know the route.
-        if "there is no POST" in str(error):
+        if "there is no POST" in str(error) or "unknown fields claim" in str(error):
             raise EngineError(f"{error}; {REINSTALL}")
         raise error if type(error) is not WireError else EngineError(str(error))
 
@@ -189,6 +188,7 @@ class VllmAscendEngine(VllmEngine):
     """
 
     kind = "vLLM Ascend"
+    _device = ""
 
     async def begin_update(self, offer: Offer) -> None:
         """See :class:`InferenceEngine`.
@@ -196,9 +196,10 @@ class VllmAscendEngine(VllmEngine):
         Raises:
             EngineError: the server's workers are not on NPUs: vLLM starts on the CPU if it does not find vllm-ascend.
         """
-        device = (await self.info())["device"]
+        device = self._device or (await self.info())["device"]
         if device != NPU:
             raise EngineError(
                 f"{self.name}: its workers are on {device}, not on {NPU}: is vllm-ascend installed there?"
             )
+        self._device = device
         await super().begin_update(offer)

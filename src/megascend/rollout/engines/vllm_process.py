@@ -26,11 +26,17 @@ TRAINER_VARIABLES = (
     "HCCL_HOST_SOCKET_PORT_RANGE",
     "HCCL_IF_BASE_PORT",
     "MEGASCEND_FAULTS",
-    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
     "TORCHDYNAMO_DISABLE",
     "WEIGHTWIRE_KEY",
 )
-"""Variables that are set for a trainer and would slow an engine down, occupy its ports, or expose the key."""
+"""Variables that are set for a trainer and would slow an engine down, occupy its ports, or expose the key. The allocator's
+expandable segments exclude the sleep of vLLM."""
+TRAINER_PREFIXES = ("OMP_", "KMP_", "GOMP_")
+"""Prefixes of settings for the trainer's threads: their number, and the cores to which they are bound."""
 INTERPRETER_VARIABLES = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 """Variables of this process's interpreter, with which another one would import this one's torch."""
 PROBE = "from weightwire.vllm.contract import device_type; print(device_type())"
@@ -206,7 +212,9 @@ def engine_environment(python: str | Path, environment: Mapping[str, str] | None
     inherited = child_environment(environment)
     # Not imported: a process without Ray should not load it for this.
     return ray_address(sys.modules.get("ray")) | {
-        name: value for name, value in inherited.items() if name not in dropped
+        name: value
+        for name, value in inherited.items()
+        if name not in dropped and not name.startswith(TRAINER_PREFIXES)
     }
 
 

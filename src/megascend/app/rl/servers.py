@@ -1,0 +1,228 @@
+"""The vLLM servers that a run starts beside the trainer, on the GPUs of its placement."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megascend.config.rl import VLLM, RlConfig
+from megascend.distributed.launch import Launch
+from megascend.errors import ConfigError
+from megascend.rollout.engines.placement import (
+    Placement,
+    device_options,
+    place_engines,
+    trainer_environment,
+    visible_gpus,
+)
+from megascend.rollout.engines.vllm import VllmEngine
+from megascend.rollout.engines.vllm_process import VllmProcess, require_interpreter, vllm_device
+from weightwire.engine_calls import LoopThread
+from weightwire.keys import Key, read_key, write_key
+
+if TYPE_CHECKING:
+    from megascend.data.samples import SampleLimits
+
+START_S = 420.0
+"""Deadline for the start of servers, in seconds: below the ten minutes that other ranks wait for rank 0."""
+
+
+SLEEP_S = 60.0
+"""Lease of a sleep, in seconds; renewed three times within it. A server wakes up that long after its run was killed."""
+
+
+class Servers:
+    """Running vLLM servers of a run, by their index in ``engines``.
+
+    Args:
+        sleeping: indices of the servers that share a GPU with the trainer and sleep while it computes.
+        owner: name of this run for the servers.
+        generate_timeout_s: deadline of a request for responses.
+    """
+
+    def __init__(
+        self,
+        processes: dict[int, VllmProcess],
+        key: Key,
+        sleeping: Sequence[int],
+        owner: str,
+        generate_timeout_s: float,
+    ) -> None:
+        self._processes, self._key, self._sleeping = processes, key, tuple(sleeping)
+        self._owner, self._generate_timeout_s = owner, generate_timeout_s
+        self._clients: dict[int, VllmEngine] = {}
+        self._loop: LoopThread | None = None
+        self._renewal: Future[None] | None = None
+
+    def client(self, index: int) -> VllmEngine:
+        """Return the client of a server, once it listens.
+
+        Raises:
+            EngineError: it has ended, or does not listen in time.
+        """
+        if index not in self._clients:
+            self._processes[index].wait_until_listening(START_S)
+            self._clients[index] = VllmEngine(
+                self._processes[index].address,
+                key=self._key,
+                owner=self._owner,
+                generate_timeout_s=self._generate_timeout_s,
+            )
+        return self._clients[index]
+
+    def sleep(self) -> None:
+        """Free the memory of the servers on the trainer's GPUs, until :meth:`wake` or the end of this process.
+
+        Raises:
+            EngineError, weightwire.errors.WireError: a server cannot sleep.
+        """
+        if not self._sleeping:
+            return
+        self._loop = self._loop or LoopThread("megascend-sleep")
+        self._loop.run(self._sleep())
+        self._renewal = self._loop.submit(self._renew())
+
+    def wake(self) -> None:
+        """Wake up the servers; a no-op if they are awake."""
+        if self._renewal is not None and self._loop is not None:
+            self._renewal.cancel()
+            self._renewal = None
+            self._loop.run(self._wake())
+
+    def close(self) -> None:
+        """End the renewal of a sleep."""
+        if self._loop is not None:
+            self._loop.close()
+
+    async def _sleep(self) -> None:
+        await asyncio.gather(*(self.client(index).sleep(SLEEP_S) for index in self._sleeping))
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(SLEEP_S / 3)
+            await self._sleep()
+
+    async def _wake(self) -> None:
+        await asyncio.gather(*(self.client(index).resume() for index in self._sleeping))
+
+
+def interpreter(config: RlConfig) -> Path:
+    """Return the interpreter of vLLM's environment."""
+    python = config.vllm.python or os.environ.get("MEGASCEND_VLLM_PYTHON")
+    return Path(python) if python else Path(".venv-vllm") / "bin" / "python"
+
+
+def placements(config: RlConfig, launch: Launch) -> list[Placement]:
+    """Return the GPUs of the servers to start; none without GPUs. Initialises no GPU.
+
+    Raises:
+        ConfigError: the placement cannot be.
+    """
+    place = config.placement
+    return place_engines(
+        _gpus(),
+        _trainers(config, launch),
+        len(config.started_engines),
+        trainer_gpus=place.trainer,
+        engine_gpus=place.engines,
+        memory=place.memory,
+    )
+
+
+def start_servers(config: RlConfig, launch: Launch, limits: SampleLimits, stack: ExitStack) -> Servers | None:
+    """Start the servers on rank 0, and give every rank the GPUs of the placement. Call it before a GPU is used.
+
+    Args:
+        limits: limits on the samples, from which the servers' context follows.
+        stack: closes the servers.
+
+    Raises:
+        ConfigError: the placement cannot be, or the interpreter has no vLLM that takes weights.
+        EngineError: a server that shares a GPU with the trainer does not start.
+    """
+    numbers = config.started_engines
+    if not numbers:
+        return None
+    placed, gpus = placements(config, launch), _gpus()
+    servers = None
+    if launch.rank == 0:
+        servers = _start(config, limits, placed, stack)
+    # After the start: the servers' environment is made from this process's, with the names of all GPUs.
+    os.environ.update(trainer_environment(gpus, _trainers(config, launch), config.placement.trainer) if gpus else {})
+    if servers is not None and any(placement.with_trainer for placement in placed):
+        # vLLM measures the free memory of a GPU while it starts: the trainer must not allocate any meanwhile.
+        for number in numbers:
+            servers.client(number)
+        servers.sleep()
+    return servers
+
+
+def _start(config: RlConfig, limits: SampleLimits, placed: list[Placement], stack: ExitStack) -> Servers:
+    python = interpreter(config)
+    device = vllm_device(python)
+    if device == "cuda" and not placed:
+        raise ConfigError(f"{python} has a vLLM for CUDA, and this host shows no GPU")
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megascend-rl-")))
+    write_key(folder / "key")
+    config.output.parent.mkdir(parents=True, exist_ok=True)
+    processes: dict[int, VllmProcess] = {}
+    sleeping: list[int] = []
+    for index, number in enumerate(config.started_engines):
+        options = [*device_options(device), f"--max-model-len={limits.length}"]
+        if config.rollout.router_replay:
+            options.append("--enable-return-routed-experts")
+        environment = {}
+        if device == "cuda":
+            options += placed[index].options()
+            environment = placed[index].environment()
+            if config.placement.sleep and placed[index].with_trainer:
+                options.append("--enable-sleep-mode")
+                sleeping.append(number)
+        options += config.vllm.options  # the last one of a name counts
+        # Beside the output directory, which may still be an earlier run's.
+        log = config.output.with_name(f"{config.output.name}.vllm-{number}.log")
+        processes[number] = VllmProcess(
+            python, config.model, key_file=folder / "key", log=log, options=options, environment=environment
+        )
+        stack.callback(processes[number].close)
+        location = str(placed[index]) if device == "cuda" else device
+        print(f"vLLM {number} starts on {location}; its log: {log}", flush=True)
+    timeout_s = config.rollout.timeout_s
+    servers = Servers(processes, read_key(folder / "key"), sleeping, owner_name(config), timeout_s)
+    stack.callback(servers.close)
+    return servers
+
+
+def owner_name(config: RlConfig) -> str:
+    """Return this run's name for engines: under the same name a resumed run has its engines back."""
+    return f"{socket.gethostname()}:{config.output.resolve()}"
+
+
+def check_servers(config: RlConfig) -> None:
+    """Check the settings of the servers to start, without starting anything.
+
+    Raises:
+        ConfigError: there is no interpreter.
+    """
+    if config.started_engines:
+        try:
+            require_interpreter(interpreter(config))
+        except ConfigError as error:
+            raise ConfigError(f"engines: {VLLM}: {error}; or set vllm.python") from error
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    return visible_gpus(os.environ, torch.cuda.device_count())
+
+
+def _trainers(config: RlConfig, launch: Launch) -> int:
+    return launch.local_size if config.platform in ("auto", "cuda") else 0

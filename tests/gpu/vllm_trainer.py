@@ -1,0 +1,66 @@
+"""A trainer in a process of its own that pushes to a vLLM and is killed at a moment: ``transfer``, ``verified`` or ``commit``.
+
+python vllm_trainer.py ADDRESS KEY_FILE CHECKPOINT SEED VERSION MOMENT DEVICE
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm_weights import changed_weights
+
+from megascend.rollout.engines.vllm import VllmEngine
+from megascend.weightsync.delivery import Delivery, Update
+from weightwire.keys import read_key
+from weightwire.sender import spec_of
+
+BUCKET_BYTES = 200_000
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    address, key_file, checkpoint, seed, version, moment, device = sys.argv[1:]
+    weights = changed_weights(Path(checkpoint), int(seed), torch.device(device))
+    engine = VllmEngine(address, key=read_key(key_file), owner="trainer", take_over=True)
+    delivery = Delivery(
+        transport="auto",
+        device=torch.device(device),
+        host="127.0.0.1",
+        bucket_bytes=BUCKET_BYTES,
+        digest="multilinear64",
+        timeout_s=30.0,
+    )
+    update = Update()
+    delivery.begin(update, [engine], int(version), tuple(map(spec_of, weights, weights.values())))
+    if moment == "transfer":
+        transport: Any = update.sender._transport  # type: ignore[union-attr]
+        send, count = transport.send, 0
+
+        def send_and_die(buffer: torch.Tensor) -> Any:
+            nonlocal count
+            count += 1
+            if count == 3:
+                die()
+            return send(buffer)
+
+        transport.send = send_and_die
+    update.send(weights.items())
+    delivery.verify(update)
+    if moment == "verified":
+        die()
+    threading.Timer(0.5, die).start()
+    delivery.commit(update)
+    die()
+
+
+if __name__ == "__main__":
+    main()

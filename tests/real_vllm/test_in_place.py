@@ -1,0 +1,219 @@
+"""Commits of a real vLLM that copy into the parameters in use. Linear layers compute with plain weights, as on GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from driving import TOKENS, Reference, Server, Weights, changed, far, manifest_of, offered, push, send, vllm_python
+from safetensors.torch import load_file
+
+from megascend.testing.tiny_models import write_tiny_checkpoint
+from weightwire.engine import Sampling
+from weightwire.errors import CommitError, ManifestError, NotServingError
+from weightwire.group import Listener
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+BOUND = 1e-5
+VARIABLES = {"WEIGHTWIRE_PLAIN_LINEAR": "1", "WEIGHTWIRE_SCRATCH_BYTES": "40000"}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    vllm_python()
+    folder = tmp_path_factory.mktemp(f"vllm{request.param}")
+    checkpoint = write_tiny_checkpoint(folder / "qwen3", "qwen3", head_dim=32)
+    instance = Server(checkpoint, folder, f"--tensor-parallel-size={request.param}", variables=VARIABLES)
+    yield instance
+    instance.process.close()
+
+
+@pytest.fixture(scope="module")
+def reference(server: Server) -> Reference:
+    return Reference(server.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def weights(server: Server) -> Weights:
+    return load_file(server.checkpoint / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def listener() -> Listener:
+    return Listener()
+
+
+def with_engine(server: Server, act: Any) -> Any:
+    async def run() -> Any:
+        engine = server.engine()
+        try:
+            return await act(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 300))
+
+
+async def assert_active(engine: Any, expected: list[float], version: int) -> None:
+    info = await engine.info()
+    assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
+    assert far(await engine.logprobs(TOKENS), expected) < BOUND
+
+
+def test_first_update_reloads_and_later_ones_are_exchanged(server, weights, reference, listener):
+    async def act(engine):
+        for version in range(1, 5):
+            new = changed(weights, seed=version)
+            seconds = await push(engine, listener, new, version)
+            assert (await engine.info())["reload_reason"] == ""
+            assert ("reload" in seconds, "exchange" in seconds) == (version == 1, version > 1)
+            await assert_active(engine, reference.logprobs(new, TOKENS), version)
+        assert seconds["exchange"] < seconds["paused"] < 2
+
+    with_engine(server, act)
+
+
+def test_response_during_an_exchange_has_tokens_of_both_versions(server, weights, reference, listener):
+    new = changed(weights, seed=12)
+
+    async def act(engine):
+        await push(engine, listener, weights, 1)
+        running = [
+            asyncio.create_task(engine.generate(TOKENS[: 6 + index], Sampling(max_tokens=300, seed=index)))
+            for index in range(4)
+        ]
+        await asyncio.sleep(0.3)
+        assert "exchange" in await push(engine, listener, new, 2)
+        return [(await task)[0] for task in running]
+
+    completions = with_engine(server, act)
+    assert any(completion.first_version < completion.last_version for completion in completions)
+    for index, completion in enumerate(completions):
+        sequence = [*TOKENS[: 6 + index], *completion.tokens]
+        old, new_values = (reference.logprobs(model, sequence, begin=6 + index) for model in (weights, new))
+        from_old = [abs(a - b) < BOUND for a, b in zip(completion.logprobs, old, strict=True)]
+        from_new = [abs(a - b) < BOUND for a, b in zip(completion.logprobs, new_values, strict=True)]
+        assert any(all(from_old[:cut]) and all(from_new[cut:]) for cut in range(len(from_old) + 1)), index
+
+
+@pytest.fixture
+def baseline(server, weights, reference, listener) -> list[float]:
+    """Push the checkpoint's weights as version 1; return their log-probabilities."""
+
+    async def act(engine):
+        await push(engine, listener, weights, 1)
+        await push(engine, listener, weights, 2)
+
+    with_engine(server, act)
+    return reference.logprobs(weights, TOKENS)
+
+
+def assert_unharmed(server, weights, reference, listener, baseline) -> None:
+    new = changed(weights, seed=9)
+
+    async def act(engine):
+        await assert_active(engine, baseline, 2)
+        assert "exchange" in await push(engine, listener, new, 3)
+        await assert_active(engine, reference.logprobs(new, TOKENS), 3)
+
+    with_engine(server, act)
+
+
+@pytest.mark.parametrize("fault", ["exchange", "exchange:1"])
+def test_exchange_that_stops_is_undone_on_all_workers(server, weights, reference, listener, baseline, fault):
+    async def act(engine):
+        if fault == "exchange:1" and await engine.receivers() == 1:
+            pytest.skip("one worker")
+        running = asyncio.create_task(engine.generate(TOKENS[:7], Sampling(max_tokens=200, seed=1)))
+        await asyncio.sleep(0.2)
+        server.fault.write_text(fault)
+        try:
+            with pytest.raises(CommitError, match=r"no third group.*The weights from before it are active") as caught:
+                await push(engine, listener, changed(weights, 4), 3)
+            assert not isinstance(caught.value, NotServingError)
+        finally:
+            server.fault.unlink()
+        completion = (await running)[0]
+        sequence = [*TOKENS[:7], *completion.tokens]
+        assert far(completion.logprobs, reference.logprobs(weights, sequence, begin=7)) < BOUND
+
+    with_engine(server, act)
+    assert_unharmed(server, weights, reference, listener, baseline)
+
+
+def test_failed_undo_stops_serving_until_a_commit_succeeds(server, weights, reference, listener, baseline):
+    new = changed(weights, 5)
+
+    async def act(engine):
+        server.fault.write_text("exchange undo")
+        try:
+            with pytest.raises(NotServingError, match="no way back"):
+                await push(engine, listener, changed(weights, 4), 3)
+        finally:
+            server.fault.unlink()
+        with pytest.raises(NotServingError):
+            await engine.logprobs(TOKENS)
+        await push(engine, listener, new, 4)
+        await assert_active(engine, reference.logprobs(new, TOKENS), 4)
+
+    with_engine(server, act)
+
+
+def test_trainer_killed_during_an_exchange_does_not_stop_it(server, weights, reference, listener, baseline):
+    new = changed(weights, 6)
+
+    async def die(engine: Any) -> None:
+        own = Listener()
+        offer = offered(engine, own, manifest_of(new, 3), await engine.receivers())
+        await engine.begin_update(offer)
+        seal = await asyncio.to_thread(send, own, offer, new)
+        await engine.verify(seal, 30.0)
+        server.fault.write_text("slow")
+        asyncio.get_running_loop().call_later(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        await engine.commit(offer.update)
+
+    child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(die(server.engine())))
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    server.fault.unlink()
+
+    async def act(engine):
+        while (await engine.info())["paused"]:
+            await asyncio.sleep(0.1)
+        await assert_active(engine, reference.logprobs(new, TOKENS), 3)
+
+    with_engine(server, act)
+
+
+def test_separate_output_layer_of_a_tied_model_is_refused(listener, tmp_path):
+    vllm_python()
+    checkpoint = write_tiny_checkpoint(tmp_path / "tied", "qwen3", head_dim=32, tie_word_embeddings=True)
+    instance = Server(checkpoint, tmp_path, variables=VARIABLES)
+    try:
+        weights = load_file(checkpoint / "model.safetensors")
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+        expected = Reference(checkpoint)
+
+        async def act(engine):
+            assert "reload" in await push(engine, listener, weights, 1)
+            new = changed(weights, 3)
+            new["lm_head.weight"] = new["model.embed_tokens.weight"].clone()
+            assert "exchange" in await push(engine, listener, new, 2)
+            values = expected.logprobs({k: v for k, v in new.items() if k != "lm_head.weight"}, TOKENS)
+            await assert_active(engine, values, 2)
+            other = dict(new)
+            other["lm_head.weight"] = new["lm_head.weight"] + 1
+            with pytest.raises((CommitError, ManifestError), match="differs from the embedding"):
+                await push(engine, listener, other, 3)
+            await assert_active(engine, values, 2)
+
+        with_engine(instance, act)
+    finally:
+        instance.process.close()
