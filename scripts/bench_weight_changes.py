@@ -1,6 +1,6 @@
 """Measure how much of a model changes in a training step, as weight updates of mode delta send it; compare with complete updates.
 
-    python scripts/bench_weight_changes.py                 # 50 steps each at lr 1e-6 and 1e-5, Qwen3 of 5 million parameters, bf16
+    python scripts/bench_weight_changes.py             # 50 steps each at lr 1e-6 and 1e-5, Qwen3 of 5 million parameters, bf16
     python scripts/bench_weight_changes.py --lr 3e-6 --steps 20 --json figures.json
 
 One process trains (engine single, AdamW with fp32 originals) on sequences of sorted numbers. After every step two engines in the
