@@ -111,7 +111,7 @@ def run(checkpoint: Path, lr: float, arguments: argparse.Namespace) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lr", type=float, nargs="*", default=[1e-6, 1e-5])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--full-every", type=int, default=1000, help="complete updates in between (default: none)")

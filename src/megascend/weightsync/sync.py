@@ -47,9 +47,9 @@ class Pushed:
         sharded: every rank of the trainer has sent its slices.
         why_not_sharded: the reason, if rank 0 has sent everything.
         base: version from which the changes were sent; None: complete weights.
-        sent: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
-            push, has of them.
-        share: of a sharded push, ``sent`` relative to complete weights.
+        payload: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
+            push, has in the end.
+        share: of a sharded push, ``payload`` relative to complete weights.
     """
 
     version: int
@@ -61,7 +61,7 @@ class Pushed:
     sharded: bool = False
     why_not_sharded: str = ""
     base: int | None = None
-    sent: int = 0
+    payload: int = 0
     share: float = 1.0
 
 
@@ -217,7 +217,7 @@ class WeightSync:
                     seconds,
                     update.transport,
                     why_not_sharded=refusal,
-                    sent=update.nbytes,
+                    payload=update.nbytes,
                 ),
                 self._groups,
                 "what was pushed",
@@ -257,7 +257,7 @@ class WeightSync:
                 update.transport,
                 sharded=True,
                 base=update.base,
-                sent=payload.sent,
+                payload=payload.nbytes,
                 share=payload.share,
             ),
             self._groups,
