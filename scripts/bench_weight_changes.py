@@ -1,6 +1,6 @@
 """Measure how much of a model changes in a training step, as weight updates of mode delta send it; compare with complete updates.
 
-    python scripts/bench_weight_changes.py                 # 50 steps each at lr 1e-6 and 1e-5, Qwen3 of 5 million parameters, bf16
+    python scripts/bench_weight_changes.py             # 50 steps each at lr 1e-6 and 1e-5, Qwen3 of 5 million parameters, bf16
     python scripts/bench_weight_changes.py --lr 3e-6 --steps 20 --json figures.json
 
 One process trains (engine single, AdamW with fp32 originals) on sequences of sorted numbers. After every step two engines in the
@@ -111,7 +111,7 @@ def run(checkpoint: Path, lr: float, arguments: argparse.Namespace) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lr", type=float, nargs="*", default=[1e-6, 1e-5])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--full-every", type=int, default=1000, help="complete updates in between (default: none)")

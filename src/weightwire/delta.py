@@ -18,7 +18,7 @@ from weightwire.errors import DigestError
 SKIP = 255
 LONG = -128
 HEAD_BYTES = 16
-MOST = 0.9
+MAX_SHARE = 0.9
 """A difference larger than this share of the message is not worth its computation."""
 
 
@@ -29,13 +29,13 @@ def encode(current: Tensor, previous: Tensor) -> Tensor | None:
         current, previous: uint8 [n], contiguous, at an address that is a multiple of two.
 
     Returns:
-        uint8 [m], m < :data:`MOST` * n.
+        uint8 [m], m < :data:`MAX_SHARE` * n.
     """
     if current.numel() % 2 or not current.numel():
         return None
     changes = current.view(torch.int16) - previous.view(torch.int16)  # wraps
     indices = changes.nonzero().flatten()
-    if HEAD_BYTES + 2 * len(indices) > MOST * current.numel():
+    if HEAD_BYTES + 2 * len(indices) > MAX_SHARE * current.numel():
         return None
     values = changes[indices]
     is_long = (values <= LONG) | (values > -LONG - 1)
@@ -50,7 +50,7 @@ def encode(current: Tensor, previous: Tensor) -> Tensor | None:
     padding = steps.new_zeros((count + len(indices)) % 2)
     tail = values[is_long].contiguous().view(torch.uint8)
     difference = torch.cat([head.view(torch.uint8), steps, short.view(torch.uint8), padding, tail])
-    return difference if difference.numel() < MOST * current.numel() else None
+    return difference if difference.numel() < MAX_SHARE * current.numel() else None
 
 
 def apply(difference: Tensor, content: Tensor) -> None:

@@ -211,17 +211,17 @@ def parse_piece(row: Any, tensors: Sequence[TensorSpec]) -> Piece:
         if not all(_is_index(value, MAX_BYTES) for value in values):
             raise ManifestError(f"plan: {row!r:.120} is not a slice of shape {list(shape)}")
     offsets, sizes = tuple(row[1]), tuple(row[2])
-    if not all(size > 0 and start + size <= whole for start, size, whole in zip(offsets, sizes, shape, strict=True)):
+    if not all(size > 0 and start + size <= length for start, size, length in zip(offsets, sizes, shape, strict=True)):
         raise ManifestError(f"plan: slice {list(offsets)} of {list(sizes)} is not within {list(shape)}")
     return Piece(row[0], offsets, sizes)
 
 
 def check_share(share: Share, needs: Iterable[Piece], tensors: Sequence[TensorSpec], label: str) -> None:
     """Raise PlanError unless the chunks hold every element of ``needs`` exactly once, and nothing else."""
-    needed: dict[int, list[Box]] = defaultdict(list)
+    need_boxes: dict[int, list[Box]] = defaultdict(list)
     for piece in disjoint(needs):
-        needed[piece.tensor].append(piece.box)
-    left = {tensor: sum(math.prod(sizes) for _, sizes in boxes) for tensor, boxes in needed.items()}
+        need_boxes[piece.tensor].append(piece.box)
+    left = {tensor: sum(math.prod(sizes) for _, sizes in boxes) for tensor, boxes in need_boxes.items()}
     arriving: dict[int, list[Box]] = defaultdict(list)
     for chunk in share.chunks:
         for piece in chunk.pieces:
@@ -233,7 +233,7 @@ def check_share(share: Share, needs: Iterable[Piece], tensors: Sequence[TensorSp
         volume = sum(math.prod(sizes) for _, sizes in boxes)
         inside = sum(
             math.prod(common[1])
-            for need in needed.get(tensor, ())
+            for need in need_boxes.get(tensor, ())
             for box in boxes
             if (common := overlap(*need, *box)) is not None
         )
@@ -264,8 +264,8 @@ def disjoint(pieces: Iterable[Piece]) -> list[Piece]:
     for piece in pieces:
         boxes = by_tensor[piece.tensor]
         parts = [piece.box]
-        for known in boxes:
-            _, parts = subtract(parts, known)
+        for covered in boxes:
+            _, parts = subtract(parts, covered)
         boxes.extend(parts)
     return [Piece(tensor, *box) for tensor, boxes in by_tensor.items() for box in boxes]
 
@@ -320,8 +320,8 @@ class Plan:
                 number = chunks[member].setdefault(hop.chunk, len(chunks[member]))
                 steps[member].append(Operation(member == hop.sender, number, peer))
         return [
-            Share(self.identity, tuple(self.chunks[index] for index in held), tuple(operations))
-            for held, operations in zip(chunks, steps, strict=True)
+            Share(self.identity, tuple(self.chunks[index] for index in holdings), tuple(operations))
+            for holdings, operations in zip(chunks, steps, strict=True)
         ]
 
     @cached_property
@@ -342,8 +342,8 @@ class Plan:
     @property
     def imbalance(self) -> float:
         """Return the most bytes that a trainer rank sends, relative to the mean."""
-        sent = self.traffic[0][: self.senders]
-        return max(sent) * self.senders / max(1, sum(sent))
+        totals = self.traffic[0][: self.senders]
+        return max(totals) * self.senders / max(1, sum(totals))
 
     def seconds(self, bytes_per_s: float) -> float:
         """Estimate the duration when every member sends and receives at this rate at the same time; phases do not overlap."""
@@ -355,7 +355,7 @@ class Plan:
 
 def plan(
     tensors: Sequence[TensorSpec],
-    held: Sequence[Iterable[Piece]],
+    holdings: Sequence[Iterable[Piece]],
     needs: Sequence[Sequence[Piece]],
     *,
     chunk_bytes: int,
@@ -364,7 +364,7 @@ def plan(
     """Plan an update.
 
     Args:
-        held: slices that each trainer rank holds; replicas are listed by every rank that has them.
+        holdings: slices of each trainer rank; replicas are listed by every rank that has them.
         needs: slices that each worker needs, engine after engine. Workers with equal needs should share one object.
         chunk_bytes: largest message, in bytes; ranks allocate two buffers of it.
         relay: whether workers forward what several of them need; None: if that is faster, or sending is uneven without it.
@@ -372,9 +372,9 @@ def plan(
     Raises:
         PlanError: no rank holds a part that a worker needs.
     """
-    groups = _groups(tensors, held, needs)
+    groups = _groups(tensors, holdings, needs)
     sizes = {key: sum(piece.nbytes(tensors) for piece in pieces) for key, pieces in groups.items()}
-    members = len(held), len(needs)
+    members = len(holdings), len(needs)
 
     def candidate(nbytes: int, sharers: int, relayed: bool) -> Plan:
         size = max(1, min(chunk_bytes, max(SMALLEST_CHUNK, nbytes // max(1, sharers) // CHUNKS_PER_MEMBER)))
@@ -383,7 +383,7 @@ def plan(
         parts.sort(key=lambda part: (len(part[0]), -part[3]))
         return Plan(*members, _share_out(parts, *members, relayed=relayed))
 
-    direct = candidate(sum(size * len(workers) for (_, workers), size in sizes.items()), len(held), relayed=False)
+    direct = candidate(sum(size * len(workers) for (_, workers), size in sizes.items()), len(holdings), relayed=False)
     if relay is False or (relay is None and all(len(workers) == 1 for _, workers in groups)):
         return direct
     slow, uneven = direct.seconds(1), direct.imbalance > MOST_IMBALANCE
@@ -402,11 +402,11 @@ _Part = tuple[tuple[int, ...], tuple[int, ...], tuple[Piece, ...], int]
 
 
 def _groups(
-    tensors: Sequence[TensorSpec], held: Sequence[Iterable[Piece]], needs: Sequence[Sequence[Piece]]
+    tensors: Sequence[TensorSpec], holdings: Sequence[Iterable[Piece]], needs: Sequence[Sequence[Piece]]
 ) -> dict[_Key, list[Piece]]:
     """Return the pieces to send, by (ranks that hold them, workers that need them)."""
     ranks: list[dict[Box, list[int]]] = [{} for _ in tensors]
-    for rank, pieces in enumerate(held):
+    for rank, pieces in enumerate(holdings):
         for piece in pieces:
             holders = ranks[piece.tensor].setdefault(piece.box, [])
             if not holders or holders[-1] != rank:
@@ -421,11 +421,15 @@ def _groups(
             workers[piece.tensor].setdefault(piece.box, []).extend(alike)
     groups: dict[_Key, list[Piece]] = defaultdict(list)
     missing: list[str] = []
-    for tensor, wanted in enumerate(workers):
+    for tensor, by_box in enumerate(workers):
         sources = [(box, tuple(holders)) for box, holders in ranks[tensor].items()]
-        for need, receivers in wanted.items():
+        for need, receivers in by_box.items():
             left, group = [need], tuple(sorted(receivers))
             for box, holders in sources:
+                if left == [need] and _contains(box, need):  # the usual case, of hundreds of thousands
+                    groups[holders, group].append(Piece(tensor, *need))
+                    left = []
+                    break
                 # Subtracted, not only intersected: slices of ranks may overlap without being equal.
                 inside, left = subtract(left, box)
                 groups[holders, group].extend(Piece(tensor, *part) for part in inside)
@@ -437,6 +441,13 @@ def _groups(
         names = list(dict.fromkeys(missing))
         raise PlanError(f"no trainer rank holds all of {', '.join(names[:4])} ({len(names)} tensors)")
     return {key: pieces for key, pieces in groups.items() if pieces}
+
+
+def _contains(box: Box, part: Box) -> bool:
+    return all(
+        start <= low and low + length <= start + size
+        for start, size, low, length in zip(*box, *part, strict=True)
+    )
 
 
 def _chunks(

@@ -63,7 +63,7 @@ def _views(chunk: Chunk, tensors: Sequence[TensorSpec], buffer: Tensor) -> Itera
 
 @dataclass
 class History:
-    """What a trainer rank has sent last, to which the next update's messages are compared. It takes the memory of these messages.
+    """Messages of a trainer rank's last update, to which the next ones are compared. It takes the memory of all of them.
 
     Attributes:
         plan: identity of its plan; empty if nothing is known.
@@ -178,21 +178,21 @@ class ShardSender:
         self._buffers = []
         self._works.clear()
 
-    def send(self, held: Sequence[HeldSlice]) -> list[str]:
+    def send(self, slices: Sequence[HeldSlice]) -> list[str]:
         """Send this rank's chunks; on rank 0, return only when every worker has received everything.
 
         Args:
-            held: the slices that were listed for the plan, ready on their device's current stream.
+            slices: those that were listed for the plan, ready on their device's current stream.
 
         Returns:
             Digest of each chunk of the share.
 
         Raises:
-            PlanError: a slice of the plan is not among ``held``.
+            PlanError: a slice of the plan is not within one of ``slices``.
             PeerLostError, DeadlineError, TransportError: a member is lost, or too slow; the message names it.
         """
         try:
-            digests = self._send(held)
+            digests = self._send(slices)
             if self._group.rank == 0:
                 self._group.await_receivers(RECEIVED, self._timeout_s)
             else:
@@ -210,8 +210,8 @@ class ShardSender:
             raise
         return digests
 
-    def _send(self, held: Sequence[HeldSlice]) -> list[str]:
-        sources = match(self.share, held, self.manifest.tensors)
+    def _send(self, slices: Sequence[HeldSlice]) -> list[str]:
+        sources = match(self.share, slices, self.manifest.tensors)
         pending: list[digest.Pending] = []
         receivers: dict[int, list[int]] = defaultdict(list)
         for step in self.share.operations:
@@ -287,14 +287,14 @@ class ShardSender:
             self._history.plan, self._history.version = self.share.plan, version
 
 
-def match(share: Share, held: Sequence[HeldSlice], tensors: Sequence[TensorSpec]) -> list[list[Tensor]]:
+def match(share: Share, slices: Sequence[HeldSlice], tensors: Sequence[TensorSpec]) -> list[list[Tensor]]:
     """Return, for each chunk, views of the held slices that are its pieces.
 
     Raises:
-        PlanError: a piece is not within one of ``held``.
+        PlanError: a piece is not within one of ``slices``.
     """
     by_tensor: dict[int, list[HeldSlice]] = defaultdict(list)
-    for piece in held:
+    for piece in slices:
         by_tensor[piece.piece.tensor].append(piece)
 
     def view(piece: Piece) -> Tensor:
@@ -302,7 +302,7 @@ def match(share: Share, held: Sequence[HeldSlice], tensors: Sequence[TensorSpec]
             offsets, sizes = source.piece.box
             start = minus(piece.offsets, offsets)
             if all(
-                low >= 0 and low + size <= whole for low, size, whole in zip(start, piece.sizes, sizes, strict=True)
+                low >= 0 and low + size <= length for low, size, length in zip(start, piece.sizes, sizes, strict=True)
             ):
                 return source.values[index_of(start, piece.sizes)]
         raise PlanError(f"this rank does not hold the slice of {tensors[piece.tensor].name} that it is to send")

@@ -35,7 +35,7 @@ def minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
-def without(box: Box, hole: Box) -> Iterator[Box]:
+def difference(box: Box, hole: Box) -> Iterator[Box]:
     """Yield disjoint slices that cover ``box`` without ``hole``, which lies within it."""
     (offsets, sizes), (hole_offsets, hole_sizes) = box, hole
     before: list[tuple[int, int]] = []
@@ -59,7 +59,7 @@ def subtract(boxes: Sequence[Box], hole: Box) -> tuple[list[Box], list[Box]]:
             left.append(box)
         else:
             inside.append(common)
-            left.extend(without(box, common))
+            left.extend(difference(box, common))
     return inside, left
 
 

@@ -128,8 +128,8 @@ def test_workers_describe_their_slices_and_get_them(
 
     (pushes, (actual, version)), _ = run_distributed(on_rank, 2, init=False, timeout_s=300)
     trained = load_file(tmp_path / "after" / "model.safetensors")
-    assert [one.why_not_sharded for one in pushes] == [""] * 3
-    assert [one.base for one in pushes] == [None, 1, None]
+    assert [push.why_not_sharded for push in pushes] == [""] * 3
+    assert [push.base for push in pushes] == [None, 1, None]
     # Not both workers everything: about half, but for norms and replicated heads.
     payload = sum(spec.nbytes for spec in specs)
     assert pushes[0].nbytes == max(sum(piece.nbytes(specs) for piece in pieces) for pieces in needs)

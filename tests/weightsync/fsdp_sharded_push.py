@@ -39,8 +39,8 @@ def push(checkpoint: str, folder: Path, precision: str) -> None:
         for number, worker in enumerate(served[0].weights()[0]):
             assert slices_are(worker, vllm_like(specs_of(trained), 2, number), trained), number
         for pushes, _ in results:
-            assert all(one.sharded for one in pushes), pushes
-            assert [one.base for one in pushes] == ([None, 1, 2] if precision == "bf16" else [None] * 3), pushes
+            assert all(push.sharded for push in pushes), pushes
+            assert [push.base for push in pushes] == ([None, 1, 2] if precision == "bf16" else [None] * 3), pushes
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_fold
                 files = sync.push(3)
             with megascend.WeightSync(backend, first, sharded=False) as sync:
                 off = sync.push(4)
-            return [one.why_not_sharded for one in (*pushed, files, off)], [
-                one.sharded for one in (*pushed, files, off)
+            return [push.why_not_sharded for push in (*pushed, files, off)], [
+                push.sharded for push in (*pushed, files, off)
             ]
 
         for reasons, sharded in run_distributed(on_rank, 2, init=False, timeout_s=120):

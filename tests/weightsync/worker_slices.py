@@ -46,11 +46,11 @@ def slices_are(worker: dict[str, torch.Tensor], needs: Sequence[Piece], expected
     if {names[piece.tensor] for piece in needs} != worker.keys():
         return False
     for piece in needs:
-        mine, part = worker[names[piece.tensor]], index_of(*piece.box)
-        outside = torch.ones(mine.shape, dtype=torch.bool)
+        values, part = worker[names[piece.tensor]], index_of(*piece.box)
+        outside = torch.ones(values.shape, dtype=torch.bool)
         outside[part] = False
         want = expected[names[piece.tensor]]
-        if mine.dtype != want.dtype or not torch.equal(mine[part], want[part]) or not mine[outside].isnan().all():
+        if values.dtype != want.dtype or not torch.equal(values[part], want[part]) or not values[outside].isnan().all():
             return False
     return True
 

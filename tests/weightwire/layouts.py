@@ -46,7 +46,7 @@ def tensors(model: Model) -> Iterator[tuple[TensorSpec, str, int, int]]:
     hidden, width = model.hidden, model.head_dim
     yield spec("model.embed_tokens.weight", model.vocabulary, hidden), "vocabulary", -1, -1
     for layer in range(model.layers):
-        at = f"model.layers.{layer}."
+        prefix = f"model.layers.{layer}."
         if model.latent:  # multi-head latent attention: heads of 128 + 64 for q and k, 128 for v
             rows = [
                 ("self_attn.q_a_proj.weight", (1536, hidden), "all"),
@@ -71,17 +71,22 @@ def tensors(model: Model) -> Iterator[tuple[TensorSpec, str, int, int]]:
         if layer >= model.dense_layers:
             rows.append(("mlp.gate.weight", (model.experts, hidden), "all"))
             if model.latent:
-                yield spec(f"{at}mlp.gate.e_score_correction_bias", model.experts, dtype="float32"), "all", layer, -1
+                yield (
+                    spec(f"{prefix}mlp.gate.e_score_correction_bias", model.experts, dtype="float32"),
+                    "all",
+                    layer,
+                    -1,
+                )
             if model.shared_width:
                 mlps.append(("mlp.shared_experts.", model.shared_width))
-        for prefix, size in mlps:
+        for mlp, size in mlps:
             rows += [
-                (f"{prefix}gate_proj.weight", (size, hidden), "column"),
-                (f"{prefix}up_proj.weight", (size, hidden), "column"),
-                (f"{prefix}down_proj.weight", (hidden, size), "row"),
+                (f"{mlp}gate_proj.weight", (size, hidden), "column"),
+                (f"{mlp}up_proj.weight", (size, hidden), "column"),
+                (f"{mlp}down_proj.weight", (hidden, size), "row"),
             ]
         for name, shape, kind in rows:
-            yield spec(at + name, *shape), kind, layer, -1
+            yield spec(prefix + name, *shape), kind, layer, -1
         if layer >= model.dense_layers:
             for expert in range(model.experts):
                 for name, shape, kind in (
@@ -89,7 +94,7 @@ def tensors(model: Model) -> Iterator[tuple[TensorSpec, str, int, int]]:
                     ("up_proj", (model.expert_width, hidden), "column"),
                     ("down_proj", (hidden, model.expert_width), "row"),
                 ):
-                    yield spec(f"{at}mlp.experts.{expert}.{name}.weight", *shape), kind, layer, expert
+                    yield spec(f"{prefix}mlp.experts.{expert}.{name}.weight", *shape), kind, layer, expert
     yield spec("model.norm.weight", hidden), "all", model.layers, -1
     yield spec("lm_head.weight", model.vocabulary, hidden), "vocabulary", model.layers, -1
 
@@ -103,14 +108,14 @@ def part(index: int, spec: TensorSpec, dim: int, start: int, stop: int) -> Itera
         yield Piece(index, offsets, sizes)
 
 
-def whole(index: int, spec: TensorSpec) -> Piece:
+def complete_slice(index: int, spec: TensorSpec) -> Piece:
     return Piece(index, (0,) * len(spec.shape), spec.shape)
 
 
 def divided(index: int, spec: TensorSpec, kind: str, size: int, rank: int, model: Model) -> Iterator[Piece]:
     """Yield a tensor parallel rank's slice."""
     if kind == "all":
-        yield whole(index, spec)
+        yield complete_slice(index, spec)
     elif kind == "vocabulary":
         padded = -(-spec.shape[0] // (64 * size)) * 64  # rows of a rank, after padding to a multiple of 64 each
         yield from part(index, spec, 0, rank * padded, (rank + 1) * padded)
@@ -128,24 +133,24 @@ def megatron(model: Model, tensor: int, pipeline: int, expert: int, data: int) -
 
     def build() -> list[list[Piece]]:
         stage_ranks = tensor * data
-        held: list[list[Piece]] = [[] for _ in range(stage_ranks * pipeline)]
+        holdings: list[list[Piece]] = [[] for _ in range(stage_ranks * pipeline)]
         for index, (spec, kind, layer, number) in enumerate(tensors(model)):
             # The first layers % pipeline stages have one more.
             stage = 0
             if layer >= model.layers:
                 stage = pipeline - 1
             elif layer >= 0:
-                per, more = divmod(model.layers, pipeline)
-                border = more * (per + 1)
-                stage = layer // (per + 1) if layer < border else more + (layer - border) // per
+                per, extra = divmod(model.layers, pipeline)
+                border = extra * (per + 1)
+                stage = layer // (per + 1) if layer < border else extra + (layer - border) // per
             for rank in range(stage_ranks):
-                pieces = held[stage * stage_ranks + rank]
+                pieces = holdings[stage * stage_ranks + rank]
                 if number >= 0:
                     if rank % expert == number // (model.experts // expert):
-                        pieces.append(whole(index, spec))
+                        pieces.append(complete_slice(index, spec))
                 else:
                     pieces.extend(divided(index, spec, kind, tensor, rank % tensor, model))
-        return held
+        return holdings
 
     return build
 
@@ -157,7 +162,7 @@ def vllm(model: Model, size: int, *, experts: str) -> list[list[Piece]]:
         for rank in range(size):
             if number >= 0 and experts == "ep":
                 if number // (model.experts // size) == rank:
-                    needs[rank].append(whole(index, spec))
+                    needs[rank].append(complete_slice(index, spec))
             else:
                 needs[rank].extend(divided(index, spec, kind, size, rank, model))
     return needs

@@ -88,7 +88,7 @@ class ShardedTrainer:
         self.histories = [History() for _ in range(ranks)]
         self.senders: list[ShardSender] = []
 
-    def held(self, weights: Weights, rank: int) -> list[HeldSlice]:
+    def slices_of(self, weights: Weights, rank: int) -> list[HeldSlice]:
         tensors = list(weights.values())
         pieces = rows(specs_of(weights), self.ranks, rank)
         return [HeldSlice(piece, tensors[piece.tensor][index_of(*piece.box)]) for piece in pieces]
@@ -96,22 +96,25 @@ class ShardedTrainer:
     def make_plan(self, weights: Weights) -> Plan:
         if self.plan is None:
             specs = specs_of(weights)
-            held = [[source.piece for source in self.held(weights, rank)] for rank in range(self.ranks)]
+            holdings = [[source.piece for source in self.slices_of(weights, rank)] for rank in range(self.ranks)]
             needs = self.needs or [complete(specs)] * len(self.receivers)
-            self.plan = plan(specs, held, needs, chunk_bytes=self.bucket_bytes, relay=self.relay)
+            self.plan = plan(specs, holdings, needs, chunk_bytes=self.bucket_bytes, relay=self.relay)
         return self.plan
 
     def offers(self, manifest: Manifest, weights: Weights, base: int | None = None, **changes: Any) -> list[Offer]:
-        made = self.make_plan(weights)
-        shares = made.shares()
-        names = [*(f"trainer rank {rank}" for rank in range(self.ranks)), *(one.name for one in self.receivers)]
+        result = self.make_plan(weights)
+        shares = result.shares()
+        names = [
+            *(f"trainer rank {rank}" for rank in range(self.ranks)),
+            *(receiver.name for receiver in self.receivers),
+        ]
         name = self.listener.new_group(names, senders=self.ranks)
         return [
             Offer(
                 update=name, owner="trainer", host=self.listener.host, port=self.listener.port, first=self.ranks + number,
                 workers=1, transport=self.transport, timeout_s=self.timeout_s, lease_s=self.lease_s, manifest=manifest,
                 sharded=Sharding(
-                    **({"plan": made.identity, "senders": self.ranks, "shares": (shares[self.ranks + number],),
+                    **({"plan": result.identity, "senders": self.ranks, "shares": (shares[self.ranks + number],),
                         "base": base, "keep": self.keep} | changes)
                 ),
             )
@@ -141,7 +144,7 @@ class ShardedTrainer:
                 ) as sender:  # fmt: skip
                     senders[rank] = sender
                     adjust(sender)
-                    digests[rank] = sender.send(self.held(weights, rank))
+                    digests[rank] = sender.send(self.slices_of(weights, rank))
                     ended.wait()  # as the trainer's ranks do, which learn of each other's success before they leave
             except BaseException as error:  # noqa: BLE001  raised below
                 problems[rank] = error

@@ -80,12 +80,12 @@ def test_workers_get_their_slices_bit_for_bit(ranks, count, size, transport, rel
             assert holds(engine, need, weights)
             assert receiver.version() == version
     # Sent once to each worker that needs it: by the trainer, or forwarded.
-    needed = sum(piece.nbytes(SPECS) for need in needs for piece in need)
+    need_bytes = sum(piece.nbytes(SPECS) for need in needs for piece in need)
     assert trainer.plan is not None
-    assert trainer.plan.nbytes == needed
-    sent = sum(sender.traffic.nbytes for sender in trainer.senders)
-    assert sent == sum(trainer.plan.traffic[0])
-    assert (sent == needed) or relay
+    assert trainer.plan.nbytes == need_bytes
+    nbytes = sum(sender.traffic.nbytes for sender in trainer.senders)
+    assert nbytes == sum(trainer.plan.traffic[0])
+    assert (nbytes == need_bytes) or relay
 
 
 def test_a_worker_without_a_description_needs_everything():
@@ -256,7 +256,9 @@ def test_differences_give_the_bits_of_complete_updates(transport, relay):
         for engine, need in zip(engines, needs, strict=True):
             assert holds(engine, need, weights)
         traffic = [sender.traffic for sender in trainer.senders]
-        shares.append(sum(each.nbytes for each in traffic) / sum(each.content for each in traffic))
+        shares.append(
+            sum(traffic_of.nbytes for traffic_of in traffic) / sum(traffic_of.content for traffic_of in traffic)
+        )
         weights = stepped(weights, version)
     assert shares[0] == 1.0
     assert max(shares[1:]) < 0.6, shares  # small tensors: heads of messages are a large part

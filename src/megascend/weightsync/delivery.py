@@ -70,13 +70,13 @@ class Planned:
         engines: number of workers of the engines that it was made for, by name.
         shares: part of every member.
         transport: transport of its updates.
-        known: names of the engines whose workers have their shares from an earlier push.
+        provisioned: names of the engines whose workers have their shares from an earlier push.
     """
 
     engines: dict[str, int]
     shares: list[Share]
     transport: str
-    known: set[str] = field(default_factory=set)
+    provisioned: set[str] = field(default_factory=set)
 
     @property
     def identity(self) -> str:
@@ -268,9 +268,9 @@ class Delivery:
         """Return the transport of a sharded update; PlanError if none connects all members."""
         _, located = self._located(engines)
         receivers = {name: location or Location("cpu") for name, location in located.items()}
-        others = {f"trainer rank {rank}": location for rank, location in enumerate(trainers)}
+        ranks = {f"trainer rank {rank}": location for rank, location in enumerate(trainers)}
         try:
-            return choose_pairs(None if self._transport == AUTO else self._transport, others, receivers)
+            return choose_pairs(None if self._transport == AUTO else self._transport, ranks, receivers)
         except TransportError as error:
             raise PlanError(str(error)) from error
 
@@ -298,7 +298,7 @@ class Delivery:
             log.info("version %d is sent completely: %s", version, error)
             self.drop(update)
             update.name = ""
-            planned.known.clear()
+            planned.provisioned.clear()
             return self._begin_sharded(update, engines, version, specs, planned, None, keep)
 
     def _begin_sharded(
@@ -325,15 +325,15 @@ class Delivery:
         update.name = self._listener.new_group([*trainers, *members], senders=senders)
         offers, first = {}, senders
         for name, count in planned.engines.items():
-            shares = None if name in planned.known else tuple(planned.shares[first : first + count])
+            shares = None if name in planned.provisioned else tuple(planned.shares[first : first + count])
             sharding = Sharding(planned.identity, senders, shares, base, keep)
             offers[name] = self._offer(update, first, count, manifest, sharding)
             first += count
-        begun, failed = self._all(engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+        accepted, failed = self._all(engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
         unknown = [error for error in failed.values() if isinstance(error, BaseError | PlanError)]
-        if unknown and (base is not None or planned.known):
+        if unknown and (base is not None or planned.provisioned):
             raise NotKnownError(str(unknown[0]))
-        self._require_all(begun, failed, f"version {version} was not begun", "; all engines keep the old weights")
+        self._require_all(accepted, failed, f"version {version} was not begun", "; all engines keep the old weights")
         address = self._listener.host, self._listener.port
         return Ticket(
             address, update.name, manifest, update.transport, device.type, self._options, self._timeout_s, base

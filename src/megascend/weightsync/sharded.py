@@ -44,17 +44,17 @@ class Payload:
     """Amounts of a sharded push, over all ranks of the trainer.
 
     Attributes:
-        sent: bytes handed to the transport.
+        nbytes: bytes handed to the transport.
         content: bytes of complete messages in their place.
     """
 
-    sent: int
+    nbytes: int
     content: int
 
     @property
     def share(self) -> float:
         """Return the sent bytes relative to those of complete messages."""
-        return self.sent / max(1, self.content)
+        return self.nbytes / max(1, self.content)
 
 
 class ShardedSync:
@@ -90,9 +90,9 @@ class ShardedSync:
 
     # --- the plan ---
 
-    def refusal(self, adapter: str | None, alone: bool) -> str | None:
+    def refusal(self, adapter: str | None, factors_only: bool) -> str | None:
         """Return the reason why a push is not sharded whatever the engines say; None if it may be. The same on all ranks."""
-        if alone:
+        if factors_only:
             return "an adapter alone is sent by rank 0"
         if adapter is not None:
             return "a merged adapter is sent by rank 0"
@@ -123,8 +123,8 @@ class ShardedSync:
             return reason
         self.forget()
         self._specs = broadcast_object(specs, "world", self._groups, purpose="the tensors to send")
-        held, problem = self._described()
-        pieces = [source.piece for source in held]
+        slices, problem = self._describe()
+        pieces = [source.piece for source in slices]
         rows = [(piece.tensor, piece.offsets, piece.sizes) for piece in pieces]
         location = Location.of(self._groups.device)
         collected = collect_objects((rows, location, problem), "world", self._groups, "the slices of all ranks")
@@ -137,7 +137,7 @@ class ShardedSync:
                 return problems[0], []
             pieces = [[Piece(*row) for row in rank_rows] for rank_rows, _, _ in collected]
             try:
-                self._planned = self._plan(engines, pieces, [place for _, place, _ in collected], delivery)
+                self._planned = self._plan(engines, pieces, [memory for _, memory, _ in collected], delivery)
             except (PlanError, ConfigError) as error:
                 return str(error), []
             return "", self._planned.shares
@@ -153,10 +153,10 @@ class ShardedSync:
         return ""
 
     def _plan(
-        self, engines: Sequence[InferenceEngine], held: list[list[Piece]], places: list[Location], delivery: Delivery
+        self, engines: Sequence[InferenceEngine], slices: list[list[Piece]], places: list[Location], delivery: Delivery
     ) -> Planned:
         counts, needs = delivery.ask_needs(engines, self._specs)
-        everything = complete(self._specs)
+        all_pieces = complete(self._specs)
         silent = [name for name, answer in needs.items() if answer is None]
         if silent and self._mode == "full":
             raise PlanError(f"{', '.join(silent)} do not describe what their workers load")
@@ -166,23 +166,23 @@ class ShardedSync:
             answer = needs[name]
             if answer is not None and len(answer) != count:
                 raise PlanError(f"{name} has {count} workers, and describes {len(answer)}")
-            for pieces in [everything] * count if answer is None else answer:
+            for pieces in [all_pieces] * count if answer is None else answer:
                 # Equal needs become one object: the planner then looks at each kind of worker once.
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
         transport = delivery.check_pairs(engines, places)
-        made = plan(self._specs, held, workers, chunk_bytes=self._chunk_bytes)
-        return Planned(counts, made.shares(), transport)
+        result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
+        return Planned(counts, result.shares(), transport)
 
-    def _described(self) -> tuple[list[HeldSlice], str]:
+    def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
         engine = self._backend.engine
         try:
             hf_slices = engine.hf_slices()
-            return self._held(hf_slices), ""
+            return self._slices(hf_slices), ""
         except MegascendError as error:
             return [], f"the trainer's slices cannot be described: {error}"
 
-    def _held(self, hf_slices: Any = None) -> list[HeldSlice]:
+    def _slices(self, hf_slices: Any = None) -> list[HeldSlice]:
         """Return this rank's slices as they are now. Not collective once the engine knows its Hugging Face slices."""
         engine = self._backend.engine
         state = engine.weight_state()
@@ -192,12 +192,12 @@ class ShardedSync:
         copies: dict[str, list[str]] = {}
         for copy, original in getattr(engine.info, "copies", {}).items():
             copies.setdefault(original, []).append(copy)
-        held = []
+        slices = []
         for weight, offsets, values in held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices):
             for name in (weight, *copies.get(weight, ())):
                 if (number := numbers.get(name)) is not None:
-                    held.append(HeldSlice(Piece(number, offsets, tuple(values.shape)), values))
-        return held
+                    slices.append(HeldSlice(Piece(number, offsets, tuple(values.shape)), values))
+        return slices
 
     # --- a push ---
 
@@ -271,13 +271,13 @@ class ShardedSync:
         problem: MegascendError | None = None
         digests: list[str] = []
         try:
-            held = self._held()
-            for source in held:
+            slices = self._slices()
+            for source in slices:
                 spec = self._specs[source.piece.tensor]
                 dtype = getattr(torch, spec.dtype)
                 if source.values.dtype != dtype and (text := out_of_range(spec.name, source.values, dtype)):
                     raise WeightSyncError(text)
-            digests = sender.send(held)
+            digests = sender.send(slices)
         except MegascendError as error:
             problem = error
             sender.abandon(str(error))
@@ -305,12 +305,12 @@ class ShardedSync:
         update.seal = Seal(update.name, version, sender.manifest.identity, (), by_member)
         update.nbytes = max(share.nbytes for share in shares[senders:])
         update.buckets = sum(len(share.chunks) for share in shares[:senders])
-        return Payload(sum(sent for _, sent, _ in collected), sum(content for _, _, content in collected))
+        return Payload(sum(nbytes for _, nbytes, _ in collected), sum(content for _, _, content in collected))
 
     def succeeded(self, version: int, base: int | None, share: float) -> None:
         """Note a push that all engines have committed."""
         if self._planned is not None:
-            self._planned.known = set(self._planned.engines)
+            self._planned.provisioned = set(self._planned.engines)
         if self._history is None or self._share is None:
             return
         self._history.plan, self._history.version = self._share.plan, version

@@ -52,6 +52,9 @@ class Pushed:
         share: of a sharded push, ``sent`` relative to complete weights.
         parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
             ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
+        payload: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
+            push, has in the end.
+        share: of a sharded push, ``payload`` relative to complete weights.
     """
 
     version: int
@@ -63,7 +66,7 @@ class Pushed:
     sharded: bool = False
     why_not_sharded: str = ""
     base: int | None = None
-    sent: int = 0
+    payload: int = 0
     share: float = 1.0
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -220,7 +223,7 @@ class WeightSync:
                     seconds,
                     update.transport,
                     why_not_sharded=refusal,
-                    sent=update.nbytes,
+                    payload=update.nbytes,
                     parts=update.parts,
                 ),
                 self._groups,
@@ -261,7 +264,7 @@ class WeightSync:
                 update.transport,
                 sharded=True,
                 base=update.base,
-                sent=payload.sent,
+                payload=payload.nbytes,
                 share=payload.share,
             ),
             self._groups,

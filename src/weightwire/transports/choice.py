@@ -118,7 +118,7 @@ def choose_pairs(transport: str | None, trainers: Mapping[str, Location], receiv
                 text
                 for trainer, location in trainers.items()
                 # The other ranks are receivers here: NCCL needs a GPU for each of them, too.
-                if (text := _problem(name, location, {**receivers, **_without(trainers, trainer)}))
+                if (text := _problem(name, location, {**receivers, **_except(trainers, trainer)}))
             ),
             None,
         )
@@ -128,7 +128,7 @@ def choose_pairs(transport: str | None, trainers: Mapping[str, Location], receiv
     raise TransportError(f"no transport connects all ranks with all workers: {'; '.join(problems)}")
 
 
-def _without(locations: Mapping[str, Location], name: str) -> dict[str, Location]:
+def _except(locations: Mapping[str, Location], name: str) -> dict[str, Location]:
     return {other: location for other, location in locations.items() if other != name}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,15 +63,13 @@ class PairedTransport:
 
     def abort(self) -> None:
         """See :class:`weightwire.transports.base.PairTransport`."""
-        self._each(lambda transport: transport.abort())
+        for transport in self._transports.values():
+            transport.abort()
 
     def close(self) -> None:
         """See :class:`weightwire.transports.base.PairTransport`."""
-        self._each(lambda transport: transport.close())
-
-    def _each(self, call: Callable[[Transport], None]) -> None:
         for transport in self._transports.values():
-            call(transport)
+            transport.close()
 
 
 class Pair:

@@ -126,7 +126,8 @@ def _pack_tied_heads(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
 
 
 def _without_weights(model: torch.nn.Module) -> list[str]:

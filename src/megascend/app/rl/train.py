@@ -265,7 +265,7 @@ class ReinforcementLearning(Training[RlConfig]):
             tokens_per_s=learned.result.tokens / seconds,
             wait_s=waited,
             sync_s=synced - stepped,
-            sync_bytes=0 if pushed is None else pushed.sent,
+            sync_bytes=0 if pushed is None else pushed.payload,
             sync_share=None if pushed is None else pushed.share,
             pause_s=pause_s,
             **group_figures(batch, number - 1),
