@@ -228,8 +228,8 @@ class Server:
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         if device == "cuda":
             gpus = visible_gpus(os.environ, torch.cuda.device_count())
-            (place,) = place_engines(gpus, 1, 1)
-            options += place.options()
+            (placement,) = place_engines(gpus, 1, 1)
+            options += placement.options()
             environment |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus[-arguments.tensor :])}
         self.log = work / ("vllm-plain.log" if plain else "vllm.log")
         self._key = None if plain else work / "key"
@@ -337,9 +337,9 @@ def vllm_release(python: Path) -> tuple[int, int]:
 def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) -> dict[str, Any]:
     """Measure one shape; return its figures."""
     config = configuration(shape, arguments.layers)
-    here = torch.device("cuda:0" if device == "cuda" else "cpu")
+    own_device = torch.device("cuda:0" if device == "cuda" else "cpu")
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    weights = tensors(config, here, dtype)
+    weights = tensors(config, own_device, dtype)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     directory = work / shape
     write_checkpoint(directory, config, weights)
@@ -351,7 +351,7 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
         engine = server.client()
         with Load(engine, server.process.address, config, arguments) as load, contextlib.closing(
             Delivery(
-                transport=arguments.transport, device=here, host="127.0.0.1", bucket_bytes=None, digest="multilinear64",
+                transport=arguments.transport, device=own_device, host="127.0.0.1", bucket_bytes=None, digest="multilinear64",
                 timeout_s=120.0,
             )
         ) as delivery:  # fmt: skip
@@ -374,12 +374,12 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
                 for _ in range(arguments.times):
                     start = time.perf_counter()
                     write_checkpoint(directory, config, weights)
-                    written = time.perf_counter()
+                    saved = time.perf_counter()
                     server.post("/pause?mode=keep")
                     server.post("/collective_rpc", {"method": "reload_weights"})
                     server.post("/resume")
                     end = time.perf_counter()
-                    figures["disk"].append({"whole": end - start, "pause": end - written})
+                    figures["disk"].append({"whole": end - start, "pause": end - saved})
             load.check()
         asyncio.run(engine.close())
     if "nccl" in arguments.skip:
@@ -403,30 +403,32 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
 def report(figures: dict[str, Any]) -> None:
     """Print a table of one shape."""
     rounds, undisturbed = figures["rounds"], figures["undisturbed"]
-    parts = sorted({name for one in rounds for name in one if "." in name})
+    parts = sorted({name for row in rounds for name in row if "." in name})
     print(
         f"first push (reload): {figures['first']['whole']:.3f} s; reload_reason: {figures['reload_reason'] or 'none'}"
     )
     print("| way | whole s | begin | transfer | verify | commit | pause ms | GB/s | tokens during | tokens in window |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for one in rounds:
-        way = next((name.removeprefix("commit.") for name in one if name in ("commit.exchange", "commit.reload")), "?")
+    for row in rounds:
+        method = next(
+            (name.removeprefix("commit.") for name in row if name in ("commit.exchange", "commit.reload")), "?"
+        )
         print(
-            f"| {way} | {one['whole']:.3f} | {one['begin']:.3f} | {one['transfer']:.3f} | {one['verify']:.3f} "
-            f"| {one['commit']:.3f} | {1e3 * one.get('commit.paused', float('nan')):.0f} "
-            f"| {figures['bytes'] / one['whole'] / 1e9:.1f} | {one['rate during'] / undisturbed:.2f} "
-            f"| {one['rate'] / undisturbed:.2f} |"
+            f"| {method} | {row['whole']:.3f} | {row['begin']:.3f} | {row['transfer']:.3f} | {row['verify']:.3f} "
+            f"| {row['commit']:.3f} | {1e3 * row.get('commit.paused', float('nan')):.0f} "
+            f"| {figures['bytes'] / row['whole'] / 1e9:.1f} | {row['rate during'] / undisturbed:.2f} "
+            f"| {row['rate'] / undisturbed:.2f} |"
         )
     for name in ("own nccl",):
         for seconds in figures.get(name, ()):
             print(
                 f"| vLLM's NCCL | {seconds:.3f} | | | | | {1e3 * seconds:.0f} | {figures['bytes'] / seconds / 1e9:.1f} | | |"
             )
-    for one in figures.get("disk", ()):
-        speed = figures["bytes"] / one["whole"] / 1e9
-        print(f"| file, reload | {one['whole']:.3f} | | | | | {1e3 * one['pause']:.0f} | {speed:.1f} | | |")
+    for row in figures.get("disk", ()):
+        speed = figures["bytes"] / row["whole"] / 1e9
+        print(f"| file, reload | {row['whole']:.3f} | | | | | {1e3 * row['pause']:.0f} | {speed:.1f} | | |")
     print(f"undisturbed: {undisturbed:.0f} tokens/s")
-    medians = {name: statistics.median(one[name] for one in rounds if name in one) for name in parts}
+    medians = {name: statistics.median(row[name] for row in rounds if name in row) for name in parts}
     print(
         "parts, ms (median): " + ", ".join(f"{name} {1e3 * value:.1f}" for name, value in medians.items()), flush=True
     )

@@ -257,7 +257,7 @@ class Group:
     def close(self) -> None:
         """Leave the group. When the sender leaves, the group ends: nobody can join it any more."""
         if self._peers.leave() and self._store is not None:
-            _keep(self.host, self.port, self._store)
+            _keep_idle(self.host, self.port, self._store)
         self._store = None
 
 
@@ -279,7 +279,7 @@ def join(
         TransportError: nobody listens at the address.
     """
     deadline = time.monotonic() + timeout_s
-    store = _kept(host, port) or connect(host, port, STORE_S)
+    store = _take_idle(host, port) or connect(host, port, STORE_S)
     try:
         if not store.check([f"{name}/members"]):
             raise GroupError(f"unknown group {name!r:.120} at {host}:{port}")
@@ -313,26 +313,26 @@ MAX_IDLE = 4
 """Idle connections of a process that are kept for one listener. Those to other listeners are dropped."""
 
 
-def _keep(host: str, port: int, store: Store) -> None:
+def _keep_idle(host: str, port: int, store: Store) -> None:
     """Keep the connection of a group that has ended for the next group of the same listener."""
     key = os.getpid(), host, port
     with _idle_lock:
         # A forked process must leave its parent's connections alone, also their destructors.
         for other in [other for other in _idle if other != key and other[0] == key[0]]:
             del _idle[other]
-        kept = _idle.setdefault(key, [])
-        if isinstance(store, TCPStore) and len(kept) < MAX_IDLE:
-            kept.append(store)
+        idle = _idle.setdefault(key, [])
+        if isinstance(store, TCPStore) and len(idle) < MAX_IDLE:
+            idle.append(store)
 
 
-def _kept(host: str, port: int) -> TCPStore | None:
+def _take_idle(host: str, port: int) -> TCPStore | None:
     """Return an idle connection that answers; None without one."""
     while True:
         with _idle_lock:
-            kept = _idle.get((os.getpid(), host, port))
-            if not kept:
+            idle = _idle.get((os.getpid(), host, port))
+            if not idle:
                 return None
-            store = kept.pop()
+            store = idle.pop()
         with contextlib.suppress(RuntimeError):  # its listener has ended
             store.check(["weightwire"])
             return store

@@ -340,6 +340,11 @@ class Receiver:
         if (update := self._update) is not None:
             self.drop(update.offer.update, f"{self.name} closes")
 
+    @property
+    def keeps_memory(self) -> bool:
+        """Check whether memory is kept for the next update."""
+        return self._memory is not None
+
     def release(self) -> None:
         """Free the memory that is kept for the next update, which then has to be complete."""
         with self._lock:
@@ -360,8 +365,8 @@ class Receiver:
         """Keep the memory of a complete update for the next one: new memory costs as much as the transfer."""
         # The factors of an adapter have memory of their own while the other is a base.
         if update.staging is not None and (update.manifest.adapter is None or self._base is None):
-            whole = update.staging.untyped_storage().nbytes()
-            self._memory = update.staging.as_strided((whole,), (1,), 0)
+            nbytes = update.staging.untyped_storage().nbytes()
+            self._memory = update.staging.as_strided((nbytes,), (1,), 0)
 
     # --- conditions ---
 

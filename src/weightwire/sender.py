@@ -228,9 +228,9 @@ class Sender:
                 # A loop, not one step: empty tensors are in no bucket, but are part of the stream.
                 while index < piece.tensor:
                     del content  # the stream may reuse its memory for the next tensor
-                    asked = time.perf_counter()
+                    before = time.perf_counter()
                     index, content = next(tensors)
-                    self.traffic.seconds["export"] += time.perf_counter() - asked
+                    self.traffic.seconds["export"] += time.perf_counter() - before
                 source = content[piece.offset : piece.offset + piece.length]
                 # Asynchronous: a bucket's copies from the device are waited for once, before it is sent.
                 buffer[piece.position : piece.position + piece.length].copy_(source, non_blocking=True)

@@ -70,11 +70,11 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     arch, shape = MODELS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = write_tiny_checkpoint(folder / "model", arch, **shape)
-    (place,) = place_engines(visible_gpus(os.environ, GPUS), 1, 1)
-    options = [*place.options()]
-    if place.with_trainer:
+    (placement,) = place_engines(visible_gpus(os.environ, GPUS), 1, 1)
+    options = [*placement.options()]
+    if placement.with_trainer:
         options[-1] = "--gpu-memory-utilization=0.3"
-    instance = Server(checkpoint, folder, *options, variables=place.environment() | SMALL_GROUPS, device="cuda")
+    instance = Server(checkpoint, folder, *options, variables=placement.environment() | SMALL_GROUPS, device="cuda")
     yield instance
     instance.process.close()
 

@@ -169,10 +169,10 @@ def test_trainer_killed_during_an_exchange_does_not_stop_it(server, weights, ref
     new = changed(weights, 6)
 
     async def die(engine: Any) -> None:
-        own = Listener()
-        offer = offered(engine, own, manifest_of(new, 3), await engine.receivers())
+        listener = Listener()
+        offer = offered(engine, listener, manifest_of(new, 3), await engine.receivers())
         await engine.begin_update(offer)
-        seal = await asyncio.to_thread(send, own, offer, new)
+        seal = await asyncio.to_thread(send, listener, offer, new)
         await engine.verify(seal, 30.0)
         server.fault.write_text("slow")
         asyncio.get_running_loop().call_later(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL))

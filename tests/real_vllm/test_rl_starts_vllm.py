@@ -29,8 +29,8 @@ def megascend(*arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.
 
 def test_run_under_torchrun_starts_vllm_pushes_and_ends_it(tmp_path: Path) -> None:
     python = vllm_python()
-    made = megascend("new-model", tmp_path / "model", "--layers", 2, "--hidden", 128, "--heads", 4, "--context", 64)
-    assert made.returncode == 0, made.stderr
+    creation = megascend("new-model", tmp_path / "model", "--layers", 2, "--hidden", 128, "--heads", 4, "--context", 64)
+    assert creation.returncode == 0, creation.stderr
     settings = {
         "model": tmp_path / "model",
         "output": tmp_path / "run",

@@ -87,9 +87,9 @@ def test_another_protocol_is_refused(protocol):
 
 def test_repeated_tensors_are_parsed_once_and_others_checked():
     manifest = Manifest(1, (TensorSpec("a", "int8", (1, 2)), TensorSpec("b", "int8", (1,))))
-    first, again = (Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) for _ in range(2))
-    assert again.tensors is first.tensors
-    assert plan_buckets(again.tensors, 2) is plan_buckets(first.tensors, 2)
+    first, second = (Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) for _ in range(2))
+    assert second.tensors is first.tensors
+    assert plan_buckets(second.tensors, 2) is plan_buckets(first.tensors, 2)
     assert [len(plan_buckets(first.tensors, size)) for size in (1, 2, 3)] == [3, 2, 1]
     for size in (True, 1.0):  # equal to the size in the last manifest
         data = manifest.to_json()

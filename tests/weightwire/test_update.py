@@ -390,14 +390,14 @@ def test_memory_and_connections_serve_the_next_update(monkeypatch):
         receiver.commit(seal.update, engine.load, engine.restore)
         receiver.settle(seal.update)
         assert same(engine.weights, weights)
-        counted = len(connections)
+        count = len(connections)
         connections.clear()
-        return address, buffers.nbytes, counted
+        return address, buffers.nbytes, count
 
-    (first, nbytes, _), (second, _, _), (third, last, counted) = (update(version, NEW) for version in (1, 2, 3))
+    (first, nbytes, _), (second, _, _), (third, last, count) = (update(version, NEW) for version in (1, 2, 3))
     assert first == second == third
     assert nbytes == last == 512
-    assert counted == 2, "one of the transport on each side; the groups use those of the last update"
+    assert count == 2, "one of the transport on each side; the groups use those of the last update"
     smaller = dict(list(NEW.items())[:3])
     engine.weights = {}
     assert update(4, smaller)[0] == first
@@ -424,13 +424,13 @@ def test_connection_to_a_listener_that_has_ended_is_not_used_again():
     trainer.push(1, NEW)
     address = trainer.listener.host, trainer.listener.port
     deadline = time.monotonic() + 30
-    while not (kept := group._idle.get((os.getpid(), *address))):
+    while not (idle := group._idle.get((os.getpid(), *address))):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert len(kept) <= group.MAX_IDLE
-    while group._kept(*address) is not None:
+    assert len(idle) <= group.MAX_IDLE
+    while group._take_idle(*address) is not None:
         pass
-    assert group._kept(*address) is None
+    assert group._take_idle(*address) is None
 
 
 def test_receiving_thread_switches_quickly_and_restores_the_interval():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -39,7 +41,8 @@ def part(
 ) -> Part:
     view = sliced(source)
     width = source.dtype.itemsize
-    return Part(target, source.dtype, offset + view.storage_offset() * width, tuple(view.shape), view.stride())
+    start = offset + int(view.storage_offset()) * width
+    return Part(target, source.dtype, start, tuple(view.shape), view.stride())
 
 
 def layer(update: Update) -> Iterator[tuple[Tensor, Part, Tensor]]:
@@ -69,20 +72,20 @@ def test_exchange_writes_new_weights_and_undo_the_old_ones() -> None:
     before = [parameter.clone() for parameter, _, _ in rows]
     exchange = Exchange([copy for _, copy, _ in rows], (), {})
     for _ in range(2):
-        sent = update.staging.clone()
+        copy_of_update = update.staging.clone()
         exchange.run(update.staging)
         for _, copy, expected in rows:
             assert torch.equal(copy.target, expected)
         exchange.undo()
         for (parameter, _, _), old in zip(rows, before, strict=True):
             assert torch.equal(parameter, old)
-        update.staging.copy_(sent)
+        update.staging.copy_(copy_of_update)
 
 
 def test_exchange_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     update = Update()
     rows = list(layer(update))
-    before, sent = [parameter.clone() for parameter, _, _ in rows], update.staging.clone()
+    before, copy_of_update = [parameter.clone() for parameter, _, _ in rows], update.staging.clone()
     exchange = Exchange([copy for _, copy, _ in rows], (), {})
     copy, calls, failing_call = torch._foreach_copy_, 0, 0
 
@@ -100,7 +103,7 @@ def test_exchange_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPa
     exchange.undo()
     assert total > 20
     for number in range(1, total + 1):
-        update.staging.copy_(sent)
+        update.staging.copy_(copy_of_update)
         calls, failing_call = 0, number
         with pytest.raises(RuntimeError, match="the device"):
             exchange.run(update.staging)
@@ -108,18 +111,33 @@ def test_exchange_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPa
         exchange.undo()
         for (parameter, _, _), old in zip(rows, before, strict=True):
             assert torch.equal(parameter, old), number
-    update.staging.copy_(sent)
+    update.staging.copy_(copy_of_update)
     exchange.run(update.staging)
     assert all(torch.equal(copied.target, expected) for _, copied, expected in rows)
+
+
+def test_exchange_releases_the_memory_of_an_update() -> None:
+    update = Update()
+    exchange = Exchange([copy for _, copy, _ in layer(update)], (), {})
+    buffer = bytearray(bytes(update.staging.tolist()))
+    free = sys.getrefcount(buffer)
+    staging = torch.frombuffer(buffer, dtype=torch.uint8)
+    exchange.run(staging)
+    del staging
+    gc.collect()
+    assert sys.getrefcount(buffer) > free, "views for the next update"
+    exchange.unbind()
+    gc.collect()
+    assert sys.getrefcount(buffer) == free
 
 
 def test_adjacent_parts_are_merged_and_large_ones_split() -> None:
     update = Update()
     parts = [copy for _, copy, _ in layer(update)]
-    whole = merged(parts)
+    result = merged(parts)
     # Query, key and value; four experts of two halves: one part each.
-    assert [item.target.numel() for item in whole] == [96 * 32, 32 * 24, 8, 40 * 16, 700 * 32, 4 * 24 * 16]
-    pieces = split(whole)
+    assert [item.target.numel() for item in result] == [96 * 32, 32 * 24, 8, 40 * 16, 700 * 32, 4 * 24 * 16]
+    pieces = split(result)
     assert max(item.target.nbytes for item in pieces) <= 4096
     assert sum(item.target.numel() for item in pieces) == sum(item.target.numel() for item in parts)
 

@@ -47,9 +47,6 @@ class Pushed:
         sharded: every rank of the trainer has sent its slices.
         why_not_sharded: the reason, if rank 0 has sent everything.
         base: version from which the changes were sent; None: complete weights.
-        sent: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
-            push, has of them.
-        share: of a sharded push, ``sent`` relative to complete weights.
         parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
             ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
         payload: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded

@@ -101,9 +101,9 @@ class Exchange:
         device = self._parts[0].target.device
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
         # Of the parts whose old weights do not fit into their sources' bytes: few, or learn() would have refused.
-        self._apart: dict[int, Tensor] = {}
+        self._separate: dict[int, Tensor] = {}
         self._bound: tuple[int, list[_Group]] = 0, []
-        self._begun: list[_Group] = []
+        self._changed_groups: list[_Group] = []
 
     def fits(self, manifest: Manifest, model: torch.nn.Module) -> bool:
         """Check whether an update has the tensors, and the model the memory, for which this exchange was recorded."""
@@ -112,25 +112,25 @@ class Exchange:
     @torch.no_grad()
     def run(self, staging: Tensor) -> None:
         """Write the new weights into the parameters, and the old ones into the staging memory."""
-        self._begun = []
+        self._changed_groups = []
         # Loaders drop an output layer that the model shares with its embedding; a different one must not be lost.
         for _ in tied_head_checked((name, staging[start:stop]) for name, (start, stop) in self._tied.items()):
             pass
         for group in self._groups(staging):
             # Noted first: a group that fails has changed some of its parameters.
-            self._begun.append(group)
+            self._changed_groups.append(group)
             group.exchange()
 
     @torch.no_grad()
     def undo(self) -> None:
         """Write the old weights back after a run that succeeded or stopped at any group."""
-        groups, self._begun = self._begun, []
+        groups, self._changed_groups = self._changed_groups, []
         for group in groups:
             group.restore()
 
     def unbind(self) -> None:
         """Release the views of staging memory that were made for the last update."""
-        self._bound, self._begun = (0, []), []
+        self._bound, self._changed_groups = (0, []), []
 
     def _groups(self, staging: Tensor) -> list[_Group]:
         # Views are made once: the receiver keeps its memory from one update to the next.
@@ -149,7 +149,7 @@ class Exchange:
             kind = part.target.dtype, part.dtype
             saved = part.saved(staging)
             if saved is None:
-                saved = self._apart.setdefault(index, torch.empty_like(part.target))
+                saved = self._separate.setdefault(index, torch.empty_like(part.target))
             scratch = self._scratch[used : used + size].view(part.target.dtype).view(part.target.shape)
             group.add(part.target, part.source(staging), saved, scratch)
             used += -(-size // 16) * 16  # aligned for any dtype
@@ -209,8 +209,8 @@ def merged(parts: Iterable[Part]) -> list[Part]:
                 and last.target.untyped_storage().data_ptr() == part.target.untyped_storage().data_ptr()
             ):
                 count = last.target.numel() + part.target.numel()
-                whole = last.target.as_strided((count,), (1,))
-                result[-1] = Part(whole, part.dtype, last.offset, (count,), (1,))
+                union = last.target.as_strided((count,), (1,))
+                result[-1] = Part(union, part.dtype, last.offset, (count,), (1,))
                 continue
         result.append(part)
     return result
@@ -327,9 +327,9 @@ def learn(
         # What the kernels use may have been reordered or padded after loading; then it differs from what the loader copied.
         if not torch.equal(part.target, part.source(staging).to(part.target.dtype)):
             raise NotInPlaceError("the weights in use are not in the order of the checkpoint")
-    apart = sum(part.target.nbytes for part in parts if part.saved(staging) is None)
-    if apart > SCRATCH_BYTES:
-        raise NotInPlaceError(f"{apart} bytes of old weights do not fit into the update's own memory")
+    outside = sum(part.target.nbytes for part in parts if part.saved(staging) is None)
+    if outside > SCRATCH_BYTES:
+        raise NotInPlaceError(f"{outside} bytes of old weights do not fit into the update's own memory")
     return Exchange(parts, manifest.tensors, addresses(model), tied)
 
 
@@ -422,12 +422,12 @@ def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> i
 
 def _require_complete(model: torch.nn.Module, parts: Sequence[Part], constants: Sequence[Tensor]) -> None:
     """Check that every element of every parameter has a source."""
-    written: dict[int, dict[tuple[int, ...], int]] = {}
+    regions: dict[int, dict[tuple[int, ...], int]] = {}
     for target in (*(part.target for part in parts), *constants):
         region = (int(target.storage_offset()), *target.shape, *target.stride())
-        written.setdefault(target.untyped_storage().data_ptr(), {})[region] = target.numel()
+        regions.setdefault(target.untyped_storage().data_ptr(), {})[region] = target.numel()
     for name, parameter in model.named_parameters():
-        if sum(written.get(parameter.untyped_storage().data_ptr(), {}).values()) != parameter.numel():
+        if sum(regions.get(parameter.untyped_storage().data_ptr(), {}).values()) != parameter.numel():
             raise NotInPlaceError(f"{name} is not loaded from the update's tensors alone")
 
 

@@ -70,6 +70,9 @@ class WorkerUpdates:
         """
         if offer.manifest.adapter is None:
             check_reloadable(self._model())
+        # The memory of a dropped update is freed; views of it would keep it beside that of this one.
+        if self._exchange is not None and not self.receiver.keeps_memory:
+            self._exchange.unbind()
         # Before the copy is started: an offer that is refused must not cost the engine a copy of its weights.
         self.receiver.open(offer, self._number)
         self._offer = offer

@@ -91,10 +91,10 @@ class WorkerExtension:
             ``{"way": "exchange" or "reload", "seconds": duration, "reload_reason": why later updates are reloaded}``.
         """
         start, updates = time.perf_counter(), self.weightwire_updates()
-        way = updates.commit(update)
+        method = updates.commit(update)
         contract.after_base_change(self.model_runner)  # type: ignore[attr-defined]
         seconds = time.perf_counter() - start
-        return {"way": way, "seconds": seconds, "reload_reason": updates.reload_reason}
+        return {"way": method, "seconds": seconds, "reload_reason": updates.reload_reason}
 
     @_answering
     def weightwire_write_adapter(self, update: str) -> dict[str, Any]:

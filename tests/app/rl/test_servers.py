@@ -86,7 +86,7 @@ def test_engines_get_free_gpus_and_end_with_the_run(tmp_path) -> None:
         assert not any(process.waited for process in STARTED), "the trainer loads its model meanwhile"
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "a,b,c,d"
         assert servers is not None
-        assert servers.client(2).address == "http://127.0.0.1:8001"
+        assert servers.client(2).name == "http://127.0.0.1:8001"
         assert servers.client(2) is servers.client(2)
         folder = STARTED[0].settings["key_file"].parent
     assert all(process.closed for process in STARTED)

@@ -64,10 +64,10 @@ def test_named_gpus_are_those_of_engines_and_trainer() -> None:
     assert place_engines(gpus, 1, 1, trainer_gpus=[3]) == [Placement(("a",), 0.7, False)]
     assert trainer_environment(gpus, 2, [3, 2]) == {"CUDA_VISIBLE_DEVICES": "d,c"}
     assert trainer_environment(gpus, 2, None) == {}
-    (place,) = place_engines(gpus, 2, 1, engine_gpus=[[2, 3]])
-    assert place.environment() == {"CUDA_VISIBLE_DEVICES": "c,d"}
-    assert place.options() == ["--gpu-memory-utilization=0.7", "--tensor-parallel-size=2"]
-    assert str(place) == "GPUs c, d, 70% of the memory"
+    (placement,) = place_engines(gpus, 2, 1, engine_gpus=[[2, 3]])
+    assert placement.environment() == {"CUDA_VISIBLE_DEVICES": "c,d"}
+    assert placement.options() == ["--gpu-memory-utilization=0.7", "--tensor-parallel-size=2"]
+    assert str(placement) == "GPUs c, d, 70% of the memory"
 
 
 @pytest.mark.parametrize(

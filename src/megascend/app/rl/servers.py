@@ -125,14 +125,14 @@ def placements(config: RlConfig, launch: Launch) -> list[Placement]:
     Raises:
         ConfigError: the placement cannot be.
     """
-    place = config.placement
+    settings = config.placement
     return place_engines(
         _gpus(),
         _trainers(config, launch),
         len(config.started_engines),
-        trainer_gpus=place.trainer,
-        engine_gpus=place.engines,
-        memory=place.memory,
+        trainer_gpus=settings.trainer,
+        engine_gpus=settings.engines,
+        memory=settings.memory,
     )
 
 

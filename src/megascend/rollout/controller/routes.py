@@ -151,7 +151,9 @@ CONTROLLER_CALLS: dict[str, type[ControllerCall]] = {
     "rollouts/forget": Forget,
 }
 """Calls of the controller, in addition to those of an engine (:data:`weightwire.remote_engine.CALLS`), which need a claim."""
-ROUTES = tuple(PREFIX + name for name in (*CONTROLLER_CALLS, *CALLS))
+NOT_SERVED = {"sleep"}
+"""Calls of an engine that a controller does not offer: its engines share no GPU with a trainer."""
+ROUTES = tuple(PREFIX + name for name in (*CONTROLLER_CALLS, *(call for call in CALLS if call not in NOT_SERVED)))
 
 
 @dataclass(frozen=True)

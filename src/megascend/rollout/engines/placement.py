@@ -12,7 +12,7 @@ BESIDE_TRAINER = 0.35
 """Share of a GPU's memory for all engines on it if the trainer uses it, too."""
 EXCLUSIVE = 0.7
 """The same without the trainer. The rest is for CUDA graphs, and for a second, staged copy of the weights."""
-MOST = 0.95
+MAX_SHARE = 0.95
 """Largest share of a GPU's memory for all engines on it."""
 
 
@@ -101,11 +101,11 @@ def place_engines(
     placements = []
     for positions in engine_gpus:
         shared = bool({*positions} & {*used})
-        most = max(counts[position] for position in positions)
-        share = (BESIDE_TRAINER if shared else EXCLUSIVE) / most if memory is None else memory
-        if share * most > MOST:
+        sharing = max(counts[position] for position in positions)
+        share = (BESIDE_TRAINER if shared else EXCLUSIVE) / sharing if memory is None else memory
+        if share * sharing > MAX_SHARE:
             raise ConfigError(
-                f"placement.memory: {share:g} for each of {most} engines on one GPU; together at most {MOST:g} is possible"
+                f"placement.memory: {share:g} for each of {sharing} engines on one GPU; at most {MAX_SHARE:g} for all is possible"
             )
         placements.append(Placement(tuple(gpus[position] for position in positions), share, shared))
     return placements
