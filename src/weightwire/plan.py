@@ -445,8 +445,7 @@ def _groups(
 
 def _contains(box: Box, part: Box) -> bool:
     return all(
-        start <= low and low + length <= start + size
-        for start, size, low, length in zip(*box, *part, strict=True)
+        start <= low and low + length <= start + size for start, size, low, length in zip(*box, *part, strict=True)
     )
 
 
