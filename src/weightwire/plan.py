@@ -444,10 +444,9 @@ def _groups(
 
 
 def _contains(box: Box, part: Box) -> bool:
-    for start, size, low, length in zip(*box, *part, strict=True):
-        if low < start or low + length > start + size:
-            return False
-    return True
+    return all(
+        start <= low and low + length <= start + size for start, size, low, length in zip(*box, *part, strict=True)
+    )
 
 
 def _chunks(
