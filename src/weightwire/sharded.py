@@ -79,6 +79,10 @@ class History:
         """Return the version from which differences can be sent under a plan; None if there is none."""
         return self.version if self.plan == plan else None
 
+    def note(self, plan: str, version: int) -> None:
+        """Note that all workers have activated what was sent: the next update may send differences from it."""
+        self.plan, self.version = plan, version
+
     def forget(self) -> None:
         """Forget everything: the workers may have something else."""
         self.plan, self.version, self.contents = "", None, {}
@@ -280,11 +284,6 @@ class ShardSender:
     def abandon(self, reason: str) -> None:
         """Report to the other members that this rank cannot send."""
         self._group.fail(reason)
-
-    def succeeded(self, version: int) -> None:
-        """Note that all workers have this version: the next update may send differences from it."""
-        if self._history is not None:
-            self._history.plan, self._history.version = self.share.plan, version
 
 
 def match(share: Share, slices: Sequence[HeldSlice], tensors: Sequence[TensorSpec]) -> list[list[Tensor]]:

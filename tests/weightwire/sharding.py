@@ -171,5 +171,6 @@ class ShardedTrainer:
         return seal
 
     def succeeded(self, version: int) -> None:
-        for sender in self.senders:
-            sender.succeeded(version)
+        assert self.plan is not None
+        for history in self.histories:
+            history.note(self.plan.identity, version)

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["full", "delta", "auto"]
 """``full``: complete weights; ``delta``: the changes since the last push; ``auto``: changes while they are worth it."""
+RETRY = 20
+"""Pushes after which a refused plan is tried again: an engine may only have been busy."""
 WORTH = 0.7
 """``auto`` returns to complete pushes for a while when the changes are a larger share of the weights."""
 
@@ -86,6 +88,7 @@ class ShardedSync:
         self._share: Share | None = None
         self._planned: Planned | None = None
         self._refusal: tuple[tuple[str, ...], str] | None = None
+        self._refused_pushes = 0
         self._logged = ""
 
     # --- the plan ---
@@ -113,7 +116,8 @@ class ShardedSync:
         names = tuple(engine.name for engine in engines)
 
         def state() -> tuple[bool, str]:
-            if self._refusal is not None and self._refusal[0] == names:
+            if self._refusal is not None and self._refusal[0] == names and self._refused_pushes < RETRY:
+                self._refused_pushes += 1
                 return True, self._refusal[1]
             valid = self._planned is not None and tuple(self._planned.engines) == names and self._specs == specs
             return valid, ""
@@ -144,9 +148,10 @@ class ShardedSync:
 
         reason, shares = from_rank_0(make, self._groups, "the plan of the transfer")
         if reason:
-            self._refusal = names, reason
+            self._refusal, self._refused_pushes = (names, reason), 0
             if reason != self._logged and self._groups.rank == 0:
-                log.warning("weights are sent by rank 0: %s", reason)
+                level = logging.WARNING if self._sharded or self._mode != "full" else logging.INFO
+                log.log(level, "weights are sent by rank 0: %s", reason)
             self._logged = reason
             return reason
         self._share = shares[self._groups.rank]
@@ -313,7 +318,7 @@ class ShardedSync:
             self._planned.provisioned = set(self._planned.engines)
         if self._history is None or self._share is None:
             return
-        self._history.plan, self._history.version = self._share.plan, version
+        self._history.note(self._share.plan, version)
         self._differences = 0 if base is None else self._differences + 1
         if base is None:
             self._rest = max(0, self._rest - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weightwire.errors import ManifestError, TransportError
@@ -118,7 +118,7 @@ def choose_pairs(transport: str | None, trainers: Mapping[str, Location], receiv
                 text
                 for trainer, location in trainers.items()
                 # The other ranks are receivers here: NCCL needs a GPU for each of them, too.
-                if (text := _problem(name, location, {**receivers, **_except(trainers, trainer)}))
+                if (text := _problem(name, location, {**receivers, **_except(trainers, trainer, name)}))
             ),
             None,
         )
@@ -128,8 +128,16 @@ def choose_pairs(transport: str | None, trainers: Mapping[str, Location], receiv
     raise TransportError(f"no transport connects all ranks with all workers: {'; '.join(problems)}")
 
 
-def _except(locations: Mapping[str, Location], name: str) -> dict[str, Location]:
-    return {other: location for other, location in locations.items() if other != name}
+def _except(trainers: Mapping[str, Location], name: str, transport: str) -> dict[str, Location]:
+    """Return the locations of the other ranks' buffers, which are on the CPU if the transport does not move their memory."""
+    possible = device_types(transport)
+    return {
+        other: location
+        if location.device in possible or "cpu" not in possible
+        else replace(location, device="cpu", gpu="", visible=())
+        for other, location in trainers.items()
+        if other != name
+    }
 
 
 def fitting(sender: Location, receivers: Mapping[str, Location]) -> list[str]:
