@@ -181,16 +181,23 @@ def test_engine_has_the_trainers_weights_after_every_push(server, reference, del
 def test_responses_during_pushes_come_from_one_version_after_the_other(server, reference, delivery) -> None:
     take_over(delivery, server, 1)
 
-    async def act(engine: VllmEngine) -> list[Any]:
-        running = [
-            asyncio.create_task(engine.generate(TOKENS[: 6 + index], Sampling(max_tokens=400, seed=index)))
-            for index in range(8)
-        ]
-        await asyncio.sleep(0.2)
-        await asyncio.to_thread(push, delivery, server, 3, 3, take_over=True)
-        return [(await task)[0] for task in running]
+    async def act(engine: VllmEngine) -> tuple[int, list[Any]]:
+        # How long the responses and the push take depends on the machine: again, until one has tokens of both.
+        for version in range(3, 23, 2):
+            await asyncio.to_thread(push, delivery, server, 1, version, take_over=True)
+            running = [
+                asyncio.create_task(engine.generate(TOKENS[: 6 + index], Sampling(max_tokens=480, seed=index)))
+                for index in range(8)
+            ]
+            await asyncio.sleep(0.02 * version)
+            await asyncio.to_thread(push, delivery, server, 3, version + 1, take_over=True)
+            completions = [(await task)[0] for task in running]
+            if any(completion.first_version < completion.last_version for completion in completions):
+                return version + 1, completions
+        raise AssertionError("no response was sampled during a push")
 
-    for index, completion in enumerate(run(server, act)):
+    last, completions = run(server, act)
+    for index, completion in enumerate(completions):
         sequence = [*TOKENS[: 6 + index], *completion.tokens]
         old, new = (expected(server, reference, seed, sequence, 6 + index) for seed in (1, 3))
         cuts = [off(completion.logprobs, [*old[:cut], *new[cut:]]) for cut in range(len(old) + 1)]
@@ -198,7 +205,7 @@ def test_responses_during_pushes_come_from_one_version_after_the_other(server, r
         # A mixture of weights would match no cut; here the best one is better than either version alone.
         if completion.first_version < completion.last_version:
             assert min(cuts) < min(cuts[0], cuts[-1])
-    assert_active(server, reference, seed=3, version=3)
+    assert_active(server, reference, seed=3, version=last)
 
 
 class Flipping:

@@ -83,17 +83,21 @@ def test_response_during_an_exchange_has_tokens_of_both_versions(server, weights
     new = changed(weights, seed=12)
 
     async def act(engine):
-        await push(engine, listener, weights, 1)
-        running = [
-            asyncio.create_task(engine.generate(TOKENS[: 6 + index], Sampling(max_tokens=300, seed=index)))
-            for index in range(4)
-        ]
-        await asyncio.sleep(0.3)
-        assert "exchange" in await push(engine, listener, new, 2)
-        return [(await task)[0] for task in running]
+        # How long the responses and the push take depends on the machine: again, until one has tokens of both.
+        for version in range(1, 20, 2):
+            await push(engine, listener, weights, version)
+            running = [
+                asyncio.create_task(engine.generate(TOKENS[: 6 + index], Sampling(max_tokens=480, seed=index)))
+                for index in range(4)
+            ]
+            await asyncio.sleep(0.05 * version)
+            assert "exchange" in await push(engine, listener, new, version + 1)
+            completions = [(await task)[0] for task in running]
+            if any(completion.first_version < completion.last_version for completion in completions):
+                return completions
+        raise AssertionError("no response was sampled during a push")
 
     completions = with_engine(server, act)
-    assert any(completion.first_version < completion.last_version for completion in completions)
     for index, completion in enumerate(completions):
         sequence = [*TOKENS[: 6 + index], *completion.tokens]
         old, new_values = (reference.logprobs(model, sequence, begin=6 + index) for model in (weights, new))
