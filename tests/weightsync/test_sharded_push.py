@@ -31,6 +31,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str, dict[str, Any]]] = {
     "PP2, tied": (2, {"pipeline": 2}, "qwen3", {"tie_word_embeddings": True}),
     "MoE EP2": (2, {"expert": 2}, "qwen3_moe", {}),
     "DP2 x TP2": (4, {"tensor": 2}, "qwen2", {}),
+    "latent attention, expert biases, EP2": (2, {"expert": 2}, "deepseek_v3", {}),
+    "latent attention, expert biases, TP2": (2, {"tensor": 2}, "deepseek_v3", {}),
 }
 
 
@@ -97,6 +99,29 @@ def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_fold
         source = load_file(checkpoint / "model.safetensors")
         (worker,) = second[0].weights()[0]
         assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
+
+
+def test_a_model_whose_slices_cannot_be_described_is_sent_by_rank_0(parity_folder, tmp_path):
+    """Send gpt-oss, whose checkpoint has its experts transposed."""
+    checkpoint = case_checkpoint(parity_folder, "gpt_oss")
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, {"expert": 2})
+            with megascend.WeightSync(backend, served, mode="auto") as sync:
+                pushes = [sync.push(1), sync.push(2)]
+            backend.export_hf(tmp_path / "after")
+            return pushes
+
+        results = run_distributed(on_rank, 2, init=False, timeout_s=120)
+        exported_weights = load_file(tmp_path / "after" / "model.safetensors")
+        for worker in served[0].weights()[0]:
+            assert worker.keys() == exported_weights.keys()
+            assert all(torch.equal(worker[name], tensor) for name, tensor in exported_weights.items())
+    for push in results[0]:
+        assert not push.sharded
+        assert "experts.gate_up_proj" in push.why_not_sharded
+        assert "does not consist of complete rows" in push.why_not_sharded
 
 
 OLD = {"old": torch.arange(5.0)}

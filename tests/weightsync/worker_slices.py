@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +22,12 @@ def vllm_like(specs: Sequence[TensorSpec], workers: int, worker: int) -> list[Pi
     for index, spec in enumerate(specs):
         offsets, sizes = [0] * len(spec.shape), list(spec.shape)
         dim = None
-        if ".experts." in spec.name and ".experts.gate" not in spec.name and ".experts.up" not in spec.name:
-            if int(spec.name.split(".experts.")[1].split(".")[0]) % workers != worker:
+        expert = re.search(r"\.experts\.(\w+)", spec.name)
+        if expert is not None and expert[1].isdecimal():
+            if int(expert[1]) % workers != worker:
                 continue
+        elif expert is not None:  # all experts in one tensor
+            dim = 0
         elif "embed_tokens" in spec.name or "lm_head" in spec.name:
             padded = -(-spec.shape[0] // (64 * workers)) * 64
             offsets[0] = min(worker * padded, spec.shape[0])
