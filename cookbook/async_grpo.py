@@ -242,10 +242,11 @@ def main() -> None:
     with ExitStack() as stack:
         # Servers take longest to start, so they are started first. Their initial weights do not matter.
         main_rank = os.environ.get("RANK", "0") == "0"
-        gpus = gpus_here()
         servers = start_servers(arguments, stack) if main_rank else {}
-        # After the start, which needs the names of all GPUs, and before this process uses one.
-        os.environ.update(trainer_environment(gpus, trainers_on_gpus(arguments), arguments.trainer_gpus))
+        if arguments.trainer_gpus is not None:
+            # After the start, which needs the names of all GPUs, and before this process uses one.
+            count = trainers_on_gpus(arguments)
+            os.environ.update(trainer_environment(gpus_here(), count, arguments.trainer_gpus))
 
         runtime = megascend.bootstrap(arguments.platform, parallel)
         # Engines on GPUs and NPUs compute in bf16, and so does the trainer then. Local engines (transformers) run on the CPU.
@@ -360,7 +361,7 @@ def main() -> None:
                     "reward": sum(rewards) / len(rewards),
                     "lag": sum(step - 1 - group.version for group in groups) / len(groups),
                     "mismatch": learned.mismatch.mean_abs,
-                    "pause_s": pushed.seconds["commit"],
+                    "pause_s": pushed.pause_s,
                     "grad_norm": update.grad_norm,
                     "wait_s": waited,
                 }

@@ -67,6 +67,11 @@ class Pushed:
     share: float = 1.0
     parts: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def pause_s(self) -> float:
+        """Seconds for which the slowest engine sampled nothing: by its own measure or, without one, those of the commit."""
+        return self.parts.get("commit.paused", self.seconds["commit"])
+
 
 @dataclass
 class Source:

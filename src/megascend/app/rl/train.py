@@ -240,7 +240,7 @@ class ReinforcementLearning(Training[RlConfig]):
         stepped, pause_s, pushed = time.perf_counter(), 0.0, None
         if number % config.sync.every == 0 or number == config.steps:
             pushed = self._sync.push(version=number + self._offset, adapter=run.adapter)
-            pause_s, self._version = pushed.seconds["commit"], number
+            pause_s, self._version = pushed.pause_s, number
             # Only now may prompts be dispatched that count on these weights.
             self._rollouts.on_rank_0(lambda collector: collector.updated(number))
         synced, eval_reward = time.perf_counter(), None
