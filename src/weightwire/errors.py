@@ -18,6 +18,10 @@ class ManifestError(WireError, ValueError):
     shape."""
 
 
+class PlanError(WireError, ValueError):
+    """A sharded update cannot be planned, or a plan does not bring what a worker needs; the message names the tensors."""
+
+
 class TransportError(WireError, RuntimeError):
     """A transport is unknown, cannot work here, or has failed."""
 
@@ -40,6 +44,10 @@ class UpdateError(WireError, RuntimeError):
 
 class VersionError(UpdateError, ValueError):
     """The offered weights are not newer than the active ones."""
+
+
+class BaseError(UpdateError):
+    """Differences from a version are offered that is not kept here; a complete update is possible."""
 
 
 class OwnerError(UpdateError):
@@ -79,12 +87,14 @@ _CLASSES = {
     for kind in (
         WireError,
         ManifestError,
+        PlanError,
         TransportError,
         GroupError,
         PeerLostError,
         DeadlineError,
         UpdateError,
         VersionError,
+        BaseError,
         OwnerError,
         DigestError,
         CommitError,

@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -67,11 +67,12 @@ class Listener:
         )
         self._count = 0
 
-    def new_group(self, members: Sequence[str]) -> str:
+    def new_group(self, members: Sequence[str], senders: int = 1) -> str:
         """Announce a group that is used once; return its unique name.
 
         Args:
-            members: names for messages: the sender first, then the receivers.
+            members: names for messages: the senders first, then the receivers.
+            senders: number of senders; the first one coordinates.
         """
         if self._store is None:
             raise GroupError("the listener is closed")
@@ -81,6 +82,8 @@ class Listener:
         # new one.
         self._count += 1
         name = f"update-{self._count}-{uuid.uuid4().hex}"
+        self._store.set(f"{name}/senders", str(senders))
+        # Last: a member that finds the list expects the rest.
         self._store.set(f"{name}/members", json.dumps(list(members)))
         return name
 
@@ -94,17 +97,19 @@ class Group:
 
     Attributes:
         name: name of the group.
-        rank: rank of this member; rank 0 sends.
+        rank: rank of this member; rank 0 sends, in a sharded update other members too.
         members: names for messages, by rank.
         host, port: address of the listener.
     """
 
-    def __init__(self, name: str, rank: int, members: Sequence[str], host: str, port: int, store: Store) -> None:
+    def __init__(
+        self, name: str, rank: int, members: Sequence[str], host: str, port: int, store: Store, senders: int = 1
+    ) -> None:
         self.name, self.rank, self.members = name, rank, tuple(members)
         self.host, self.port = host, port
         self._store = store
         self._records = Records(store, name)
-        self._peers = Peers(self._records, name, rank, members, host, port)
+        self._peers = Peers(self._records, name, rank, members, host, port, senders)
 
     @property
     def size(self) -> int:
@@ -178,8 +183,8 @@ class Group:
         except RuntimeError as error:
             raise TransportError(f"the store does not answer: {error}") from error
 
-    def await_receivers(self, event: str, timeout_s: float) -> None:
-        """Wait until every receiver has acknowledged an event.
+    def await_receivers(self, event: str, timeout_s: float, ranks: Iterable[int] | None = None) -> None:
+        """Wait until members have acknowledged an event: those of ``ranks``; default: all but rank 0.
 
         Raises:
             DeadlineError: not within ``timeout_s`` seconds; the message names the receivers that did not.
@@ -188,7 +193,7 @@ class Group:
         """
         # Polled: the store's own wait could not be ended when a member is lost.
         start = time.monotonic()
-        missing = list(range(1, self.size))
+        missing = list(range(1, self.size) if ranks is None else ranks)
         while True:
             try:
                 missing = [rank for rank in missing if self._records.get(f"{event}/{rank}") is None]
@@ -278,17 +283,18 @@ def join(
     try:
         if not store.check([f"{name}/members"]):
             raise GroupError(f"unknown group {name!r:.120} at {host}:{port}")
-        members = json.loads(store.get(f"{name}/members"))
+        members, senders = json.loads(store.get(f"{name}/members")), json.loads(store.get(f"{name}/senders"))
     except RuntimeError as error:
         if isinstance(error, WireError):
             raise
         raise _unreachable(host, port, error) from error
     # The store is not authenticated: its content is checked like any other input.
-    if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
+    texts = isinstance(members, list) and all(isinstance(member, str) for member in members)
+    if not texts or type(senders) is not int:
         raise GroupError(f"group {name!r:.120} has no list of members")
     if not 0 <= rank < len(members):
         raise GroupError(f"group {name} has members 0 to {len(members) - 1}, not {rank}")
-    group = Group(name, rank, members, host, port, store)
+    group = Group(name, rank, members, host, port, store, senders)
     try:
         group._peers.join(deadline, abandoned)
     except RuntimeError as error:

@@ -6,6 +6,7 @@ which must not travel beside the bytes that they verify.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -15,10 +16,53 @@ from typing import Any
 from weightwire import PROTOCOL
 from weightwire.errors import ManifestError
 from weightwire.manifest import MAX_BUCKETS, Manifest, exactly
+from weightwire.plan import Share
 
 MAX_MEMBERS = 4096
 MAX_OPTIONS_JSON = 65536
 MAX_SECONDS = 86400.0
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The part of an offer that concerns a sharded update (:mod:`weightwire.plan`).
+
+    Attributes:
+        plan: identity of the plan.
+        senders: number of trainer ranks, the first members of the group.
+        shares: part of each of the engine's workers; None: the workers have them from an earlier offer with the same plan.
+        base: version from which differences are sent; None: complete messages.
+        keep: the workers keep what they have received after the commit, as the base of the next update.
+    """
+
+    plan: str
+    senders: int
+    shares: tuple[Share, ...] | None
+    base: int | None = None
+    keep: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data for ``json.dumps``."""
+        shares = None if self.shares is None else [share.to_json() for share in self.shares]
+        return {"plan": self.plan, "senders": self.senders, "shares": shares, "base": self.base, "keep": self.keep}
+
+    @classmethod
+    def from_json(cls, data: Any, manifest: Manifest) -> Sharding:
+        """Parse the untrusted output of :meth:`to_json`."""
+        fields = dict(exactly(data, ("plan", "senders", "shares", "base", "keep"), "offer: sharded"))
+        _check_text(fields["plan"], "offer: plan")
+        _check_integer(fields["senders"], 1, MAX_MEMBERS, "offer: senders")
+        if fields["base"] is not None:
+            _check_integer(fields["base"], 0, 2**62, "offer: base")
+        if type(fields["keep"]) is not bool:
+            raise ManifestError("offer: keep is not a boolean")
+        if fields["shares"] is not None:
+            if not isinstance(fields["shares"], list) or len(fields["shares"]) > MAX_MEMBERS:
+                raise ManifestError("offer: shares is not a list, or too long")
+            fields["shares"] = tuple(Share.from_json(share, manifest.tensors) for share in fields["shares"])
+            if any(share.plan != fields["plan"] for share in fields["shares"]):
+                raise ManifestError("offer: a share is of another plan")
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -35,6 +79,7 @@ class Offer:
         timeout_s: deadline of each wait during the transfer, in seconds.
         lease_s: the update is dropped when no call has touched it for so many seconds.
         manifest: manifest of the tensors.
+        sharded: set if every trainer rank sends its own slices; None: rank 0 sends whole tensors.
     """
 
     update: str
@@ -48,6 +93,7 @@ class Offer:
     lease_s: float
     manifest: Manifest
     options: Mapping[str, Any] = field(default_factory=dict)
+    sharded: Sharding | None = None
 
     def __post_init__(self) -> None:
         # In the constructor, not in from_json: the trainer learns of its mistake before a request.
@@ -60,6 +106,8 @@ class Offer:
             _check_seconds(getattr(self, name), f"offer: {name}")
         if not isinstance(self.options, Mapping):
             raise ManifestError("offer: options is not a mapping")
+        if self.sharded is not None and self.sharded.shares is not None and len(self.sharded.shares) != self.workers:
+            raise ManifestError(f"offer: {len(self.sharded.shares)} shares for {self.workers} workers")
 
     def rank(self, worker: int) -> int:
         """Return the rank in the group of the engine's worker ``worker``, counted from 0."""
@@ -69,6 +117,8 @@ class Offer:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for ``json.dumps``."""
+        # Left out where it is not used: engines of an earlier version refuse fields that they do not know.
+        sharded = {} if self.sharded is None else {"sharded": self.sharded.to_json()}
         return {
             "protocol": PROTOCOL,
             "update": self.update,
@@ -82,6 +132,7 @@ class Offer:
             "timeout_s": self.timeout_s,
             "lease_s": self.lease_s,
             "manifest": self.manifest.to_json(),
+            **sharded,
         }
 
     @classmethod
@@ -89,8 +140,10 @@ class Offer:
         """Parse the untrusted output of :meth:`to_json`."""
         fields = _check_protocol(data, "offer")
         names = ("update", "owner", "host", "port", "first", "workers", "transport", "options", "timeout_s", "lease_s")
+        sharded = fields.pop("sharded", None)
         fields = dict(exactly(fields, (*names, "manifest"), "offer"))
         fields["manifest"] = Manifest.from_json(fields["manifest"])
+        fields["sharded"] = None if sharded is None else Sharding.from_json(sharded, fields["manifest"])
         try:
             # Options are free-form, so their size is the only bound on what a transport may be handed.
             size = len(json.dumps(fields["options"], allow_nan=False))
@@ -109,39 +162,60 @@ class Seal:
         update: name of the offered update.
         version: version of the manifest.
         manifest: :attr:`weightwire.manifest.Manifest.identity`.
-        digests: digest of each bucket, in order, by the manifest's algorithm.
+        digests: digest of each bucket, in order, by the manifest's algorithm; empty for a sharded update.
+        by_member: of a sharded update, the digests of each worker's chunks in the order in which it receives them, by rank in the
+            group.
     """
 
     update: str
     version: int
     manifest: str
     digests: tuple[str, ...]
+    by_member: Mapping[int, tuple[str, ...]] | None = None
 
     def __post_init__(self) -> None:
         _check_text(self.update, "seal: update")
         _check_text(self.manifest, "seal: manifest")
         _check_integer(self.version, 0, 2**62, "seal: version")
-        for digest in self.digests:
+        for digest in (*self.digests, *itertools.chain(*(self.by_member or {}).values())):
             _check_text(digest, "seal: digest")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for ``json.dumps``."""
-        return {
+        fields = {
             "protocol": PROTOCOL,
             "update": self.update,
             "version": self.version,
             "manifest": self.manifest,
             "digests": list(self.digests),
         }
+        if self.by_member is not None:
+            fields["by_member"] = {str(rank): list(digests) for rank, digests in self.by_member.items()}
+        return fields
 
     @classmethod
     def from_json(cls, data: Any) -> Seal:
         """Parse the untrusted output of :meth:`to_json`."""
-        fields = dict(exactly(_check_protocol(data, "seal"), ("update", "version", "manifest", "digests"), "seal"))
+        fields = _check_protocol(data, "seal")
+        by_member = fields.pop("by_member", None)
+        fields = dict(exactly(fields, ("update", "version", "manifest", "digests"), "seal"))
         if not isinstance(fields["digests"], list) or len(fields["digests"]) > MAX_BUCKETS:
             raise ManifestError("seal: digests is not a list, or too long")
         fields["digests"] = tuple(fields["digests"])
-        return cls(**fields)
+        return cls(**fields, by_member=None if by_member is None else _by_member(by_member))
+
+
+def _by_member(data: Any) -> dict[int, tuple[str, ...]]:
+    if not isinstance(data, dict) or len(data) > MAX_MEMBERS:
+        raise ManifestError("seal: by_member is not a mapping, or too long")
+    result = {}
+    for rank, digests in data.items():
+        if not isinstance(rank, str) or not rank.isdecimal() or len(rank) > 8 or not isinstance(digests, list):
+            raise ManifestError(f"seal: by_member has {rank!r:.40}")
+        if len(digests) > MAX_BUCKETS:
+            raise ManifestError(f"seal: {len(digests)} digests of member {rank}; at most {MAX_BUCKETS} are possible")
+        result[int(rank)] = tuple(digests)
+    return result
 
 
 def _check_protocol(data: Any, label: str) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class Peers:
 
     Attributes:
         names: labels for messages, by rank.
+        senders: number of members that send, the first ones; rank 0 coordinates.
         identities: processes of the members that have joined, by rank.
         progress: buckets that this member has finished; the next heartbeat reports it.
         lost: the first loss that was noticed, or None.
@@ -110,8 +111,10 @@ class Peers:
         ended: set when this member leaves.
     """
 
-    def __init__(self, records: Records, group: str, rank: int, names: Sequence[str], host: str, port: int) -> None:
-        self.rank, self.names = rank, tuple(names)
+    def __init__(
+        self, records: Records, group: str, rank: int, names: Sequence[str], host: str, port: int, senders: int = 1
+    ) -> None:
+        self.rank, self.names, self.senders = rank, tuple(names), senders
         self.identities: dict[int, Identity] = {}
         self.progress = 0
         self.lost: PeerLostError | None = None
@@ -125,7 +128,8 @@ class Peers:
 
     def describe(self, rank: int) -> str:
         """Return a member's name for messages, with its process if that is known."""
-        role = "the sender" if rank == 0 else f"receiver {rank}"
+        sender = "the sender" if self.senders == 1 else f"sender {rank}"
+        role = sender if rank < self.senders else f"receiver {rank - self.senders + 1}"
         process = f", {self.identities[rank]}" if rank in self.identities else ""
         return f"{role} ({self.names[rank]}{process})"
 

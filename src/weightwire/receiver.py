@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,24 +21,29 @@ from torch import Tensor
 
 from weightwire import digest
 from weightwire.errors import (
+    BaseError,
     CommitError,
     DeadlineError,
     DigestError,
     ManifestError,
     NotServingError,
     OwnerError,
+    PlanError,
     TransportError,
     UpdateError,
     VersionError,
     WireError,
 )
 from weightwire.group import join
-from weightwire.manifest import Bucket, Manifest, offsets, plan_buckets
-from weightwire.offer import Offer, Seal
+from weightwire.manifest import Bucket, Manifest, TensorSpec, offsets, plan_buckets
+from weightwire.offer import Offer, Seal, Sharding
+from weightwire.plan import Piece, check_share, complete
 from weightwire.sender import RECEIVED, synchronise_stream
-from weightwire.transports import Setup, Work, make_transport
+from weightwire.sharded import ShardLayout, receive_share
+from weightwire.transports import Setup, Transport, Work, make_transport
 from weightwire.transports.base import RECEIVES_IN_FLIGHT, device_types, transports_for
 from weightwire.transports.choice import Location
+from weightwire.transports.pairs import make_pairs, supports_pairs
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,7 @@ class _Update:
     offer: Offer
     worker: int
     staging: Tensor | None
+    layout: ShardLayout | None = None
     state: str = RECEIVING
     problem: WireError | None = None
     digests: list[digest.Pending] = field(default_factory=list)
@@ -77,6 +83,26 @@ class _Update:
     def manifest(self) -> Manifest:
         return self.offer.manifest
 
+    @property
+    def base(self) -> tuple[str, int] | None:
+        """Plan and version of which the staging memory will be a base; None if it will not."""
+        sharded = self.offer.sharded
+        return (sharded.plan, self.manifest.version) if sharded is not None and sharded.keep else None
+
+    @property
+    def parts(self) -> int:
+        """Number of buckets, or of chunks of a sharded update."""
+        if self.layout is not None:
+            return len(self.layout.share.chunks)
+        return -(-self.manifest.nbytes // self.manifest.bucket_bytes)
+
+    def names(self, index: int) -> list[str]:
+        """Return the names of the tensors in a bucket or chunk."""
+        if self.layout is not None:
+            return self.layout.names(index)
+        bucket = plan_buckets(self.manifest.tensors, self.manifest.bucket_bytes)[index]
+        return [self.manifest.tensors[piece.tensor].name for piece in bucket.pieces]
+
     def __str__(self) -> str:
         return f"update {self.offer.update} of {self.manifest.target} to version {self.manifest.version}"
 
@@ -90,6 +116,8 @@ class Receiver:
         check: called with every offered manifest; raises ManifestError if the engine cannot take such tensors.
         version: version of the active model, if known.
         max_bytes: largest manifest that is accepted, in bytes; None: no limit.
+        needs: returns the slices of a manifest's tensors that this worker loads; default: all of every tensor. A plan that does
+            not bring exactly these is refused.
     """
 
     def __init__(
@@ -100,6 +128,7 @@ class Receiver:
         check: Callable[[Manifest], object] = lambda manifest: None,
         version: int | None = None,
         max_bytes: int | None = None,
+        needs: Callable[[Sequence[TensorSpec]], Sequence[Piece]] = complete,
     ) -> None:
         self.name = name
         self.serving = True
@@ -110,6 +139,10 @@ class Receiver:
         self._update: _Update | None = None
         self._memory: Tensor | None = None
         self._lock = threading.RLock()
+        self._needs = needs
+        self._planned: tuple[Sequence[TensorSpec], ShardLayout] | None = None
+        self._base: tuple[str, int] | None = None
+        """Plan and version of the sharded update whose content the kept memory holds; None if it holds anything else."""
 
     # --- state ---
 
@@ -121,6 +154,8 @@ class Receiver:
         """Forget the active version of a target that the engine replaced or removed itself: any version of it is then new."""
         with self._lock:
             self._versions.pop(target, None)
+            if target == "model":
+                self._base = None
 
     def location(self) -> Location:
         """Describe the staging memory."""
@@ -172,13 +207,15 @@ class Receiver:
             # Checked before memory is allocated: an offer that is refused must cost the engine nothing.
             self._require_newer(offer.manifest)
             self._require_possible(offer)
+            update.layout = self._layout(offer, worker)
+            self._require_base(offer.sharded)
             # No revert of the last update can follow: its memory serves this one.
             if self._update is not None and self._update.state == COMMITTED and self._update.staging is not None:
                 self.settle(self._update.offer.update)
             try:
                 # All of it now: running out of memory halfway would waste the transfer, and the engine may take the
                 # rest meanwhile.
-                update.staging = self._take_memory(offer.manifest.nbytes)
+                update.staging = self._staging(offer, update.layout)
             except (RuntimeError, MemoryError) as error:
                 raise UpdateError(
                     f"{self.name}: no memory on {self._device} for the {offer.manifest.nbytes} bytes of {update}: {error}"
@@ -214,7 +251,7 @@ class Receiver:
             if not update.arrived.wait(timeout_s):
                 raise DeadlineError(
                     f"{self.name}: {update} has not arrived within {timeout_s:g} s: {update.buckets} of "
-                    f"{len(seal.digests)} buckets have"
+                    f"{update.parts} buckets have"
                 )
             with self._lock:
                 # The receiving thread cannot raise in the caller; it leaves its error here.
@@ -287,6 +324,7 @@ class Receiver:
             self._require_state(update, COMMITTED)
             if update.staging is not None:
                 self._keep_memory(update)
+                self._base = self._base if update.manifest.adapter is not None else update.base
             update.restore = update.staging = None
 
     def drop(self, name: str, reason: str = "the trainer dropped it") -> None:
@@ -308,9 +346,9 @@ class Receiver:
         return self._memory is not None
 
     def release(self) -> None:
-        """Free the memory that is kept for the next update."""
+        """Free the memory that is kept for the next update, which then has to be complete."""
         with self._lock:
-            self._memory = None
+            self._memory = self._base = None
 
     # --- memory ---
 
@@ -325,7 +363,8 @@ class Receiver:
 
     def _keep_memory(self, update: _Update) -> None:
         """Keep the memory of a complete update for the next one: new memory costs as much as the transfer."""
-        if update.staging is not None:
+        # The factors of an adapter have memory of their own while the other is a base.
+        if update.staging is not None and (update.manifest.adapter is None or self._base is None):
             nbytes = update.staging.untyped_storage().nbytes()
             self._memory = update.staging.as_strided((nbytes,), (1,), 0)
 
@@ -355,6 +394,8 @@ class Receiver:
         manifest = offer.manifest
         # An unknown digest or device would otherwise show only after the transfer.
         digest.require(manifest.digest)
+        if offer.sharded is not None and not supports_pairs(offer.transport):
+            raise TransportError(f"{self.name}: transport {offer.transport!r} does not carry sharded updates")
         if self._device.type not in device_types(offer.transport):
             raise TransportError(
                 f"{self.name}: transport {offer.transport!r} moves memory of {', '.join(device_types(offer.transport))}, and "
@@ -366,6 +407,39 @@ class Receiver:
                 f"{self.name}: {manifest.nbytes} bytes are offered; at most {self._most_bytes} are taken"
             )
         self._check(manifest)
+
+    def _layout(self, offer: Offer, worker: int) -> ShardLayout | None:
+        """Return the layout of a sharded update, after comparing it with the needs; None if rank 0 sends whole tensors."""
+        sharded, tensors = offer.sharded, offer.manifest.tensors
+        if sharded is None:
+            return None
+        if sharded.shares is not None:
+            share = sharded.shares[worker]
+            check_share(share, self._needs(tensors), tensors, self.name)
+            self._planned = tensors, ShardLayout(share, tensors)
+        if self._planned is None or self._planned[1].share.plan != sharded.plan or self._planned[0] != tensors:
+            raise PlanError(f"{self.name}: plan {sharded.plan:.80} is not known here")
+        return self._planned[1]
+
+    def _require_base(self, sharded: Sharding | None) -> None:
+        """Check that the version from which differences are offered is kept here, under the same plan."""
+        if sharded is None or sharded.base is None:
+            return
+        base, last = self._base, self._update
+        if last is not None and last.state == COMMITTED and last.staging is not None and last.manifest.adapter is None:
+            base = last.base  # not settled yet
+        if base != (sharded.plan, sharded.base):
+            state = "nothing is kept" if base is None else f"version {base[1]} of plan {base[0]:.12} is kept"
+            raise BaseError(
+                f"{self.name}: differences from version {sharded.base} of plan {sharded.plan:.12} are offered, and {state} here"
+            )
+
+    def _staging(self, offer: Offer, layout: ShardLayout | None) -> Tensor:
+        """Return the memory for an update: that of the last one, which it overwrites, so that it is no base any more."""
+        if offer.manifest.adapter is not None and self._base is not None:
+            return torch.empty(offer.manifest.nbytes, dtype=torch.uint8, device=self._device)
+        self._base = None
+        return self._take_memory(offer.manifest.nbytes if layout is None else layout.nbytes)
 
     def _require_update(self, name: str) -> _Update:
         """Return the last update, which must have this name, and renew its lease."""
@@ -414,6 +488,9 @@ class Receiver:
                     f"{text}. Restoring the weights from before failed as well ({type(second).__name__}: {second}): this "
                     "engine must not answer until a commit succeeds"
                 )
+        # What was received is not active; the next update has to be complete.
+        if update.manifest.adapter is None:
+            self._base = None
         # A revert follows a commit that has set the version.
         self._versions = dict(update.previous_versions)
         if isinstance(error, NotServingError):
@@ -428,6 +505,9 @@ class Receiver:
     def _tensors(self, update: _Update) -> Iterator[tuple[str, Tensor]]:
         staging = update.staging
         assert staging is not None
+        if update.layout is not None:
+            yield from update.layout.tensors(staging)
+            return
         starts = offsets(update.manifest.tensors)
         for index, spec in enumerate(update.manifest.tensors):
             content = staging[starts[index] : starts[index + 1]]
@@ -514,33 +594,39 @@ def _receive(name: str, update: _Update, note_arrival: Callable[[_Update], objec
     """
     offer, staging = update.offer, update.staging
     assert staging is not None
-    buckets = plan_buckets(offer.manifest.tensors, offer.manifest.bucket_bytes)
+    layout = update.layout
+    count = update.parts
     group = join(offer.host, offer.port, offer.update, offer.rank(update.worker), offer.timeout_s, update.abandoned)
     # Bound before the try block: if creating the transport fails, the group must still be notified.
     transport = None
     threading.Thread(target=_abandon_group, args=(update, group), name="weightwire-given-up", daemon=True).start()
     try:
-        transport = make_transport(
-            offer.transport, Setup(group, offer.manifest, staging.device, offer.timeout_s, offer.options)
-        )
-        works: list[tuple[Bucket, Work]] = []
-        in_flight = getattr(transport, "receives_in_flight", RECEIVES_IN_FLIGHT)
-        for bucket in buckets:
-            works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
-            if len(works) == in_flight:
-                _finish(update, staging, *works.pop(0), group)
+        setup = Setup(group, offer.manifest, staging.device, offer.timeout_s, offer.options)
+        if layout is None:
+            transport = make_transport(offer.transport, setup)
+            _receive_buckets(update, staging, transport, group)
+        else:
+            transport = make_pairs(offer.transport, setup)
+            assert offer.sharded is not None
+            receive_share(
+                layout,
+                staging,
+                transport,
+                offer.timeout_s,
+                lambda index: _arrived(update, index, layout.content(staging, index), group),
+                differences=offer.sharded.base is not None,
+            )
         # Here, on this thread: verify() would compute it while the engine waits.
         _ = offer.manifest.identity
-        for bucket, work in works:
-            _finish(update, staging, bucket, work, group)
         # Before the acknowledgement: the sender's seal follows it at once, and must not find an update that is still receiving.
         note_arrival(update)
         # The sender returns its seal when every receiver has acknowledged.
         group.acknowledge(RECEIVED)
+        if layout is not None and (peers := {step.peer for step in layout.share.operations if step.sends}):
+            # Their last messages may still be in this process's memory.
+            group.await_receivers(RECEIVED, offer.timeout_s, peers)
     except TransportError as error:
-        explanation = group.explain(
-            error, f"receiving bucket {min(update.buckets + 1, len(buckets))} of {len(buckets)}"
-        )
+        explanation = group.explain(error, f"receiving bucket {min(update.buckets + 1, count)} of {count}")
         # The transport failed, probably since another member did: the others shall look for that one.
         group.fail(str(error), at_fault=False)
         if transport is not None:
@@ -556,11 +642,27 @@ def _receive(name: str, update: _Update, note_arrival: Callable[[_Update], objec
         group.close()
 
 
-def _finish(update: _Update, staging: Tensor, bucket: Bucket, work: Work, group: Any) -> None:
-    work.wait(update.offer.timeout_s)
+def _receive_buckets(update: _Update, staging: Tensor, transport: Transport, group: Any) -> None:
+    """Fill the staging memory with rank 0's buckets. Several are in flight, so that one is digested while others arrive."""
+    works: list[tuple[Bucket, Work]] = []
+
+    def finish(bucket: Bucket, work: Work) -> None:
+        work.wait(update.offer.timeout_s)
+        _arrived(update, bucket.index, staging[bucket.start : bucket.stop], group)
+
+    in_flight = getattr(transport, "receives_in_flight", RECEIVES_IN_FLIGHT)
+    for bucket in plan_buckets(update.manifest.tensors, update.manifest.bucket_bytes):
+        works.append((bucket, transport.receive(staging[bucket.start : bucket.stop])))
+        if len(works) == in_flight:
+            finish(*works.pop(0))
+    for bucket, work in works:
+        finish(bucket, work)
+
+
+def _arrived(update: _Update, index: int, content: Tensor, group: Any) -> None:
     # Only started: the device computes the digest while the next bucket arrives; verify() reads the values.
-    update.digests.append(digest.begin(update.manifest.digest, staging[bucket.start : bucket.stop]))
-    update.buckets = bucket.index + 1
+    update.digests.append(digest.begin(update.manifest.digest, content))
+    update.buckets = index + 1
     update.last_activity = time.monotonic()
     group.progress(update.buckets)
 
@@ -580,14 +682,15 @@ def _compare(name: str, update: _Update, seal: Seal) -> None:
             f"{name}: the seal is of version {seal.version}, manifest {seal.manifest[:12]}; offered was version "
             f"{manifest.version}, manifest {manifest.identity[:12]}"
         )
-    digests = [pending() for pending in update.digests]
-    if len(digests) != len(seal.digests):
-        raise ManifestError(f"{name}: the seal is of {len(seal.digests)} buckets, and {len(digests)} have arrived")
-    wrong = [index for index, value in enumerate(digests) if value != seal.digests[index]]
+    digests, expected = [pending() for pending in update.digests], seal.digests
+    if update.layout is not None:
+        expected = (seal.by_member or {}).get(update.offer.rank(update.worker), ())
+    if len(digests) != len(expected):
+        raise ManifestError(f"{name}: the seal is of {len(expected)} buckets, and {len(digests)} have arrived")
+    wrong = [index for index, value in enumerate(digests) if value != expected[index]]
     if wrong:
-        buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
         # Tensors instead of bucket numbers: the trainer's author knows these names.
-        names = [manifest.tensors[piece.tensor].name for piece in buckets[wrong[0]].pieces]
+        names = update.names(wrong[0])
         suffix = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise DigestError(
             f"{name}: {update} has not arrived as it was sent: {len(wrong)} of {len(digests)} buckets differ in "

@@ -13,7 +13,9 @@ from typing import Any
 
 from weightwire.engine import Completion, InferenceEngine, Sampling, response_fields
 from weightwire.errors import WireError
+from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
+from weightwire.plan import Piece, needs_from_json, needs_to_json
 from weightwire.transports.choice import Location
 
 # Bounds of what one caller may ask of an engine: requests are untrusted.
@@ -68,6 +70,11 @@ class RemoteEngine(InferenceEngine):
     async def locations(self) -> list[Location | None]:
         locations = self._field(await self.ask("locations", {}, self.control_s), "locations")
         return [None if data is None else Location.from_json(data) for data in locations]
+
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+        arguments = {"tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]}
+        answer = self._field(await self.ask("needs", arguments, self.commit_s), "needs")
+        return None if answer is None else [needs_from_json(rows, tensors) for rows in answer]
 
     async def begin_update(self, offer: Offer) -> None:
         await self.ask("begin_update", {"offer": offer.to_json()}, self.control_s)
@@ -219,6 +226,18 @@ def _locations(arguments: Arguments) -> Run:
     return run
 
 
+def _needs(arguments: Arguments) -> Run:
+    # A manifest's constructor checks names, dtypes, shapes and bounds.
+    rows = arguments.take("tensors")
+    tensors = Manifest.from_json({**Manifest(0, (TensorSpec("any", "uint8", ()),)).to_json(), "tensors": rows}).tensors
+
+    async def run(engine: InferenceEngine) -> dict[str, Any]:
+        needs = await engine.needs(tensors)
+        return {"needs": None if needs is None else [needs_to_json(pieces) for pieces in needs]}
+
+    return run
+
+
 def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable[[Arguments], Run]:
     """Return the parser of a call whose result, if any, is a field named like the call."""
 
@@ -239,6 +258,7 @@ CALLS: dict[str, Callable[[Arguments], Run]] = {
     "logprobs": _method("logprobs", lambda a: (a.tokens("tokens", 1, MAX_TOKENS), a.text("adapter", None))),
     "receivers": _method("receivers", lambda a: ()),
     "locations": _locations,
+    "needs": _needs,
     "begin_update": _method("begin_update", lambda a: (Offer.from_json(a.take("offer")),)),
     "verify": _method("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MAX_SECONDS))),
     "commit": _method("commit", lambda a: (a.text("update"),)),

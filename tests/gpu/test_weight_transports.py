@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from weightwire.digest import digest
 from weightwire.errors import DeadlineError, PeerLostError, TransportError
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.transports import Setup, make_transport, nccl
+from weightwire.transports.pairs import make_pairs
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(not GPUS, reason="no GPU")
@@ -52,6 +54,40 @@ def all_sizes(name: str, same_device: bool, group: Any) -> list[bool]:
     assert not torch.distributed.is_initialized()
     medium.close()
     return checks
+
+
+def messages(name: str, same_device: bool, group: Any) -> list[bool]:
+    """Send messages of all sizes from every member to every other one, in one order, twice."""
+    device = torch.device("cuda", 0 if same_device else group.rank % GPUS)
+    torch.cuda.set_device(device)
+    manifest = Manifest(1, (TensorSpec("a", "uint8", (max(SIZES),)),))
+    medium, checks = make_pairs(name, Setup(group, manifest, device, 30.0)), []
+    for sender, receiver, number in product(range(group.size), range(group.size), [*range(len(SIZES))] * 2):
+        if sender != receiver and group.rank == sender:
+            buffer = content(number).to(device)
+            torch.cuda.synchronize()
+            medium.send_to(buffer, receiver).wait(30)
+        elif sender != receiver and group.rank == receiver:
+            buffer = torch.zeros(SIZES[number], dtype=torch.uint8, device=device)
+            medium.receive_from(buffer, sender).wait(30)
+            checks.append(torch.equal(buffer.cpu(), content(number)))
+    group.acknowledge("done")
+    group.await_receivers("done", 30.0, range(group.size))  # the last message may be in this process's memory
+    medium.close()
+    return checks
+
+
+@pytest.mark.parametrize(
+    ("name", "same_device", "count"),
+    [
+        pytest.param("nccl", False, min(GPUS, 4), marks=TWO),
+        pytest.param("cuda_ipc", False, min(GPUS, 4), marks=TWO),
+        ("cuda_ipc", True, 3),
+    ],
+)
+def test_messages_between_any_two_members(name, same_device, count):
+    results = run_members(lambda group: messages(name, same_device, group), count)
+    assert results == [[True] * (2 * len(SIZES) * (count - 1))] * count
 
 
 @pytest.mark.parametrize(

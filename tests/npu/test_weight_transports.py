@@ -24,6 +24,7 @@ from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
 from weightwire.sender import Sender, spec_of
 from weightwire.transports import Setup, hccl, make_transport
+from weightwire.transports.pairs import make_pairs
 from weightwire.vllm.hccl_transport import require_working
 
 pytestmark = pytest.mark.usefixtures("npu")
@@ -54,6 +55,28 @@ def buckets(name: str, group: Any) -> list[bool]:
 
 def test_buckets_reach_every_receiver() -> None:
     assert run_members(lambda group: buckets("hccl", group), 3) == [[True] * 6] * 3
+
+
+def messages(group: Any) -> list[bool]:
+    """Send a message from every member to every other one, in one order, and check what arrives."""
+    device = torch.device("npu", group.rank)
+    torch.npu.set_device(device)
+    medium, checks = make_pairs("hccl", Setup(group, MANIFEST, device, 20.0)), []
+    for sender in range(group.size):
+        for receiver in range(group.size):
+            content = torch.full((1000 + sender,), 10 * sender + receiver, dtype=torch.uint8)
+            if sender != receiver and group.rank == sender:
+                medium.send_to(content.to(device), receiver).wait(20)
+            elif sender != receiver and group.rank == receiver:
+                buffer = torch.zeros_like(content).to(device)
+                medium.receive_from(buffer, sender).wait(20)
+                checks.append(torch.equal(buffer.cpu(), content))
+    medium.close()
+    return checks
+
+
+def test_messages_between_any_two_members() -> None:
+    assert run_members(messages, 3) == [[True] * 2] * 3
 
 
 def test_next_update_reuses_the_communicator() -> None:

@@ -12,7 +12,7 @@ import socketserver
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,31 @@ import torch
 
 from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError, from_json, to_json
+from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
+from weightwire.plan import Piece, complete, needs_from_json, needs_to_json
 from weightwire.receiver import Receiver
 
 DEADLINE_S = 60.0
+Needs = Callable[[Sequence[TensorSpec], int, int], Sequence[Piece]]
+"""Returns the slices that worker ``w`` of ``n`` loads: called with (tensors, n, w)."""
 
 
 class Served:
     """State of the process: a receiver for each worker, and the active weights."""
 
-    def __init__(self, name: str, workers: int, weights: dict[str, torch.Tensor], version: int | None) -> None:
-        self.receivers = [Receiver(f"{name} worker {worker}", version=version) for worker in range(workers)]
+    def __init__(
+        self, name: str, workers: int, weights: dict[str, torch.Tensor], version: int | None, needs: Needs | None = None
+    ) -> None:
+        self.describe = needs
+        self.receivers = [
+            Receiver(
+                f"{name} worker {worker}",
+                version=version,
+                needs=lambda specs, worker=worker: complete(specs) if needs is None else needs(specs, workers, worker),
+            )
+            for worker in range(workers)
+        ]
         self.weights: list[dict[str, torch.Tensor]] = [dict(weights) for _ in range(workers)]
         self.adapters: dict[str, Any] = {}
         self.faults: dict[str, Any] = {}
@@ -41,8 +55,18 @@ class Served:
     def count(self) -> int:
         return len(self.receivers)
 
+    def needs(self, tensors: Any) -> Any:
+        if self.describe is None:
+            return None
+        specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
+        return [needs_to_json(self.describe(specs, self.count(), worker)) for worker in range(self.count())]
+
     def fault(self, **faults: Any) -> None:
         self.faults = faults
+
+    def forget(self) -> None:
+        for receiver in self.receivers:
+            receiver.forget("model")
 
     def begin(self, offer: Any) -> None:
         if "deaf" in self.faults:
@@ -93,9 +117,11 @@ class Served:
         torch.save([self.weights, self.adapters], path)
 
 
-def serve(path: Path, name: str, workers: int, weights: dict[str, torch.Tensor], version: int | None) -> None:
+def serve(
+    path: Path, name: str, workers: int, weights: dict[str, torch.Tensor], version: int | None, needs: Needs | None
+) -> None:
     torch.set_num_threads(1)
-    served = Served(name, workers, weights, version)
+    served = Served(name, workers, weights, version, needs)
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -119,7 +145,13 @@ class EngineProcess(InferenceEngine):
     """The parent's side: an update-only engine for trainers, with direct calls for tests."""
 
     def __init__(
-        self, folder: Path, name: str, workers: int = 1, weights: Any = None, version: int | None = None
+        self,
+        folder: Path,
+        name: str,
+        workers: int = 1,
+        weights: Any = None,
+        version: int | None = None,
+        needs: Needs | None = None,
     ) -> None:
         self.name, self._path, self._folder = name, folder / f"{name}.socket", folder
         sys.stdout.flush()
@@ -128,7 +160,7 @@ class EngineProcess(InferenceEngine):
         if self.pid == 0:
             try:
                 os.setpgid(0, 0)
-                serve(self._path, name, workers, weights or {}, version)
+                serve(self._path, name, workers, weights or {}, version, needs)
             except BaseException:  # noqa: BLE001  the process ends here
                 traceback.print_exc()
             finally:
@@ -138,6 +170,10 @@ class EngineProcess(InferenceEngine):
 
     async def receivers(self) -> int:
         return await self.ask("count")
+
+    async def needs(self, tensors: Any) -> Any:
+        answer = await self.ask("needs", tensors=[[spec.name, spec.dtype, list(spec.shape)] for spec in tensors])
+        return None if answer is None else [needs_from_json(rows, tensors) for rows in answer]
 
     async def begin_update(self, offer: Any) -> None:
         await self.ask("begin", offer=offer.to_json())

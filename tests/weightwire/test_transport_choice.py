@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightwire.errors import ManifestError, TransportError
-from weightwire.transports.choice import Location, check, choose, fitting
+from weightwire.transports.choice import Location, check, choose, choose_pairs, fitting
 
 A, B = "GPU-aaaa", "GPU-bbbb"
 
@@ -115,3 +115,41 @@ def test_locations_survive_json_and_malformed_ones_raise() -> None:
 def test_expandable_segments_keep_cuda_memory_from_being_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
     assert not Location.of(torch.device("cpu")).lends
+
+
+C = "GPU-cccc"
+SHARDED = {
+    "all on the CPU": ([location_of(), location_of()], [location_of(), location_of(host="two")], "gloo"),
+    "a GPU for each member": (
+        [location_of("cuda", A, (A,)), location_of("cuda", B, (B,))],
+        [location_of("cuda", C, (C,))],
+        "nccl",
+    ),
+    "a rank and a worker on one GPU": (
+        [location_of("cuda", A, (A, B)), location_of("cuda", B, (A, B))],
+        [location_of("cuda", A, (A, B))],
+        "cuda_ipc",
+    ),
+    "a worker that does not see every rank's GPU": (
+        [location_of("cuda", A, (A, B)), location_of("cuda", B, (A, B))],
+        [location_of("cuda", A, (A,))],
+        "shared_memory",
+    ),
+    "NPUs": ([location_of("npu")] * 2, [location_of("npu", host="two")], "hccl"),
+    "GPUs to a CPU": ([location_of("cuda", A, (A,)), location_of("cuda", B, (B,))], [location_of(host="two")], "gloo"),
+}
+
+
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_sharded_update_has_a_transport_between_all_members(case: str) -> None:
+    trainers, receivers, expected = SHARDED[case]
+    ranks = {f"rank {number}": location for number, location in enumerate(trainers)}
+    assert choose_pairs(None, ranks, named(receivers)) == expected
+
+
+def test_a_sharded_update_without_a_transport_is_refused() -> None:
+    with pytest.raises(TransportError, match="'files' only broadcasts"):
+        choose_pairs("files", {"rank 0": location_of()}, named([location_of()]))
+    twice = {f"rank {number}": location_of("cuda", A, (A,)) for number in range(2)}
+    with pytest.raises(TransportError, match="nccl needs a GPU for each member"):
+        choose_pairs("nccl", twice, named([location_of("cuda", B, (B,))]))

@@ -113,6 +113,33 @@ def translate(
     return translation
 
 
+def held_weights(
+    state: Mapping[str, TensorSlices], hf_slices: HfSlices
+) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    """Yield (name of a Hugging Face weight, offsets in it, values) of all slices that a rank holds.
+
+    Values are views of the engine's tensors, with the weight's dimensions. Rows that only pad a vocabulary are left out.
+
+    Args:
+        state: the engine's tensors, without optimizer state.
+        hf_slices: Hugging Face slices that they consist of.
+    """
+    for name, tensor in state.items():
+        if name not in hf_slices:
+            raise CheckpointError(f"the engine does not map {name} to Hugging Face weights")
+        by_offset = _ByFirstOffset(hf_slices[name])
+        for offsets, values in tensor.slices:
+            for hf_slice in by_offset.near(offsets, values.shape):
+                common = overlap(hf_slice.offsets, hf_slice.sizes, offsets, tuple(values.shape))
+                if common is None:
+                    continue
+                starts, sizes = common
+                dims = len(hf_slice.weight_offsets)
+                in_weight = plus(hf_slice.weight_offsets, _with_dims(minus(starts, hf_slice.offsets), dims, 0))
+                view = values[index_of(minus(starts, offsets), sizes)]
+                yield hf_slice.weight, in_weight, view.view(_with_dims(sizes, dims, 1))
+
+
 def _first_stored(name: str, kinds: Sequence[str | None], stored: Mapping[str, TensorSlices]) -> str:
     """Return the name of the first state of a parameter that the checkpoint has."""
     key = name

@@ -1,7 +1,7 @@
 """Slices of tensors: a rank's parts of a global tensor, in the form that torch's distributed checkpoints expect.
 
 A slice is a box: offsets and sizes along each dimension. Independent of engines; everything but :class:`TensorSlices` is pure
-arithmetic.
+arithmetic, which weight transfer shares (:mod:`weightwire.slices`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,22 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-OPTIMIZER_KEY = "optimizer.state.{state}.{key}"
+from weightwire.slices import index_of, minus, overlap, plus
+
+__all__ = [
+    "OPTIMIZER_KEY",
+    "OPTIMIZER_PREFIX",
+    "ContiguousSlice",
+    "TensorSlices",
+    "index_of",
+    "minus",
+    "overlap",
+    "plus",
+    "slices_of_run",
+]
+
+OPTIMIZER_PREFIX = "optimizer.state."
+OPTIMIZER_KEY = OPTIMIZER_PREFIX + "{state}.{key}"
 """Name of ``exp_avg``, ``exp_avg_sq`` or ``param`` (the fp32 original) of a tensor ``key``."""
 
 
@@ -121,28 +136,3 @@ def _slices_of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Ite
     begin = row * math.prod(shape[1:])
     for inner in slices_of_run(shape[1:], start - begin, stop - begin):
         yield ContiguousSlice((row, *inner.offsets), (1, *inner.sizes), begin + inner.start)
-
-
-def overlap(
-    a: Sequence[int], a_sizes: Sequence[int], b: Sequence[int], b_sizes: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return (offsets, sizes) of the intersection of two slices of one tensor, or None if it is empty."""
-    starts = tuple(max(x, y) for x, y in zip(a, b, strict=True))
-    stops = (min(x + m, y + n) for x, m, y, n in zip(a, a_sizes, b, b_sizes, strict=True))
-    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return (starts, sizes) if all(size > 0 for size in sizes) else None
-
-
-def index_of(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index that selects a slice of a tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-
-
-def plus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    """Add two offsets."""
-    return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def minus(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    """Subtract two offsets."""
-    return tuple(x - y for x, y in zip(a, b, strict=True))

@@ -142,7 +142,18 @@ class Sync(Section):
     timeout_s: Size | None = Field(
         None, description="seconds of each wait in an update; default: 120, or less if the run's timeout_s is short"
     )
-    host: str = Field("127.0.0.1", description="address at which engines reach rank 0")
+    host: str = Field("127.0.0.1", description="address at which engines, and the other ranks, reach rank 0")
+    sharded: bool | None = Field(
+        None,
+        description="every rank sends the slices that it holds and every worker of an engine receives those that it loads, "
+        "where both can describe them; default: with several ranks, or if mode is not full",
+    )
+    mode: Literal["full", "delta", "auto"] = Field(
+        "full",
+        description="full: complete weights; delta: what has changed since the last update, exactly; auto: changes "
+        "while they are worth it. Ranks and engines keep a copy of the last update for delta and auto",
+    )
+    full_every: Size = Field(50, description="with mode delta or auto, send complete weights after so many updates")
 
 
 class Vllm(Section):

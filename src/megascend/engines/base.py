@@ -23,6 +23,7 @@ from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.checkpoint.hf_slices import HfSlices
+from megascend.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
 from megascend.config import Adam, Precision, VisionTower
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
@@ -292,6 +293,18 @@ class Engine(ABC):
         Raises:
             CheckpointError: on every rank: a tensor is not made up of such slices.
         """
+
+    def weight_state(self) -> dict[str, TensorSlices]:
+        """Return this rank's slices of the model's tensors, replicas included, without optimizer state. Live tensors; local.
+
+        Empty for a frozen model.
+        """
+        state = self.state(everything=True)
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, TensorSlices) and not name.startswith(OPTIMIZER_PREFIX)
+        }
 
     def random_streams(self) -> Any:
         """Return the state of random generators beyond those of Python, NumPy, torch and the device."""

@@ -6,6 +6,7 @@ Independent of backends and other ranks: callers pass the tensor specs first, th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -20,18 +21,67 @@ from torch import Tensor
 from megascend.errors import ConfigError, WeightSyncError
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread, call_all
-from weightwire.errors import TransportError, WireError
+from weightwire.errors import BaseError, PlanError, TransportError, WireError
 from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
-from weightwire.offer import Offer, Seal
+from weightwire.offer import Offer, Seal, Sharding
+from weightwire.plan import Piece, Share
 from weightwire.sender import Buffers, Sender, spec_of
 from weightwire.transports.base import device_types
-from weightwire.transports.choice import AUTO, Location, check, choose
+from weightwire.transports.choice import AUTO, Location, check, choose, choose_pairs
+
+log = logging.getLogger(__name__)
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to completion, from a thread without an event loop."""
 MARGIN_S = EXPLAIN_S + 2.0
 """Seconds past a deadline that this process may need to report a failure to others."""
+
+
+class NotKnownError(WireError):
+    """Workers do not have the plan or the base version that they should have."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """All that a rank needs to join a sharded update.
+
+    Attributes:
+        address, name: of the update's group.
+        device: type of the device of the buffers.
+        base: version from which differences are sent, or None.
+    """
+
+    address: tuple[str, int]
+    name: str
+    manifest: Manifest
+    transport: str
+    device: str
+    options: Mapping[str, Any]
+    timeout_s: float
+    base: int | None
+
+
+@dataclass
+class Planned:
+    """A plan, as rank 0 knows it.
+
+    Attributes:
+        engines: number of workers of the engines that it was made for, by name.
+        shares: part of every member.
+        transport: transport of its updates.
+        provisioned: names of the engines whose workers have their shares from an earlier push.
+    """
+
+    engines: dict[str, int]
+    shares: list[Share]
+    transport: str
+    provisioned: set[str] = field(default_factory=set)
+
+    @property
+    def identity(self) -> str:
+        """Name of the plan."""
+        return self.shares[0].plan
 
 
 @dataclass
@@ -46,6 +96,7 @@ class Update:
         seal: digest of the sent data; None before the transfer.
         transport: transport in use; empty before :meth:`Delivery.begin`.
         nbytes, buckets: amounts sent to each receiver.
+        base: version from which differences are sent; None: complete weights.
         parts: seconds of the phases' parts, by ``PHASE.PART``; of engines, those of the slowest one.
     """
 
@@ -57,6 +108,7 @@ class Update:
     transport: str = ""
     nbytes: int = 0
     buckets: int = 0
+    base: int | None = None
     parts: dict[str, float] = field(default_factory=dict)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -163,14 +215,7 @@ class Delivery:
             raise ConfigError(f"push: engine names are not unique: {', '.join(names)}")
         # The devices of the engines' workers decide the transport.
         with update.timed("begin.locations"):
-            answers = self._all(update, lambda engine: engine.locations(), self._timeout_s)
-        locations = self._require_all(*answers, "push", "")
-        counts = {name: len(locations[name]) for name in names}
-        members = {
-            name if counts[name] == 1 else f"{name} worker {worker}": location
-            for name in names
-            for worker, location in enumerate(locations[name])
-        }
+            counts, members = self._located(update.engines)
         update.transport = self._fitting_transport(members)
         device = self._device if self._device.type in device_types(update.transport) else torch.device("cpu")
         bucket_bytes = self._bucket_bytes or default_bucket_bytes(device.type)
@@ -181,7 +226,9 @@ class Delivery:
             offers[name] = self._offer(update, first, counts[name], manifest)
             first += counts[name]
         with update.timed("begin.offer"):
-            answers = self._all(update, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+            answers = self._all(
+                update.engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s
+            )
         self._require_all(*answers, f"version {version} was not begun", "; all engines keep the old weights")
         # Waits for the receivers, which the engines start in begin_update.
         with update.timed("begin.connect"):
@@ -197,18 +244,113 @@ class Delivery:
                 buffers=self._buffers,
             )
 
+    # --- sharded updates ---
+
+    def ask_needs(
+        self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]
+    ) -> tuple[dict[str, int], dict[str, list[tuple[Piece, ...]] | None]]:
+        """Return by engine the number of its workers, and the slices that they load (None: unknown).
+
+        Raises:
+            PlanError: an engine cannot answer; the message names it.
+        """
+        names = [engine.name for engine in engines]
+        if not names or len(set(names)) < len(names):
+            raise PlanError("there are no engines, or two with one name")  # the push itself reports it
+        counts, _ = self._located(engines)
+        needs, failed = self._all(engines, lambda engine: engine.needs(specs), self._timeout_s)
+        if failed:
+            name, error = next(iter(failed.items()))
+            raise PlanError(f"{name} cannot describe what its workers load: {error}")
+        return counts, needs
+
+    def check_pairs(self, engines: Sequence[InferenceEngine], trainers: Sequence[Location]) -> str:
+        """Return the transport of a sharded update; PlanError if none connects all members."""
+        _, located = self._located(engines)
+        receivers = {name: location or Location("cpu") for name, location in located.items()}
+        ranks = {f"trainer rank {rank}": location for rank, location in enumerate(trainers)}
+        try:
+            return choose_pairs(None if self._transport == AUTO else self._transport, ranks, receivers)
+        except TransportError as error:
+            raise PlanError(str(error)) from error
+
+    def begin_sharded(
+        self,
+        update: Update,
+        engines: Sequence[InferenceEngine],
+        version: int,
+        specs: tuple[TensorSpec, ...],
+        planned: Planned,
+        base: int | None,
+        keep: bool,
+    ) -> Ticket:
+        """Offer a sharded update to all engines.
+
+        An engine that does not have its share of the plan, or the base version, gets a complete update: all of them are offered
+        one again.
+
+        Returns:
+            What every rank needs to join the update's group.
+        """
+        try:
+            return self._begin_sharded(update, engines, version, specs, planned, base, keep)
+        except NotKnownError as error:
+            log.info("version %d is sent completely: %s", version, error)
+            self.drop(update)
+            update.name = ""
+            planned.provisioned.clear()
+            return self._begin_sharded(update, engines, version, specs, planned, None, keep)
+
+    def _begin_sharded(
+        self,
+        update: Update,
+        engines: Sequence[InferenceEngine],
+        version: int,
+        specs: tuple[TensorSpec, ...],
+        planned: Planned,
+        base: int | None,
+        keep: bool,
+    ) -> Ticket:
+        update.engines, update.version, update.base = list(engines), version, base
+        senders = len(planned.shares) - sum(planned.engines.values())
+        update.transport = planned.transport
+        device = self._device if self._device.type in device_types(update.transport) else torch.device("cpu")
+        manifest = Manifest(version, specs, self._bucket_bytes or default_bucket_bytes(device.type), self._digest)
+        members = [
+            name if count == 1 else f"{name} worker {worker}"
+            for name, count in planned.engines.items()
+            for worker in range(count)
+        ]
+        trainers = [f"trainer {self._owner} rank {rank}" for rank in range(senders)]
+        update.name = self._listener.new_group([*trainers, *members], senders=senders)
+        offers, first = {}, senders
+        for name, count in planned.engines.items():
+            shares = None if name in planned.provisioned else tuple(planned.shares[first : first + count])
+            sharding = Sharding(planned.identity, senders, shares, base, keep)
+            offers[name] = self._offer(update, first, count, manifest, sharding)
+            first += count
+        accepted, failed = self._all(engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+        unknown = [error for error in failed.values() if isinstance(error, BaseError | PlanError)]
+        if unknown and (base is not None or planned.provisioned):
+            raise NotKnownError(str(unknown[0]))
+        self._require_all(accepted, failed, f"version {version} was not begun", "; all engines keep the old weights")
+        address = self._listener.host, self._listener.port
+        return Ticket(
+            address, update.name, manifest, update.transport, device.type, self._options, self._timeout_s, base
+        )
+
     def verify(self, update: Update) -> None:
         """Wait until every engine has verified what it received."""
         assert update.seal is not None
         seal = update.seal
         in_time = max(0.1, self._timeout_s - 2.0)  # leaves the engine time to answer before our own deadline
-        answers = self._all(update, lambda engine: engine.verify(seal, in_time), self._timeout_s)
+        answers = self._all(update.engines, lambda engine: engine.verify(seal, in_time), self._timeout_s)
         description = f"version {seal.version} was not verified"
         self._require_all(*answers, description, "; all engines keep the old weights")
 
     def commit(self, update: Update) -> None:
         """Activate the verified update on all engines."""
-        committed, failed = self._all(update, lambda engine: engine.commit(update.name), self._timeout_s)
+        committed, failed = self._all(update.engines, lambda engine: engine.commit(update.name), self._timeout_s)
         for seconds in committed.values():
             for part, value in (seconds or {}).items():
                 name = f"commit.{part}"
@@ -224,7 +366,7 @@ class Delivery:
             update.sender.close()
         with contextlib.suppress(Exception):
             # Within the margin that other ranks grant this one for reporting a failure.
-            self._all(update, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
+            self._all(update.engines, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:
         """Stop listening, and release the buckets. Engines keep their weights."""
@@ -246,7 +388,21 @@ class Delivery:
             raise ConfigError(f"push: {error}") from error
         return self._transport
 
-    def _offer(self, update: Update, first: int, workers: int, manifest: Manifest) -> Offer:
+    def _located(self, engines: Sequence[InferenceEngine]) -> tuple[dict[str, int], dict[str, Location | None]]:
+        """Return the number of workers by engine, and every worker's memory by its name for messages."""
+        answers = self._all(engines, lambda engine: engine.locations(), self._timeout_s)
+        locations = self._require_all(*answers, "push", "")
+        counts = {engine.name: len(locations[engine.name]) for engine in engines}
+        members = {
+            name if count == 1 else f"{name} worker {worker}": location
+            for name, count in counts.items()
+            for worker, location in enumerate(locations[name])
+        }
+        return counts, members
+
+    def _offer(
+        self, update: Update, first: int, workers: int, manifest: Manifest, sharded: Sharding | None = None
+    ) -> Offer:
         return Offer(
             update=update.name,
             owner=self._owner,
@@ -259,12 +415,13 @@ class Delivery:
             lease_s=2 * self._timeout_s + MARGIN_S,  # then an engine drops the update of a trainer that died
             manifest=manifest,
             options=self._options,
+            sharded=sharded,
         )
 
     def _all(
-        self, update: Update, call: Callable[[InferenceEngine], Any], timeout_s: float
+        self, engines: Sequence[InferenceEngine], call: Callable[[InferenceEngine], Any], timeout_s: float
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        return self._run(call_all(update.engines, call, timeout_s))
+        return self._run(call_all(engines, call, timeout_s))
 
     def _require_all(
         self, answers: dict[str, Any], failed: dict[str, Exception], description: str, after: str

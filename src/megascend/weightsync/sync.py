@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megascend.distributed.objects import agree, from_rank_0, raise_on_all_ranks
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.weightsync.delivery import MARGIN_S, Delivery, Run, Update
+from megascend.weightsync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError
-from weightwire.manifest import AdapterInfo, TensorSpec
+from weightwire.manifest import AdapterInfo, TensorSpec, default_bucket_bytes
 from weightwire.sender import spec_of
 from weightwire.transports.base import device_types, transports_for
 from weightwire.transports.choice import AUTO
@@ -43,8 +44,14 @@ class Pushed:
         engines: names of the engines.
         seconds: duration of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
         transport: transport used.
+        sharded: every rank of the trainer has sent its slices.
+        why_not_sharded: the reason, if rank 0 has sent everything.
+        base: version from which the changes were sent; None: complete weights.
         parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
             ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
+        payload: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
+            push, has in the end.
+        share: of a sharded push, ``payload`` relative to complete weights.
     """
 
     version: int
@@ -53,6 +60,11 @@ class Pushed:
     engines: tuple[str, ...]
     seconds: Mapping[str, float]
     transport: str = ""
+    sharded: bool = False
+    why_not_sharded: str = ""
+    base: int | None = None
+    payload: int = 0
+    share: float = 1.0
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -92,6 +104,11 @@ class WeightSync:
         timeout_s: deadline of each wait, in seconds; default: less than half of the backend's timeout, at most 120.
         overlap: export into one bucket while another one is sent.
         options: options of the transport.
+        sharded: every rank sends the slices that it holds, and every worker receives those that it loads, if engines and backend
+            can describe them. None: with several ranks, or if ``mode`` is not ``full``.
+        mode: ``full``, or ``delta``: send what has changed since the last push, exactly; or ``auto``: while that is worth it. All
+            ranks and workers then keep a copy of what was sent last.
+        full_every: in modes ``delta`` and ``auto``, send everything after so many pushes of changes.
         run: runs a coroutine to completion, for engines bound to your own event loop; called on another thread than the loop's:
             ``lambda c: asyncio.run_coroutine_threadsafe(c, loop).result()``. Default: a loop on a separate thread.
 
@@ -113,6 +130,9 @@ class WeightSync:
         timeout_s: float | None = None,
         overlap: bool = True,
         options: Mapping[str, Any] | None = None,
+        sharded: bool | None = None,
+        mode: Mode = "full",
+        full_every: int = 50,
         run: Run | None = None,
     ) -> None:
         self.engines = list(engines)
@@ -125,6 +145,13 @@ class WeightSync:
         except WireError as error:
             raise ConfigError(f"WeightSync: {error}") from error
         self._delivery: Delivery | None = None
+        self._shards = ShardedSync(
+            backend,
+            sharded=sharded,
+            mode=mode,
+            full_every=full_every,
+            chunk_bytes=bucket_bytes or default_bucket_bytes(backend.groups.device.type),
+        )
 
         def listen() -> None:
             self._delivery = Delivery(
@@ -165,6 +192,11 @@ class WeightSync:
             self._agree(version, adapter, alone)
             with _timed(seconds, "describe"):
                 source = self._describe(adapter, alone)
+                refusal = self._shards.refusal(adapter, alone)
+                if refusal is None:
+                    refusal = self._shards.prepare(self.engines, source.specs, self._delivery)
+            if not refusal:
+                return self._push_sharded(version, seconds)
             try:
                 with _timed(seconds, "begin"):
                     self._on_rank_0(
@@ -185,10 +217,63 @@ class WeightSync:
             names = tuple(engine.name for engine in update.engines)
             # The other ranks know neither the bytes nor the transport.
             return from_rank_0(
-                lambda: Pushed(version, update.nbytes, update.buckets, names, seconds, update.transport, update.parts),
+                lambda: Pushed(
+                    version,
+                    update.nbytes,
+                    update.buckets,
+                    names,
+                    seconds,
+                    update.transport,
+                    why_not_sharded=refusal,
+                    payload=update.nbytes,
+                    parts=update.parts,
+                ),
                 self._groups,
                 "what was pushed",
             )
+
+    def _push_sharded(self, version: int, seconds: dict[str, float]) -> Pushed:
+        """Push with the plan that :meth:`ShardedSync.prepare` has made."""
+        update, sender = Update(), None
+        try:
+            try:
+                with _timed(seconds, "begin"):
+                    sender = self._shards.begin(update, version, self.engines, self._delivery)
+                with _timed(seconds, "transfer"):
+                    payload = self._shards.transfer(update, sender, version)
+                with _timed(seconds, "verify"):
+                    self._on_rank_0(lambda: self._sending.verify(update), "whether the engines verified it")
+            except BaseException:
+                if sender is not None:
+                    sender.close()
+                if self._groups.rank == 0:
+                    self._sending.drop(update)
+                raise
+            with _timed(seconds, "commit"):
+                self._on_rank_0(lambda: self._sending.commit(update), "whether the engines committed it")
+        # An interrupt, too: what the engines have is then unknown.
+        except BaseException:
+            self._shards.forget()
+            raise
+        names = tuple(engine.name for engine in update.engines)
+        pushed = from_rank_0(
+            lambda: Pushed(
+                version,
+                update.nbytes,
+                update.buckets,
+                names,
+                seconds,
+                update.transport,
+                sharded=True,
+                base=update.base,
+                payload=payload.nbytes,
+                share=payload.share,
+            ),
+            self._groups,
+            "what was pushed",
+        )
+        self._shards.succeeded(version, pushed.base, pushed.share)
+        return pushed
 
     def close(self) -> None:
         """Stop listening. Engines keep their weights. Not collective."""

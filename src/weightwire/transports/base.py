@@ -8,6 +8,7 @@ serves one update. To add one, write a file with a class and a row in :data:`BUI
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,6 +67,30 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Release all resources, without waiting for other members. May be called twice."""
+        ...
+
+
+class PairTransport(Protocol):
+    """Messages between any two members of a group, for sharded updates. Created on every member, with the same name and options.
+
+    As in :class:`Transport`, starting a transfer does not wait. Transfers between two members complete in the order in which both
+    have started them; a member may have several in flight, with several peers.
+    """
+
+    def send_to(self, buffer: torch.Tensor, peer: int) -> Work:
+        """Start to send ``buffer`` (uint8, contiguous, on the setup's device) to a member; see :meth:`Transport.send`."""
+        ...
+
+    def receive_from(self, buffer: torch.Tensor, peer: int) -> Work:
+        """Start to fill ``buffer`` (uint8, contiguous, on the setup's device) with a member's next message, of its size."""
+        ...
+
+    def abort(self) -> None:
+        """See :meth:`Transport.abort`."""
+        ...
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
         ...
 
 
@@ -256,6 +281,45 @@ class DeviceWork:
         if not self.ended:
             with contextlib.suppress(RuntimeError):
                 self._work.wait(timedelta(milliseconds=1))
+
+
+class ThreadWork:
+    """A transfer whose library only has a wait that blocks: it is made on a thread, so that the loss of a member ends the wait.
+
+    Args:
+        wait: blocks until the transfer is complete, or raises.
+        buffer: kept alive until then.
+        name: of the transport, for messages.
+    """
+
+    def __init__(self, wait: Callable[[], object], buffer: torch.Tensor, group: Group, name: str) -> None:
+        self._buffer, self._group, self._name = buffer, group, name
+        self._problem: RuntimeError | None = None
+        self._ended = threading.Event()
+        # A daemon: the exit of the process must not wait for a peer that is silent.
+        threading.Thread(target=self._run, args=(wait,), name=f"weightwire-{name}", daemon=True).start()
+
+    def _run(self, wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except RuntimeError as error:
+            self._problem = error
+        self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """Check whether the transfer has completed or failed."""
+        return self._ended.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        """See :class:`weightwire.transports.base.Work`."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ended.wait(min(POLL_S, max(0.0, deadline - time.monotonic()))):
+            self._group.check()
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"{self._name}: a message has not travelled within {timeout_s:g} s")
+        if self._problem is not None:
+            raise TransportError(f"{self._name}: {first_line(self._problem)}") from self._problem
 
 
 def first_line(error: Exception) -> str:

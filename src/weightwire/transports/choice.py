@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weightwire.errors import ManifestError, TransportError
 from weightwire.liveness import memory_space
 from weightwire.transports.base import BUILT_IN, device_types
+from weightwire.transports.pairs import DIRECT, PAIRED, supports_pairs
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,46 @@ def check(transport: str, sender: Location, receivers: Mapping[str, Location]) -
             f"transport {transport!r} {problem}; the trainer's weights are in {sender}, the receivers' in "
             f"{_description(receivers)}; what fits: {alternatives} (transport {AUTO!r} takes the first)"
         )
+
+
+def choose_pairs(transport: str | None, trainers: Mapping[str, Location], receivers: Mapping[str, Location]) -> str:
+    """Return the best transport between all of these members, for a sharded update.
+
+    Args:
+        transport: the only one that may be used; None: any.
+
+    Raises:
+        TransportError: none connects every trainer rank with all other members.
+    """
+    if transport is not None and not supports_pairs(transport):
+        raise TransportError(f"transport {transport!r} only broadcasts")
+    problems = []
+    for name in (*DIRECT, *PAIRED) if transport is None else (transport,):
+        problem = next(
+            (
+                text
+                for trainer, location in trainers.items()
+                # The other ranks are receivers here: NCCL needs a GPU for each of them, too.
+                if (text := _problem(name, location, {**receivers, **_except(trainers, trainer, name)}))
+            ),
+            None,
+        )
+        if problem is None:
+            return name
+        problems.append(f"{name} {problem}")
+    raise TransportError(f"no transport connects all ranks with all workers: {'; '.join(problems)}")
+
+
+def _except(trainers: Mapping[str, Location], name: str, transport: str) -> dict[str, Location]:
+    """Return the locations of the other ranks' buffers, which are on the CPU if the transport does not move their memory."""
+    possible = device_types(transport)
+    return {
+        other: location
+        if location.device in possible or "cpu" not in possible
+        else replace(location, device="cpu", gpu="", visible=())
+        for other, location in trainers.items()
+        if other != name
+    }
 
 
 def fitting(sender: Location, receivers: Mapping[str, Location]) -> list[str]:

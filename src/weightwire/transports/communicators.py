@@ -11,13 +11,15 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed import BroadcastOptions
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import DeviceWork, Setup, first_line
+from weightwire.transports.base import DeviceWork, Setup, ThreadWork, first_line
+
+W = TypeVar("W", bound=DeviceWork | ThreadWork)
 
 
 @dataclass
@@ -105,7 +107,9 @@ class Communicators:
 
 
 class CommunicatorTransport:
-    """Transport with one broadcast of a cached communicator for each bucket. Subclasses connect, in their constructors.
+    """Transport with one broadcast of a cached communicator for each bucket, and messages between two members.
+
+    Subclasses connect, in their constructors.
 
     Attributes:
         name: of the transport, for messages.
@@ -117,7 +121,7 @@ class CommunicatorTransport:
 
     def __init__(self, setup: Setup) -> None:
         self._group, self._device = setup.group, setup.device
-        self._in_flight: list[DeviceWork] = []
+        self._in_flight: list[DeviceWork | ThreadWork] = []
         self._communicator: Communicator | None = None
         self._healthy = True
 
@@ -136,6 +140,36 @@ class CommunicatorTransport:
     def receive(self, buffer: torch.Tensor) -> DeviceWork:
         """See :class:`weightwire.transports.base.Transport`."""
         return self._begin(buffer)
+
+    def send_to(self, buffer: torch.Tensor, peer: int) -> DeviceWork | ThreadWork:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        return self._exchange("send", buffer, peer)
+
+    def receive_from(self, buffer: torch.Tensor, peer: int) -> DeviceWork | ThreadWork:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        self._before_receive()
+        return self._exchange("recv", buffer, peer)
+
+    def _before_receive(self) -> None:
+        """Make the transport's stream wait for kernels that still use the buffer's memory."""
+
+    def _start(self, backend: Any, call: str, buffer: torch.Tensor, peer: int) -> Any:
+        """Start to send or receive a message; return the library's handle."""
+        return getattr(backend, call)([buffer], peer, 0)
+
+    def _exchange(self, call: str, buffer: torch.Tensor, peer: int) -> DeviceWork | ThreadWork:
+        if self._communicator is None:
+            raise TransportError(f"{self.name}: closed")
+        try:
+            with self._queue():
+                handle = self._start(self._backend(self._communicator), call, buffer, peer)
+        except RuntimeError as error:
+            raise TransportError(f"{self.name}: {first_line(error)}") from error
+        return self._add(self._work(handle, buffer))
+
+    def _work(self, handle: Any, buffer: torch.Tensor) -> DeviceWork | ThreadWork:
+        """Wrap the library's handle of a message."""
+        return DeviceWork(handle, buffer, self._group, self.name)
 
     def _first_broadcast(self, setup: Setup) -> None:
         """Make the library connect, and check that bytes arrive. A communicator that is used again has shown that they do."""
@@ -160,9 +194,11 @@ class CommunicatorTransport:
                 handle = self._backend(self._communicator).broadcast([buffer], options)
         except RuntimeError as error:
             raise TransportError(f"{self.name}: {first_line(error)}") from error
-        work = DeviceWork(handle, buffer, self._group, self.name)
-        # Kept until it has ended: abort() must reach every broadcast that may still occupy the device.
-        self._in_flight = [other for other in self._in_flight if not other.ended] + [work]
+        return self._add(DeviceWork(handle, buffer, self._group, self.name))
+
+    def _add(self, work: W) -> W:
+        # Kept until it has ended: abort() must reach every transfer that may still occupy the device.
+        self._in_flight = [*(other for other in self._in_flight if not other.ended), work]
         return work
 
     def close(self) -> None:

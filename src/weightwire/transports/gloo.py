@@ -6,24 +6,26 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import POLL_S, DeviceWork, Setup, first_line
+from weightwire.transports.base import POLL_S, DeviceWork, Setup, ThreadWork, first_line
+
+W = TypeVar("W", DeviceWork, ThreadWork)
 
 
 class GlooTransport:
-    """Transport with one Gloo broadcast for each bucket, in CPU memory.
+    """Transport with one Gloo broadcast for each bucket, and messages between two members, in CPU memory.
 
     Options: ``threads``, number of Gloo's threads in each member (default 2).
     """
 
     def __init__(self, setup: Setup) -> None:
         self._group, self._timeout_s = setup.group, setup.timeout_s
-        self._in_flight: list[DeviceWork] = []
+        self._in_flight: list[DeviceWork | ThreadWork] = []
         options = ProcessGroupGloo._Options()  # type: ignore[reportAttributeAccessIssue]  not in torch's stubs
         try:
             # By default Gloo takes the address of the host's name, which may be one that only this host reaches.
@@ -44,6 +46,25 @@ class GlooTransport:
         """See :class:`weightwire.transports.base.Transport`."""
         return self._broadcast(buffer)
 
+    def send_to(self, buffer: torch.Tensor, peer: int) -> ThreadWork:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        return self._exchange("send", buffer, peer)
+
+    def receive_from(self, buffer: torch.Tensor, peer: int) -> ThreadWork:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        return self._exchange("recv", buffer, peer)
+
+    def _exchange(self, call: str, buffer: torch.Tensor, peer: int) -> ThreadWork:
+        if self._gloo is None:
+            raise TransportError("gloo: closed")
+        try:
+            handle = getattr(self._gloo, call)([buffer], peer, 0)
+        except RuntimeError as error:
+            raise TransportError(f"gloo: {first_line(error)}") from error
+        # Unlike a broadcast's, these handles do not know that they have completed before they are waited for.
+        deadline = timedelta(seconds=self._timeout_s)
+        return self._add(ThreadWork(lambda: handle.wait(deadline), buffer, self._group, "gloo"))
+
     def _broadcast(self, buffer: torch.Tensor) -> DeviceWork:
         if self._gloo is None:
             raise TransportError("gloo: closed")
@@ -52,10 +73,12 @@ class GlooTransport:
         options.timeout = timedelta(seconds=self._timeout_s)
         try:
             gloo: Any = self._gloo
-            work = DeviceWork(gloo.broadcast([buffer], options), buffer, self._group, "gloo")
+            return self._add(DeviceWork(gloo.broadcast([buffer], options), buffer, self._group, "gloo"))
         except RuntimeError as error:
             raise TransportError(f"gloo: {first_line(error)}") from error
-        self._in_flight = [work for work in self._in_flight if not work.ended] + [work]
+
+    def _add(self, work: W) -> W:
+        self._in_flight = [*(other for other in self._in_flight if not other.ended), work]
         return work
 
     def abort(self) -> None:
@@ -73,7 +96,7 @@ class GlooTransport:
         self._in_flight = []
 
 
-def _keep_until_ended(gloo: ProcessGroupGloo, works: list[DeviceWork]) -> None:
+def _keep_until_ended(gloo: ProcessGroupGloo, works: list[DeviceWork | ThreadWork]) -> None:
     while any(not work.ended for work in works):
         time.sleep(POLL_S)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import Setup, first_line
+from weightwire.transports.base import Setup, ThreadWork, first_line
 from weightwire.transports.communicators import Communicator, Communicators, CommunicatorTransport
 
 
@@ -65,6 +65,18 @@ class HcclTransport(CommunicatorTransport):
 
     def _queue(self) -> AbstractContextManager[Any]:
         return torch.get_device_module(self._device).device(self._device)
+
+    def _work(self, handle: Any, buffer: torch.Tensor) -> ThreadWork:
+        npu = torch.get_device_module(self._device)
+        stream = npu.Stream(self._device)
+
+        def wait() -> None:
+            # The handle's wait only makes a stream wait; that stream is then waited for.
+            with npu.device(self._device), npu.stream(stream):
+                handle.wait()
+                stream.synchronize()
+
+        return ThreadWork(wait, buffer, self._group, self.name)
 
     def _backend(self, communicator: Communicator) -> Any:
         return communicator.handle[0]

@@ -141,12 +141,22 @@ class NcclTransport(CommunicatorTransport):
 
     def receive(self, buffer: torch.Tensor) -> DeviceWork:
         """See :class:`weightwire.transports.base.Transport`."""
+        self._before_receive()
+        return self._begin(buffer)
+
+    def _start(self, backend: Any, call: str, buffer: torch.Tensor, peer: int) -> Any:
+        # Coalesced, though it is one message: otherwise PyTorch creates a communicator for each pair of members.
+        backend._start_coalescing()
+        getattr(backend, call)([buffer], peer, 0)
+        return backend._end_coalescing()
+
+    def _before_receive(self) -> None:
         # The buffer's memory may have been another tensor's, whose last kernels are still to run.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        return self._begin(buffer)
 
     def abort(self) -> None:
         """Abort the communicator, so that none of its kernels occupies the device."""
         self._healthy = False
         for work in self._in_flight:
-            work.give_up()
+            if isinstance(work, DeviceWork):
+                work.give_up()

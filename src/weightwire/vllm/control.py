@@ -23,7 +23,9 @@ from weightwire.errors import (
     WireError,
     from_json,
 )
+from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
+from weightwire.plan import Piece, needs_from_json
 from weightwire.transports.choice import Location
 from weightwire.vllm import contract, generation
 from weightwire.vllm.generation import LoadedAdapter
@@ -95,6 +97,21 @@ class Control:
         if self._locations is None:
             self._locations = await self._workers("weightwire_location")
         return self._locations
+
+    async def needs(self, owner: str, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]]:
+        """Return the slices of a model's tensors that each worker loads. It blocks the workers' computation, for seconds at most.
+
+        Raises:
+            UpdateError: an update is open.
+            PlanError: the model's loaders cannot be observed.
+        """
+        async with self._changing:
+            self._require(owner)
+            if self._update is not None:
+                raise UpdateError(f"{_description(self._update)} is under way: commit it or drop it before")
+            rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
+            answers = await self._workers("weightwire_needs", rows, timeout_s=COMMIT_S)
+            return [needs_from_json(answer["needs"], tensors) for answer in answers]
 
     async def info(self) -> dict[str, Any]:
         """Return the engine's state, without side effects."""
@@ -446,6 +463,9 @@ class OwnedEngine(InferenceEngine):
 
     async def locations(self) -> list[Location | None]:
         return [Location.from_json(data) for data in await self._control.locations()]
+
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+        return await self._control.needs(self._owner, tensors)
 
     async def begin_update(self, offer: Offer) -> None:
         await self._control.begin(self._owner, offer)

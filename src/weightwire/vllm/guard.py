@@ -35,6 +35,7 @@ BODY_S = 30.0
 STATUS = {
     "AuthError": 401,
     "ManifestError": 400,
+    "PlanError": 409,
     "OwnerError": 409,
     "VersionError": 409,
     "UpdateError": 409,

@@ -107,12 +107,27 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
                     f"no weights came for {len(missing)} of the engine's layers: {', '.join(missing[:8])}"
                 )
             finalize_layerwise_reload(model, model_config)
+            _pack_tied_heads(model)
     except BaseException:
         structure.restore()
         raise
     # Kernels of the reload may still run; errors of theirs belong to this update.
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def _pack_tied_heads(model: torch.nn.Module) -> None:
+    """Make output layers that share the embedding's weights compute with the new ones.
+
+    On the CPU a layer computes with a packed copy. vLLM's reload packs only layers that were loaded themselves, so a tied output
+    layer would keep the old weights: log-probabilities are off, without an error (0.32).
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
 
 
 def _without_weights(model: torch.nn.Module) -> list[str]:

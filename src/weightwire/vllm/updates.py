@@ -11,20 +11,22 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from weightwire.errors import NotServingError, UpdateError, WireError
-from weightwire.manifest import Manifest, TensorSpec
+from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
+from weightwire.plan import Piece
 from weightwire.receiver import COMMITTED, RECEIVING, Receiver
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
 from weightwire.vllm.in_place import Exchange, NotInPlaceError, learn
 from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
+from weightwire.vllm.needs import worker_needs
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,9 @@ class WorkerUpdates:
         # Staging on the device needs room for a second model; the host is the way out.
         device = os.environ.get(contract.STAGING) or next(model().parameters()).device
         name = f"worker {self._number} of {config.model}"
-        self.receiver = Receiver(name, device=device, check=Expected(config.model, config.hf_config).check)
+        check = Expected(config.model, config.hf_config).check
+        self.receiver = Receiver(name, device=device, check=check, needs=self.needs)
+        self._needs: tuple[Sequence[TensorSpec], tuple[Piece, ...]] | None = None
         self._offer: Offer | None = None
         self._copy: _Copy | None = None
         self._spare: Snapshot | None = None
@@ -72,12 +76,21 @@ class WorkerUpdates:
         # Before the copy is started: an offer that is refused must not cost the engine a copy of its weights.
         self.receiver.open(offer, self._number)
         self._offer = offer
-        if offer.manifest.adapter is None and self._copy is None and not self._exchanges(offer.manifest):
+        if offer.manifest.adapter is None and self._copy is None and not self._exchanges(offer):
             self._copy = _Copy(self._model(), self._spare)
             self._spare = None
 
-    def _exchanges(self, manifest: Manifest) -> bool:
-        return self._exchange is not None and self._exchange.fits(manifest, self._model())
+    def _exchanges(self, offer: Offer) -> bool:
+        # The memory of a sharded update has another layout, and may be the base of the next one, which an exchange would destroy.
+        if offer.sharded is not None or self._exchange is None:
+            return False
+        return self._exchange.fits(offer.manifest, self._model())
+
+    def needs(self, tensors: Sequence[TensorSpec]) -> tuple[Piece, ...]:
+        """Return the slices of a model's tensors that this worker loads. No update may be open: its copy reads the model."""
+        if self._needs is None or self._needs[0] != tensors:
+            self._needs = tensors, worker_needs(self._model(), self._vllm_config, tensors)
+        return self._needs[1]
 
     def arrived(self) -> bool:
         """Check whether :meth:`verify` would return without waiting."""
@@ -104,9 +117,8 @@ class WorkerUpdates:
             CommitError: it failed; the old weights are active.
             NotServingError: it failed, and the old weights could not be restored.
         """
-        manifest = None if self._offer is None else self._offer.manifest
         exchange = self._exchange
-        if manifest is not None and exchange is not None and self._exchanges(manifest):
+        if self._offer is not None and exchange is not None and self._exchanges(self._offer):
             staging = self.receiver.staging(update)
             self.receiver.commit(update, lambda tensors: exchange.run(staging), exchange.undo)
             return "exchange"
@@ -126,7 +138,12 @@ class WorkerUpdates:
             structure.restore()
             contents.restore()
 
+        sharded = self._offer is not None and self._offer.sharded is not None
+
         def load_and_learn(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if sharded:  # tensor by tensor: each is put together when it is loaded
+                self._load(tensors)
+                return
             items = list(tensors)
             self._load(iter(items))
             self._learn(update, items, contents)

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from weightwire.errors import WireError, to_json
+from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
+from weightwire.plan import needs_to_json
 from weightwire.vllm import contract
 
 if TYPE_CHECKING:
@@ -59,6 +61,12 @@ class WorkerExtension:
     def weightwire_location(self) -> dict[str, Any]:
         """Describe the staging memory."""
         return self.weightwire_updates().receiver.location().to_json()
+
+    @_answering
+    def weightwire_needs(self, tensors: list[Any]) -> dict[str, Any]:
+        """Describe the slices of a model's tensors that this worker loads."""
+        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
+        return {"needs": needs_to_json(self.weightwire_updates().needs(specs))}
 
     @_answering
     def weightwire_begin(self, offer: dict[str, Any]) -> None:

@@ -176,6 +176,21 @@ def test_killed_and_resumed_run_is_bitwise_equal(folder: Path) -> None:
     assert len({row["loss"] for row in learned}) == 7
 
 
+def test_updates_by_changes_learn_the_same_and_report_their_bytes(folder: Path) -> None:
+    def learned(output: str, **sync: Any) -> list[dict[str, Any]]:
+        config = settings(folder, output, steps=3, sync=sync)
+        in_a_fork(lambda: run(config, RecordedEngine))
+        return rows(config)
+
+    complete, changes = learned("complete"), learned("changes", mode="delta", full_every=2)
+    assert [row["loss"] for row in changes] == [row["loss"] for row in complete]
+    assert all(row["sync_share"] == 1.0 for row in complete)
+    # fp32: nearly every number changes, so that messages are complete, with 16 bytes in front of each.
+    assert all(1.0 < row["sync_share"] < 1.1 for row in (changes[0], changes[1]))
+    assert changes[2]["sync_share"] == 1.0
+    assert changes[2]["sync_bytes"] == complete[2]["sync_bytes"] > 0
+
+
 @pytest.mark.parametrize(("every", "answers"), [(0, 6), (1, 6), (0, 0)])
 def test_sigterm_while_waiting_saves_and_resumes(
     folder: Path, every: int, answers: int, monkeypatch: pytest.MonkeyPatch

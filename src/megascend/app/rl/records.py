@@ -73,6 +73,10 @@ class RlRecord(MetricsRecord):
     prompts: Annotated[int, Metric("prompts", "prompts dispatched since the run began")]
     wait_s: Annotated[float, Metric("s", "time that the trainer waited for rollouts")]
     sync_s: Annotated[float, Metric("s", "time that the trainer spent on updating the engines")]
+    sync_bytes: Annotated[int, Metric("bytes", "bytes that the trainer's ranks sent to the engines")]
+    sync_share: Annotated[
+        float | None, Metric("fraction", "bytes sent, relative to complete weights; null without an update")
+    ]
     pause_s: Annotated[float, Metric("s", "longest time that an engine stopped sampling for the update")]
 
     def summary(self) -> str:

@@ -214,6 +214,9 @@ class ReinforcementLearning(Training[RlConfig]):
                 host=settings.host,
                 bucket_bytes=settings.bucket_bytes,
                 timeout_s=settings.timeout_s,
+                sharded=settings.sharded,
+                mode=settings.mode,
+                full_every=settings.full_every,
             )
         )
         self._wake_engines()
@@ -258,7 +261,7 @@ class ReinforcementLearning(Training[RlConfig]):
             step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
-        stepped, pause_s = time.perf_counter(), 0.0
+        stepped, pause_s, pushed = time.perf_counter(), 0.0, None
         if number % config.sync.every == 0 or number == config.steps:
             pushed = self._sync.push(version=number + self._offset, adapter=run.adapter)
             pause_s, self._version = pushed.pause_s, number
@@ -289,6 +292,8 @@ class ReinforcementLearning(Training[RlConfig]):
             tokens_per_s=learned.result.tokens / seconds,
             wait_s=waited,
             sync_s=synced - stepped,
+            sync_bytes=0 if pushed is None else pushed.payload,
+            sync_share=None if pushed is None else pushed.share,
             pause_s=pause_s,
             **group_figures(batch, number - 1),
             **count_figures(earlier, self._counts),

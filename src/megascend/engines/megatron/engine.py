@@ -20,6 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.changes import patch
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
+from megascend.checkpoint.slices import TensorSlices
 from megascend.config import CudaGraphs
 from megascend.distributed.objects import gather_objects, raise_on_all_ranks
 from megascend.engines.base import (
@@ -439,6 +440,13 @@ class MegatronEngine(Engine):
             **state.model_state(entries, everything=everything),
             **state.optimizer_state(entries, self.optimizer, everything=everything),
         }
+
+    def weight_state(self) -> dict[str, TensorSlices]:
+        if self.optimizer is None:
+            return {}
+        self.finish_param_gather()
+        tensors = state.model_state(list(state.entries(self.bare_chunks, self.groups)), everything=True)
+        return {name: value for name, value in tensors.items() if isinstance(value, TensorSlices)}
 
     def hf_slices(self) -> HfSlices:
         """Compute the slices in the first call; see :meth:`megascend.engines.base.Engine.hf_slices`."""

@@ -19,7 +19,10 @@ from megascend.rollout.controller.engines import Engines, Pauses, Updates
 from megascend.rollout.controller.ownership import Claim, Clock, LoopClock, Ownership, Timer
 from megascend.rollout.controller.tasks import RolloutTasks
 from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.errors import UnsupportedCallError
+from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
+from weightwire.plan import Piece
 from weightwire.transports.choice import Location
 
 T = TypeVar("T")
@@ -363,6 +366,9 @@ class OwnedEngines(InferenceEngine):
             return await self._engines.each(claim.engines, "locations", lambda engine: engine.locations())
 
         return [location for locations in (await self._do(ask)).values() for location in locations]
+
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+        raise UnsupportedCallError("the engines of a controller take whole tensors, from one sender")
 
     async def begin_update(self, offer: Offer) -> None:
         """See :class:`InferenceEngine`. Each engine is offered its own ranks of the group; the offer must begin at rank 1."""

@@ -12,6 +12,7 @@ import os
 import random
 import socket
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,9 @@ from megascend.rollout.http_client import Answer, EngineServer
 from weightwire.auth import ANSWER_HEADER, check_answer, sign
 from weightwire.errors import AuthError, WireError, from_json
 from weightwire.keys import Key, load_key
+from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer
+from weightwire.plan import Piece
 from weightwire.remote_engine import RemoteEngine
 
 REINSTALL = "its receiver is not of this version: install ./receiver there again"
@@ -88,6 +91,10 @@ class VllmEngine(RemoteEngine):
             OwnerError: the engine has another owner; the message names it.
         """
         await self.ask("claim", {"lease_s": self._lease_s, "take_over": self._take_over}, self.control_s)
+
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+        await self.claim()
+        return await super().needs(tensors)
 
     async def begin_update(self, offer: Offer) -> None:
         # One request for both: each waits for a busy server.

@@ -1,0 +1,338 @@
+"""Sharded pushes: every rank of the trainer sends the slices that it holds, every worker receives its own.
+
+Rank 0 plans (:mod:`weightwire.plan`), from the slices of all ranks and the needs of all workers, and talks to the engines; all
+ranks join the group of the update. A plan is made once, and again when engines, or the model's tensors, have changed or a push
+has failed. Where no plan is possible, the reason is reported, and rank 0 sends whole tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+
+from megascend.checkpoint.hf_slices import held_weights
+from megascend.distributed.objects import broadcast_object, collect_objects, from_rank_0, raise_on_all_ranks
+from megascend.errors import ConfigError, MegascendError, WeightSyncError
+from megascend.kernels.reductions import out_of_range
+from megascend.weightsync.delivery import Delivery, Planned, Ticket, Update
+from weightwire.errors import PlanError, WireError
+from weightwire.manifest import DTYPE_BYTES, TensorSpec
+from weightwire.offer import Seal
+from weightwire.plan import Piece, Share, by_name, complete, plan
+from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
+from weightwire.transports.choice import Location
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+    from weightwire.engine import InferenceEngine
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["full", "delta", "auto"]
+"""``full``: complete weights; ``delta``: the changes since the last push; ``auto``: changes while they are worth it."""
+RETRY = 20
+"""Pushes after which a refused plan is tried again: an engine may only have been busy."""
+WORTH = 0.7
+"""``auto`` returns to complete pushes for a while when the changes are a larger share of the weights."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Amounts of a sharded push, over all ranks of the trainer.
+
+    Attributes:
+        nbytes: bytes handed to the transport.
+        content: bytes of complete messages in their place.
+    """
+
+    nbytes: int
+    content: int
+
+    @property
+    def share(self) -> float:
+        """Return the sent bytes relative to those of complete messages."""
+        return self.nbytes / max(1, self.content)
+
+
+class ShardedSync:
+    """One rank's part in sharded pushes. All methods but those that say so are collective.
+
+    Args:
+        sharded: use a plan in pushes of the model; None: with several ranks, or for differences.
+        mode: see :data:`Mode`.
+        full_every: a complete push follows after so many pushes of differences.
+        chunk_bytes: largest message.
+    """
+
+    def __init__(
+        self, backend: Backend, *, sharded: bool | None, mode: Mode, full_every: int, chunk_bytes: int
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ConfigError(f"WeightSync: mode {mode!r}; expected {', '.join(get_args(Mode))}")
+        if full_every < 1:
+            raise ConfigError(f"WeightSync: full_every {full_every} is not a number of pushes from 1 on")
+        if sharded is False and mode == "delta":
+            raise ConfigError(
+                "WeightSync: mode delta with sharded=False: differences are sent by a plan; leave sharded out"
+            )
+        self._backend, self._groups = backend, backend.groups
+        self._sharded, self._mode, self._full_every, self._chunk_bytes = sharded, mode, full_every, chunk_bytes
+        self._history = History() if mode != "full" else None
+        self._differences = self._rest = 0  # pushes of differences in a row; complete pushes still to come in mode auto
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._share: Share | None = None
+        self._planned: Planned | None = None
+        self._refusal: tuple[tuple[str, ...], str] | None = None
+        self._refused_pushes = 0
+        self._logged = ""
+
+    # --- the plan ---
+
+    def refusal(self, adapter: str | None, factors_only: bool) -> str | None:
+        """Return the reason why a push is not sharded whatever the engines say; None if it may be. The same on all ranks."""
+        if factors_only:
+            return "an adapter alone is sent by rank 0"
+        if adapter is not None:
+            return "a merged adapter is sent by rank 0"
+        if self._sharded is False or (
+            self._sharded is None and self._groups.topology.world_size == 1 and self._mode == "full"
+        ):
+            return "one rank sends everything" if self._sharded is None else "sharded is off"
+        return None
+
+    def prepare(
+        self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...], delivery: Delivery | None
+    ) -> str:
+        """Make a plan unless there is one; return the reason why none is possible, or an empty text.
+
+        Args:
+            engines, specs, delivery: on rank 0; ignored elsewhere.
+        """
+        names = tuple(engine.name for engine in engines)
+
+        def state() -> tuple[bool, str]:
+            if self._refusal is not None and self._refusal[0] == names and self._refused_pushes < RETRY:
+                self._refused_pushes += 1
+                return True, self._refusal[1]
+            valid = self._planned is not None and tuple(self._planned.engines) == names and self._specs == specs
+            return valid, ""
+
+        valid, reason = from_rank_0(state, self._groups, "whether there is a plan of the transfer")
+        if valid:
+            return reason
+        self.forget()
+        self._specs = broadcast_object(specs, "world", self._groups, purpose="the tensors to send")
+        slices, problem = self._describe()
+        pieces = [source.piece for source in slices]
+        rows = [(piece.tensor, piece.offsets, piece.sizes) for piece in pieces]
+        location = Location.of(self._groups.device)
+        collected = collect_objects((rows, location, problem), "world", self._groups, "the slices of all ranks")
+
+        def make() -> tuple[str, list[Share]]:
+            assert collected is not None
+            assert delivery is not None
+            problems = [text for _, _, text in collected if text]
+            if problems:
+                return problems[0], []
+            pieces = [[Piece(*row) for row in rank_rows] for rank_rows, _, _ in collected]
+            try:
+                self._planned = self._plan(engines, pieces, [memory for _, memory, _ in collected], delivery)
+            except (PlanError, ConfigError) as error:
+                return str(error), []
+            return "", self._planned.shares
+
+        reason, shares = from_rank_0(make, self._groups, "the plan of the transfer")
+        if reason:
+            self._refusal, self._refused_pushes = (names, reason), 0
+            if reason != self._logged and self._groups.rank == 0:
+                level = logging.WARNING if self._sharded or self._mode != "full" else logging.INFO
+                log.log(level, "weights are sent by rank 0: %s", reason)
+            self._logged = reason
+            return reason
+        self._share = shares[self._groups.rank]
+        return ""
+
+    def _plan(
+        self, engines: Sequence[InferenceEngine], slices: list[list[Piece]], places: list[Location], delivery: Delivery
+    ) -> Planned:
+        counts, needs = delivery.ask_needs(engines, self._specs)
+        all_pieces = complete(self._specs)
+        silent = [name for name, answer in needs.items() if answer is None]
+        if silent and self._mode == "full":
+            raise PlanError(f"{', '.join(silent)} do not describe what their workers load")
+        workers: list[Sequence[Piece]] = []
+        kinds: dict[int, Sequence[Piece]] = {}
+        for name, count in counts.items():
+            answer = needs[name]
+            if answer is not None and len(answer) != count:
+                raise PlanError(f"{name} has {count} workers, and describes {len(answer)}")
+            for pieces in [all_pieces] * count if answer is None else answer:
+                # Equal needs become one object: the planner then looks at each kind of worker once.
+                workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
+        transport = delivery.check_pairs(engines, places)
+        result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
+        return Planned(counts, result.shares(), transport)
+
+    def _describe(self) -> tuple[list[HeldSlice], str]:
+        """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
+        engine = self._backend.engine
+        try:
+            hf_slices = engine.hf_slices()
+            return self._slices(hf_slices), ""
+        except MegascendError as error:
+            return [], f"the trainer's slices cannot be described: {error}"
+
+    def _slices(self, hf_slices: Any = None) -> list[HeldSlice]:
+        """Return this rank's slices as they are now. Not collective once the engine knows its Hugging Face slices."""
+        engine = self._backend.engine
+        state = engine.weight_state()
+        if not state:
+            raise WeightSyncError("the model is frozen, and has no training state")
+        numbers = by_name(self._specs)
+        copies: dict[str, list[str]] = {}
+        for copy, original in getattr(engine.info, "copies", {}).items():
+            copies.setdefault(original, []).append(copy)
+        slices = []
+        for weight, offsets, values in held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices):
+            for name in (weight, *copies.get(weight, ())):
+                if (number := numbers.get(name)) is not None:
+                    slices.append(HeldSlice(Piece(number, offsets, tuple(values.shape)), values))
+        return slices
+
+    # --- a push ---
+
+    def begin(
+        self, update: Update, version: int, engines: Sequence[InferenceEngine], delivery: Delivery | None
+    ) -> ShardSender:
+        """Offer the update to the engines, and join its group on every rank; return the connected sender."""
+        planned, specs = self._planned, self._specs
+
+        def offer() -> Ticket:
+            assert delivery is not None
+            assert planned is not None
+            try:
+                return delivery.begin_sharded(
+                    update, engines, version, specs, planned, self._base(), self._history is not None
+                )
+            except WireError as error:
+                raise WeightSyncError(str(error)) from error
+
+        ticket = from_rank_0(offer, self._groups, "whether the engines receive")
+        problem: MegascendError | None = None
+        sender = None
+        try:
+            sender = self._connect(ticket)
+        except WireError as error:
+            problem = WeightSyncError(f"version {version} was not begun: {error}; all engines keep the old weights")
+        except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
+            problem = WeightSyncError(
+                f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            )
+        try:
+            raise_on_all_ranks(problem, self._groups, "whether all ranks have joined")
+        except BaseException:
+            if sender is not None:
+                sender.close()
+            raise
+        assert sender is not None
+        return sender
+
+    def _connect(self, ticket: Ticket) -> ShardSender:
+        assert self._share is not None
+        device = self._groups.device if ticket.device == self._groups.device.type else torch.device(ticket.device)
+        return ShardSender.connect(
+            ticket.address,
+            ticket.name,
+            self._groups.rank,
+            ticket.manifest,
+            self._share,
+            transport=ticket.transport,
+            device=device,
+            timeout_s=ticket.timeout_s,
+            options=ticket.options,
+            history=self._history,
+            base=ticket.base,
+        )
+
+    def _base(self) -> int | None:
+        """Return the version from which to send differences; on rank 0, whose decision all ranks follow."""
+        if self._history is None or self._planned is None or self._differences >= self._full_every or self._rest > 0:
+            return None
+        if self._mode == "auto" and not mostly_16_bit(self._specs):
+            return None
+        return self._history.base(self._planned.identity)
+
+    def transfer(self, update: Update, sender: ShardSender, version: int) -> Payload:
+        """Send this rank's slices; set the update's seal on rank 0.
+
+        Raises:
+            MegascendError: on every rank, if any has failed.
+        """
+        problem: MegascendError | None = None
+        digests: list[str] = []
+        try:
+            slices = self._slices()
+            for source in slices:
+                spec = self._specs[source.piece.tensor]
+                dtype = getattr(torch, spec.dtype)
+                if source.values.dtype != dtype and (text := out_of_range(spec.name, source.values, dtype)):
+                    raise WeightSyncError(text)
+            digests = sender.send(slices)
+        except MegascendError as error:
+            problem = error
+            sender.abandon(str(error))
+        except WireError as error:
+            problem = WeightSyncError(f"the model was not sent: {error}; all engines keep the old weights")
+        except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
+            problem = WeightSyncError(
+                f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+            )
+            sender.abandon(str(error))
+        try:
+            raise_on_all_ranks(problem, self._groups, "how the transfer went")
+        finally:
+            # Only now: other members may still read the last messages from this process.
+            if problem is not None or self._groups.rank != 0:
+                sender.close()
+        traffic = sender.traffic
+        row = digests, traffic.nbytes, traffic.content
+        collected = collect_objects(row, "world", self._groups, "digests of the chunks")
+        if collected is None or self._planned is None:
+            return Payload(0, 0)
+        sender.close()
+        shares, senders = self._planned.shares, len(collected)
+        by_member = digests_by_worker(shares, senders, [values for values, _, _ in collected])
+        update.seal = Seal(update.name, version, sender.manifest.identity, (), by_member)
+        update.nbytes = max(share.nbytes for share in shares[senders:])
+        update.buckets = sum(len(share.chunks) for share in shares[:senders])
+        return Payload(sum(nbytes for _, nbytes, _ in collected), sum(content for _, _, content in collected))
+
+    def succeeded(self, version: int, base: int | None, share: float) -> None:
+        """Note a push that all engines have committed."""
+        if self._planned is not None:
+            self._planned.provisioned = set(self._planned.engines)
+        if self._history is None or self._share is None:
+            return
+        self._history.note(self._share.plan, version)
+        self._differences = 0 if base is None else self._differences + 1
+        if base is None:
+            self._rest = max(0, self._rest - 1)
+        elif self._mode == "auto" and share > WORTH:
+            self._rest = self._full_every
+
+    def forget(self) -> None:
+        """Forget the plan and what was sent, after a failure: engines may have been restarted. Local."""
+        self._planned = self._share = self._refusal = None
+        self._differences = 0
+        if self._history is not None:
+            self._history.forget()
+
+
+def mostly_16_bit(specs: Sequence[TensorSpec]) -> bool:
+    """Check that most bytes are those of 16-bit numbers: a step changes nearly all fp32 numbers."""
+    return 2 * sum(spec.nbytes for spec in specs if DTYPE_BYTES[spec.dtype] == 2) > sum(spec.nbytes for spec in specs)

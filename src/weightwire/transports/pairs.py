@@ -1,0 +1,94 @@
+"""Messages between any two members of a group, over every transport that can carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weightwire.errors import TransportError
+from weightwire.group import Group
+from weightwire.transports.base import PairTransport, Setup, Transport, Work, device_types, make_transport
+
+DIRECT = ("gloo", "nccl", "hccl")
+"""Transports whose libraries have messages between two members."""
+PAIRED = ("cuda_ipc", "shared_memory")
+"""Transports of which every (sender, receiver) creates its own, as a group of two."""
+
+
+def supports_pairs(name: str) -> bool:
+    """Check whether a transport can carry sharded updates."""
+    return name in (*DIRECT, *PAIRED)
+
+
+def make_pairs(name: str, setup: Setup) -> PairTransport:
+    """Create a transport of messages by name.
+
+    Raises:
+        TransportError: it is unknown, broadcasts only, does not support the device, or cannot be set up.
+    """
+    if not supports_pairs(name):
+        device_types(name)  # raises if it is unknown
+        raise TransportError(
+            f"transport {name!r} only broadcasts; sharded updates need one of {', '.join((*DIRECT, *PAIRED))}"
+        )
+    transport: Any = make_transport(name, setup) if name in DIRECT else PairedTransport(name, setup)
+    return transport
+
+
+class PairedTransport:
+    """A transport for each (sender, receiver), created at their first message."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        self._name, self._setup = name, setup
+        self._transports: dict[tuple[int, int], Transport] = {}
+
+    def send_to(self, buffer: torch.Tensor, peer: int) -> Work:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        return self._transport(self._setup.group.rank, peer).send(buffer)
+
+    def receive_from(self, buffer: torch.Tensor, peer: int) -> Work:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        return self._transport(peer, self._setup.group.rank).receive(buffer)
+
+    def _transport(self, sender: int, receiver: int) -> Transport:
+        key = sender, receiver
+        if key not in self._transports:
+            setup = self._setup
+            pair: Any = Pair(setup.group, sender, receiver)
+            self._transports[key] = make_transport(
+                self._name, Setup(pair, setup.manifest, setup.device, setup.timeout_s, setup.options)
+            )
+        return self._transports[key]
+
+    def abort(self) -> None:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        for transport in self._transports.values():
+            transport.abort()
+
+    def close(self) -> None:
+        """See :class:`weightwire.transports.base.PairTransport`."""
+        for transport in self._transports.values():
+            transport.close()
+
+
+class Pair:
+    """Two members of a group as a group of their own: the sender has rank 0, the receiver rank 1."""
+
+    def __init__(self, group: Group, sender: int, receiver: int) -> None:
+        self._group, self._ranks = group, (sender, receiver)
+        self.name, self.host, self.port = group.name, group.host, group.port
+        self.rank, self.size = self._ranks.index(group.rank), 2
+
+    def member(self, rank: int) -> str:
+        """See :meth:`weightwire.group.Group.member`."""
+        return self._group.member(self._ranks[rank])
+
+    def store(self, purpose: str, timeout_s: float) -> Any:
+        """See :meth:`weightwire.group.Group.store`."""
+        sender, receiver = self._ranks
+        return self._group.store(f"{purpose}/{sender}/{receiver}", timeout_s)
+
+    def check(self) -> None:
+        """See :meth:`weightwire.group.Group.check`."""
+        self._group.check()

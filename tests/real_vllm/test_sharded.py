@@ -1,0 +1,141 @@
+"""Sharded updates of a real vLLM with two workers: each gets the slices that it loads, from every rank of a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driving import TOKENS, Reference, Server, far, vllm_python
+from safetensors.torch import load_file
+
+from megascend import Adam, Batching, Parallel, WeightSync
+from megascend.testing import run_distributed
+from megascend.testing.parity import causal_samples, token_lists
+from megascend.testing.tiny_models import write_tiny_checkpoint
+from weightwire.manifest import TensorSpec
+from weightwire.plan import Piece
+from weightwire.sender import spec_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
+
+BOUND = 1e-5
+MODELS: dict[str, tuple[str, dict[str, Any], Parallel]] = {
+    "dense, TP2": ("qwen3", {"head_dim": 32}, Parallel(tensor=2)),
+    "one KV head, tied, PP2": (
+        "qwen3",
+        {"head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        Parallel(pipeline=2),
+    ),
+    "experts, EP2": ("qwen3_moe", {"head_dim": 32, "moe_intermediate_size": 48}, Parallel(expert=2)),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Parallel]:
+    vllm_python()
+    arch, overrides, parallel = MODELS[request.param]
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / arch, arch, **overrides), parallel
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    instance = Server(model[0], tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
+    yield instance
+    instance.process.close()
+
+
+def expected_needs(
+    specs: Sequence[TensorSpec], config: Any, worker: int
+) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return (name, offsets, sizes) by the rules of tensor parallelism with two workers, whatever vLLM's loaders do."""
+    needs = set()
+    for spec in specs:
+        offsets, sizes = [0] * len(spec.shape), list(spec.shape)
+
+        def half(dim: int, sizes: list[int] = sizes, offsets: list[int] = offsets) -> None:
+            sizes[dim] //= 2
+            offsets[dim] = worker * sizes[dim]
+
+        if "embed_tokens" in spec.name or "lm_head" in spec.name:
+            rows = -(-spec.shape[0] // 64) * 64 // 2  # padded to a multiple of 64, then divided
+            offsets[0] = min(worker * rows, spec.shape[0])
+            sizes[0] = min(rows, spec.shape[0] - offsets[0])
+        elif spec.name.endswith(("k_proj.weight", "v_proj.weight")):
+            if config.num_key_value_heads > 1:
+                half(0)
+        elif spec.name.endswith(("o_proj.weight", "down_proj.weight")):
+            half(1)
+        elif spec.name.endswith(("q_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            half(0)
+        needs.add((spec.name, tuple(offsets), tuple(sizes)))
+    return needs
+
+
+def test_workers_describe_their_slices_and_get_them(
+    server: Server, model: tuple[Path, Parallel], tmp_path: Path
+) -> None:
+    from transformers import AutoConfig
+
+    checkpoint, parallel = model
+    config, weights = AutoConfig.from_pretrained(checkpoint), load_file(checkpoint / "model.safetensors")
+    specs = tuple(spec_of(*item) for item in weights.items())
+    reference = Reference(checkpoint)
+
+    async def ask() -> tuple[Any, list[float]]:
+        engine = server.engine("trainer")
+        needs, before = await engine.needs(specs), await engine.logprobs(TOKENS)
+        # Observed, not loaded: nothing of the model has changed.
+        assert await engine.needs(specs) == needs
+        assert await engine.logprobs(TOKENS) == before
+        await engine.close()
+        return needs, before
+
+    needs, before = asyncio.run(ask())
+    assert far(before, reference.logprobs(weights, TOKENS)) < BOUND
+    for worker, pieces in enumerate(needs):
+        assert {(specs[piece.tensor].name, *piece.box) for piece in pieces} == expected_needs(specs, config, worker)
+
+    def on_rank() -> Any:
+        from megascend import MegatronBackend
+
+        backend = MegatronBackend(
+            checkpoint,
+            parallel,
+            precision="fp32",
+            optimizer=Adam(lr=1e-2),
+            timeout_s=120,
+            batching=Batching(micro_batch_tokens=64),
+        )
+        engine = server.engine("trainer") if backend.rank == 0 else None
+        pushes = []
+        with WeightSync(backend, [engine] if engine else [], bucket_bytes=50_000, mode="delta", full_every=1) as sync:
+            for version in range(1, 4):
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
+                pushes.append(sync.push(version))
+        backend.export_hf(tmp_path / "after")
+
+        async def logprobs(engine: Any) -> tuple[list[float], int]:
+            values = await engine.logprobs(TOKENS)
+            version = await engine.version()
+            await engine.close()
+            return values, version
+
+        return pushes, asyncio.run(logprobs(engine)) if engine else None
+
+    (pushes, (actual, version)), _ = run_distributed(on_rank, 2, init=False, timeout_s=300)
+    trained = load_file(tmp_path / "after" / "model.safetensors")
+    assert [push.why_not_sharded for push in pushes] == [""] * 3
+    assert [push.base for push in pushes] == [None, 1, None]
+    # Not both workers everything: about half, but for norms and replicated heads.
+    payload = sum(spec.nbytes for spec in specs)
+    assert pushes[0].nbytes == max(sum(piece.nbytes(specs) for piece in pieces) for pieces in needs)
+    assert pushes[0].nbytes < 0.7 * payload
+    assert version == 3
+    expected = reference.logprobs(trained, TOKENS)
+    assert far(expected, before) > 100 * BOUND
+    assert far(expected, actual) < BOUND
+    assert all(isinstance(piece, Piece) for piece in needs[0])

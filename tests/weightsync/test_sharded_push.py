@@ -1,0 +1,407 @@
+"""Sharded pushes: from every layout, workers have their slices of the exported weights, bit for bit, or the old ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weightwire"))
+from engine_process import ended_by, engines
+from worker_slices import exported, slices_are, specs_of, vllm_like
+
+import megascend
+from megascend import Batching, Parallel
+from megascend.errors import ConfigError, MegascendError, WeightSyncError
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from support.forked_programs import run_forked
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+LAYOUTS: dict[str, tuple[int, dict[str, int], str, dict[str, Any]]] = {
+    "TP2": (2, {"tensor": 2}, "qwen3", {}),
+    "PP2, tied": (2, {"pipeline": 2}, "qwen3", {"tie_word_embeddings": True}),
+    "MoE EP2": (2, {"expert": 2}, "qwen3_moe", {}),
+    "DP2 x TP2": (4, {"tensor": 2}, "qwen2", {}),
+    "latent attention, expert biases, EP2": (2, {"expert": 2}, "deepseek_v3", {}),
+    "latent attention, expert biases, TP2": (2, {"tensor": 2}, "deepseek_v3", {}),
+}
+
+
+def make_backend(checkpoint: Path, parallel: dict[str, int], **options: Any) -> Any:
+    settings: dict[str, Any] = {"precision": "fp32", "timeout_s": 60, "batching": Batching(micro_batch_tokens=64)}
+    return megascend.MegatronBackend(checkpoint, Parallel(**parallel), **settings | options)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_workers_get_their_slices_of_the_export(parity_folder, tmp_path, name, precision):
+    world_size, parallel, arch, overrides = LAYOUTS[name]
+    checkpoint = case_checkpoint(parity_folder, arch, **overrides)
+
+    with engines(tmp_path, "engine-a", "engine-b", workers=2, needs=vllm_like) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, parallel, precision=precision)
+            with megascend.WeightSync(backend, served, bucket_bytes=50_000) as sync:
+                first = sync.push(1)
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
+                second = sync.push(2)
+                backend.export_hf(tmp_path / "after")
+                order = [name for name, _ in backend.named_weights(receivers="main", device="meta")]
+            return first, second, order
+
+        results = run_distributed(on_rank, world_size, init=False, timeout_s=150)
+        trained = exported(tmp_path / "after", results[0][2])
+        specs = specs_of(trained)
+        for engine in served:
+            assert engine.state()["versions"] == {"model": 2}
+            for number, worker in enumerate(engine.weights()[0]):
+                assert slices_are(worker, vllm_like(specs, 2, number), trained)
+    for first, second, _ in results:
+        assert first.sharded
+        assert second.why_not_sharded == ""
+        assert second.version == 2
+        largest = max(sum(piece.nbytes(specs) for piece in vllm_like(specs, 2, number)) for number in range(2))
+        assert second.nbytes == largest
+
+
+def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "described", needs=vllm_like) as first, engines(tmp_path, "silent") as second:
+
+        def on_rank():
+            backend = make_backend(checkpoint, {"tensor": 2})
+            with megascend.WeightSync(backend, [*first, *second]) as sync:
+                pushed = sync.push(1), sync.push(2)
+            with megascend.WeightSync(backend, first, transport="files", options={"directory": str(tmp_path)}) as sync:
+                files = sync.push(3)
+            with megascend.WeightSync(backend, first, sharded=False) as sync:
+                off = sync.push(4)
+            return [push.why_not_sharded for push in (*pushed, files, off)], [
+                push.sharded for push in (*pushed, files, off)
+            ]
+
+        for reasons, sharded in run_distributed(on_rank, 2, init=False, timeout_s=120):
+            assert reasons[0] == reasons[1] == "silent do not describe what their workers load"
+            assert "only broadcasts" in reasons[2]
+            assert reasons[3] == "sharded is off"
+            assert not any(sharded)
+        source = load_file(checkpoint / "model.safetensors")
+        (worker,) = second[0].weights()[0]
+        assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
+
+
+def test_a_model_whose_slices_cannot_be_described_is_sent_by_rank_0(parity_folder, tmp_path):
+    """Send gpt-oss, whose checkpoint has its experts transposed."""
+    checkpoint = case_checkpoint(parity_folder, "gpt_oss")
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, {"expert": 2})
+            with megascend.WeightSync(backend, served, mode="auto") as sync:
+                pushes = [sync.push(1), sync.push(2)]
+            backend.export_hf(tmp_path / "after")
+            return pushes
+
+        results = run_distributed(on_rank, 2, init=False, timeout_s=120)
+        exported_weights = load_file(tmp_path / "after" / "model.safetensors")
+        for worker in served[0].weights()[0]:
+            assert worker.keys() == exported_weights.keys()
+            assert all(torch.equal(worker[name], tensor) for name, tensor in exported_weights.items())
+    for push in results[0]:
+        assert not push.sharded
+        assert "experts.gate_up_proj" in push.why_not_sharded
+        assert "does not consist of complete rows" in push.why_not_sharded
+
+
+OLD = {"old": torch.arange(5.0)}
+
+
+def fails_and_works_again(
+    checkpoint: Path, tmp_path: Path, fault: Any, layout: str = "TP2"
+) -> tuple[str, tuple[str, ...]]:
+    """Push with ``fault(sync, served, backend)`` applied, then a step and a push without it; return (message, engines after)."""
+    world_size, parallel, _, _ = LAYOUTS[layout]
+    with engines(tmp_path, "engine-1", "engine-2", workers=2, weights=OLD, version=3, needs=vllm_like) as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, parallel, timeout_s=30)
+            with megascend.WeightSync(backend, served, bucket_bytes=20_000, timeout_s=6.0) as sync:
+                undo = fault(sync, served, backend)
+                with pytest.raises(MegascendError) as caught:
+                    sync.push(4)
+                alive = [engine for engine in sync.engines if engine.alive()] if backend.rank == 0 else []
+                states = [(engine.state()["versions"], engine.weights()[0]) for engine in alive]
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
+                if undo is not None:
+                    undo()
+                after = sync.push(5)
+                backend.export_hf(tmp_path / "after")
+                order = [name for name, _ in backend.named_weights(receivers="main", device="meta")]
+            old = [versions == {"model": 3} and all(set(w) == {"old"} for w in weights) for versions, weights in states]
+            return type(caught.value).__name__, str(caught.value), old, after, order
+
+        results = run_distributed(on_rank, world_size, init=False, timeout_s=150)
+        trained = exported(tmp_path / "after", results[0][4])
+        specs = specs_of(trained)
+        for engine in served:
+            if engine.name in results[0][3].engines:
+                for number, worker in enumerate(engine.weights()[0]):
+                    worker.pop("old")
+                    assert slices_are(worker, vllm_like(specs, 2, number), trained)
+    assert len({(kind, message) for kind, message, *_ in results}) == 1, "ranks differ in what they raise"
+    assert all(results[0][2])
+    assert results[0][3].sharded
+    return results[0][1], results[0][3].engines
+
+
+def at_message(rank: int, number: int, act: Any) -> Any:
+    """Return a fault: rank ``rank`` calls ``act`` before its chunk ``number``; the result undoes it."""
+
+    def fault(sync, served, backend):
+        from weightwire.sharded import ShardSender
+
+        handed_over = ShardSender._hand_over
+
+        def acting(self, index, *rest):
+            if self._group.rank == rank and index == number:
+                act(served)
+            return handed_over(self, index, *rest)
+
+        ShardSender._hand_over = acting
+
+        def undo():
+            ShardSender._hand_over = handed_over
+            sync.engines = [engine for engine in sync.engines if engine.alive()]
+
+        return undo
+
+    return fault
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("number", [0, 5])
+def test_an_engine_killed_during_the_transfer_is_named(parity_folder, tmp_path, rank, number):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    message, after = fails_and_works_again(
+        checkpoint, tmp_path, at_message(rank, number, lambda served: served[1].kill())
+    )
+    assert "engine-2" in message
+    assert "is gone" in message
+    assert after == ("engine-1",)
+
+
+def test_a_rank_that_cannot_send_is_named(parity_folder, tmp_path):
+    def fail(served):
+        raise FloatingPointError("an error of its own")
+
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    message, after = fails_and_works_again(checkpoint, tmp_path, at_message(1, 3, fail))
+    assert "an error of its own" in message
+    assert after == ("engine-1", "engine-2")
+
+
+def test_a_silent_engine_is_named(parity_folder, tmp_path):
+    def stop(served):
+        served[1].kill(signal.SIGSTOP)
+
+    def fault(sync, served, backend):
+        undo = at_message(0, 3, stop)(sync, served, backend)
+
+        def and_continue():
+            undo()
+            if backend.rank == 0:
+                served[1].kill(signal.SIGCONT)
+            sync.engines = [engine for engine in sync.engines if engine.name == "engine-1"]
+
+        # Before the test asks the engines for their state.
+        drop = sync._delivery.drop if backend.rank == 0 else None
+        if drop is not None:
+
+            def drop_and_continue(update):
+                drop(update)
+                served[1].kill(signal.SIGCONT)
+
+            sync._delivery.drop = drop_and_continue
+        return and_continue
+
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    message, _ = fails_and_works_again(checkpoint, tmp_path, fault)
+    assert "engine-2" in message
+
+
+def test_missing_engine_is_named(parity_folder, tmp_path):
+    def fault(sync, served, backend):
+        if backend.rank == 0:
+            served[1].now("fault", deaf=True)
+        return lambda: served[1].now("fault") if backend.rank == 0 else None
+
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    message, after = fails_and_works_again(checkpoint, tmp_path, fault)
+    assert "engine-2" in message
+    assert after == ("engine-1", "engine-2")
+
+
+def test_an_engine_restarted_with_other_workers_is_planned_anew(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
+        state: dict[str, Any] = {}
+
+        def on_rank():
+            backend = make_backend(checkpoint, {"tensor": 2}, timeout_s=30)
+            with megascend.WeightSync(backend, served, timeout_s=6.0) as sync:
+                sync.push(1)
+                if backend.rank == 0:
+                    served[0].end()
+                    (tmp_path / "engine.socket").unlink()
+                    from engine_process import EngineProcess
+
+                    state["new"] = sync.engines[0] = EngineProcess(tmp_path, "engine", workers=1, needs=vllm_like)
+                try:
+                    with pytest.raises(WeightSyncError):
+                        sync.push(2)
+                    pushed = sync.push(3)
+                    weights = sync.engines[0].weights()[0] if backend.rank == 0 else []
+                finally:
+                    if backend.rank == 0:
+                        state["new"].end()
+            return pushed.sharded, weights
+
+        (sharded, (worker,)), _ = run_distributed(on_rank, 2, init=False, timeout_s=120)
+    assert sharded
+    source = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
+
+
+@pytest.mark.parametrize(
+    ("rank", "number"),
+    [(0, 4), (1, 0), *(pytest.param(*moment, marks=pytest.mark.nightly) for moment in ((0, 0), (1, 4), (1, 8)))],
+)
+def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tmp_path, rank, number):
+    """Kill one rank before one of its chunks; another trainer works once the lease has lapsed."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", workers=2, weights=OLD, version=3, needs=vllm_like) as served:
+
+        def die(served):
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def dying():
+            backend = make_backend(checkpoint, {"tensor": 2}, timeout_s=20)
+            with megascend.WeightSync(backend, served, bucket_bytes=20_000, timeout_s=2.0) as sync:
+                at_message(rank, number, die)(sync, served, backend)
+                sync.push(4)
+
+        assert ended_by(lambda: run_distributed(dying, 2, init=False, timeout_s=60), 90) != 0
+        assert (tmp_path / "killed").exists()
+        assert all(set(worker) == {"old"} for worker in served[0].weights()[0])
+        assert served[0].state()["versions"] == {"model": 3}
+        until = time.monotonic() + 60
+        while any(status["update"]["state"] != "dropped" for status in served[0].now("status")):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+        def on_rank():
+            backend = make_backend(checkpoint, {"tensor": 2})
+            with megascend.WeightSync(backend, served) as sync:
+                return sync.push(4).sharded
+
+        assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [True, True]
+        source = load_file(checkpoint / "model.safetensors")
+        specs = specs_of(source)
+        for worker, weights in enumerate(served[0].weights()[0]):
+            weights.pop("old")
+            assert slices_are(weights, vllm_like(specs, 2, worker), source)
+
+
+def test_fsdp_ranks_send_their_shards(parity_folder, tmp_path):
+    """In another process, which has not imported Megatron: complete weights and differences, in fp32 and bf16."""
+    script = Path(__file__).with_name("fsdp_sharded_push.py")
+    completed = run_forked(script, case_checkpoint(parity_folder, "qwen3_moe"), tmp_path, timeout_s=300)
+    assert completed.returncode == 0, completed.stderr[-6000:]
+
+
+# --- differences ---
+
+
+def test_differences_equal_complete_pushes(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
+
+        def on_rank():
+            adam = megascend.Adam(lr=1e-5)
+            backend = make_backend(checkpoint, {"tensor": 2}, precision="bf16", optimizer=adam)
+            pushes = []
+            with megascend.WeightSync(backend, served, mode="delta", full_every=3) as sync:
+                for version in range(1, 7):
+                    pushes.append(sync.push(version))
+                    if version < 6:
+                        backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                        backend.optimizer_step()
+                backend.export_hf(tmp_path / "after")
+                order = [name for name, _ in backend.named_weights(receivers="main", device="meta")]
+            return pushes, order
+
+        results = run_distributed(on_rank, 2, init=False, timeout_s=150)
+        trained = exported(tmp_path / "after", results[0][1])
+        for number, worker in enumerate(served[0].weights()[0]):
+            assert slices_are(worker, vllm_like(specs_of(trained), 2, number), trained)
+    for pushes, _ in results:
+        assert [push.base for push in pushes] == [None, 1, 2, 3, None, 5]
+        assert all(push.share == 1.0 for push in pushes if push.base is None)
+        assert all(0 < push.share < 0.6 for push in pushes if push.base is not None), [p.share for p in pushes]
+
+
+def test_a_single_rank_sends_differences_to_engines_that_describe_nothing(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine-1", "engine-2") as served:
+
+        def on_rank():
+            backend = make_backend(checkpoint, {}, precision="bf16", optimizer=megascend.Adam(lr=1e-6))
+            with megascend.WeightSync(backend, served, mode="delta") as sync:
+                first = sync.push(1)
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
+                second = sync.push(2)
+                # An engine that has lost its base: everyone gets a complete push, without an error.
+                served[1].now("forget")
+                third = sync.push(3)
+                fourth = sync.push(4)
+                backend.export_hf(tmp_path / "after")
+            return first, second, third, fourth
+
+        ((first, second, third, fourth),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
+        trained = load_file(tmp_path / "after" / "model.safetensors")
+        for engine in served:
+            (worker,) = engine.weights()[0]
+            assert all(torch.equal(worker[name], tensor) for name, tensor in trained.items())
+    assert [push.base for push in (first, second, third, fourth)] == [None, 1, None, 3]
+    assert second.share < 0.3
+    assert fourth.share < 0.05, "nothing has changed"
+
+
+def test_wrong_settings_are_refused(parity_folder):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank():
+        backend = make_backend(checkpoint, {})
+        for options, text in (
+            ({"mode": "sparse"}, "mode 'sparse'; expected full, delta, auto"),
+            ({"mode": "delta", "full_every": 0}, "full_every 0"),
+            ({"mode": "delta", "sharded": False}, "leave sharded out"),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                megascend.WeightSync(backend, [], **options)
+
+    run_distributed(on_rank, 1, init=False, timeout_s=60)

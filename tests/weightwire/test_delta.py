@@ -1,0 +1,94 @@
+"""Differences of two versions of a message are exact, small when little has changed, and refused when damaged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightwire.delta import HEAD_BYTES, apply, encode
+from weightwire.errors import DigestError
+
+
+def as_bytes(words: torch.Tensor) -> torch.Tensor:
+    return words.to(torch.int16).view(torch.uint8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 3000),
+    st.lists(st.tuples(st.integers(0, 2999), st.integers(-(2**15), 2**15 - 1)), max_size=60),
+    st.randoms(use_true_random=False),
+)
+def test_current_version_is_restored_bit_for_bit(count, changes, random):
+    words = torch.tensor([random.randrange(-(2**15), 2**15) for _ in range(count)], dtype=torch.int16)
+    new = words.clone()
+    for position, value in changes:
+        new[position % count] = value
+    difference = encode(as_bytes(new), as_bytes(words))
+    if difference is None:
+        assert int((new != words).sum()) * 2 + HEAD_BYTES > 0.8 * 2 * count or 2 * count < 64
+        return
+    content = as_bytes(words.clone())
+    apply(difference, content)
+    assert torch.equal(content.view(torch.int16), new)
+
+
+def test_small_steps_cost_two_bytes_a_change():
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randn(200_000, generator=generator).bfloat16()
+    words = old.view(torch.int16).clone()
+    mask = torch.rand(len(words), generator=generator) < 0.025
+    words[mask] += torch.randint(1, 4, (int(mask.sum()),), generator=generator, dtype=torch.int16)
+    difference = encode(words.view(torch.uint8), old.view(torch.uint8))
+    assert difference is not None
+    # 2 bytes a change, and a skip for the few gaps beyond 255.
+    assert 2 * int(mask.sum()) <= difference.numel() - HEAD_BYTES <= 2.05 * int(mask.sum())
+    assert difference.numel() / (2 * len(words)) < 0.027
+    content = old.view(torch.uint8).clone()
+    apply(difference, content)
+    assert torch.equal(content, words.view(torch.uint8))
+
+
+@pytest.mark.parametrize("changed", [0, 1, 3])
+def test_few_changes_with_long_gaps_and_large_differences(changed):
+    old = torch.zeros(100_000, dtype=torch.int16)
+    new = old.clone()
+    for position in (0, 51_234, 99_999)[:changed]:
+        new[position] = -32768 if position else 127
+    difference = encode(as_bytes(new), as_bytes(old))
+    assert difference is not None
+    assert difference.numel() < 500
+    content = as_bytes(old)
+    apply(difference, content)
+    assert torch.equal(content.view(torch.int16), new)
+
+
+def test_messages_that_have_changed_much_are_not_encoded():
+    old, new = torch.randn(1000), torch.randn(1000)
+    assert encode(new.view(torch.uint8), old.view(torch.uint8)) is None
+    assert encode(torch.zeros(3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)) is None
+
+
+def test_damaged_differences_raise_and_leave_the_content():
+    old = torch.arange(1000, dtype=torch.int16)
+    new = old.clone()
+    new[::50] += 1
+    new[3] = -30000
+    difference = encode(as_bytes(new), as_bytes(old))
+    assert difference is not None
+    for damage in (
+        lambda d: d[:-2],
+        lambda d: d[:10],
+        lambda d: torch.cat([d, d.new_zeros(2)]),
+        lambda d: torch.cat([torch.tensor([10**9, 5]).view(torch.uint8), d[16:]]),
+        lambda d: torch.cat([torch.tensor([-1, 5]).view(torch.uint8), d[16:]]),
+        lambda d: torch.cat([d[:16], torch.full((int(d[:8].view(torch.int64)),), 254, dtype=torch.uint8),
+                             d[16 + int(d[:8].view(torch.int64)):]]),
+        lambda d: torch.cat([d[:16], d.new_full((1,), 255), d[17:]]),
+    ):  # fmt: skip
+        content = as_bytes(old.clone())
+        with pytest.raises(DigestError):
+            apply(damage(difference), content)
+        assert torch.equal(content.view(torch.int16), old)

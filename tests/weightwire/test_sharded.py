@@ -1,0 +1,350 @@
+"""Sharded updates: every worker gets its own slices from all ranks of a trainer, verified, completely or not at all."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from in_process import TIMEOUT_S, Engine
+from sharding import ShardedTrainer, engine_needs, model, specs_of
+
+from weightwire.errors import (
+    BaseError,
+    DigestError,
+    ManifestError,
+    PlanError,
+    TransportError,
+    UpdateError,
+    VersionError,
+)
+from weightwire.manifest import Manifest
+from weightwire.offer import Seal
+from weightwire.plan import Piece, complete
+from weightwire.receiver import Receiver
+from weightwire.slices import index_of
+
+OLD, NEW = model(1), model(2)
+SPECS = specs_of(NEW)
+
+
+def workers(count: int, size: int = 2) -> tuple[list[Receiver], list[list[Piece]], list[Engine]]:
+    """Build workers of engines of ``size`` workers each, with their needs."""
+    needs = [engine_needs(SPECS, size, number % size) for number in range(count)]
+    receivers = [Receiver(f"worker-{n}", needs=lambda specs, need=need: need) for n, need in enumerate(needs)]
+    return receivers, needs, [Engine() for _ in range(count)]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def holds(engine: Engine, needs: list[Piece], weights: dict[str, torch.Tensor]) -> bool:
+    """Check that an engine has every bit of its slices, and nothing of the rest."""
+    values = list(weights.values())
+    if list(engine.weights) != list(weights):
+        return False
+    for index, tensor in enumerate(engine.weights.values()):
+        outside = torch.ones(tensor.shape, dtype=torch.bool)
+        for piece in needs:
+            if piece.tensor == index:
+                part = index_of(*piece.box)
+                outside[part] = False
+                if not torch.equal(bits(tensor[part]), bits(values[index][part])):
+                    return False
+        if (tensor.dtype, tensor.shape) != (values[index].dtype, values[index].shape):
+            return False
+        if tensor.is_floating_point() and not bool(tensor[outside].isnan().all()):
+            return False
+    return True
+
+
+def commit(receivers: list[Receiver], engines: list[Engine], seal: Seal) -> None:
+    for receiver, engine in zip(receivers, engines, strict=True):
+        receiver.commit(seal.update, engine.load, engine.restore)
+        receiver.settle(seal.update)
+
+
+@pytest.mark.parametrize("relay", [False, True])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+@pytest.mark.parametrize(("ranks", "count", "size"), [(2, 2, 2), (3, 4, 2), (1, 2, 1)])
+def test_workers_get_their_slices_bit_for_bit(ranks, count, size, transport, relay):
+    receivers, needs, engines = workers(count, size)
+    trainer = ShardedTrainer(receivers, needs, ranks=ranks, transport=transport, relay=relay)
+    for version, weights in ((1, OLD), (2, NEW)):
+        seal = trainer.push(version, weights)
+        assert not any(holds(engine, need, weights) for engine, need in zip(engines, needs, strict=True))
+        commit(receivers, engines, seal)
+        for receiver, engine, need in zip(receivers, engines, needs, strict=True):
+            assert holds(engine, need, weights)
+            assert receiver.version() == version
+    # Sent once to each worker that needs it: by the trainer, or forwarded.
+    need_bytes = sum(piece.nbytes(SPECS) for need in needs for piece in need)
+    assert trainer.plan is not None
+    assert trainer.plan.nbytes == need_bytes
+    nbytes = sum(sender.traffic.nbytes for sender in trainer.senders)
+    assert nbytes == sum(trainer.plan.traffic[0])
+    assert (nbytes == need_bytes) or relay
+
+
+def test_a_worker_without_a_description_needs_everything():
+    receiver, engine = Receiver("worker"), Engine()
+    seal = ShardedTrainer([receiver]).push(1, NEW)
+    commit([receiver], [engine], seal)
+    assert holds(engine, list(complete(SPECS)), NEW)
+
+
+@pytest.fixture
+def served():
+    """Build two workers with OLD as version 1, and their trainer."""
+    receivers, needs, engines = workers(2)
+    trainer = ShardedTrainer(receivers, needs)
+    commit(receivers, engines, trainer.push(1, OLD))
+    return trainer, receivers, needs, engines
+
+
+def old_and_works_again(served, version: int = 2) -> None:
+    trainer, receivers, needs, engines = served
+    for engine, need in zip(engines, needs, strict=True):
+        assert holds(engine, need, OLD)
+    commit(receivers, engines, trainer.push(version, NEW))
+    for receiver, engine, need in zip(receivers, engines, needs, strict=True):
+        assert holds(engine, need, NEW)
+        assert receiver.version() == version
+
+
+def until_dropped(receivers):
+    until = time.monotonic() + TIMEOUT_S
+    while any(receiver.status()["update"]["state"] != "dropped" for receiver in receivers):
+        assert time.monotonic() < until, [receiver.status() for receiver in receivers]
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_flipped_bit_is_detected_and_its_tensor_named(served, rank):
+    trainer, receivers, _, _ = served
+    assert trainer.plan is not None
+    (chunk, peer) = next((step.chunk, step.peer) for step in trainer.plan.shares()[rank].operations if step.chunk == 1)
+    name = SPECS[trainer.plan.shares()[rank].chunks[chunk].pieces[0].tensor].name
+
+    def adjust(sender):
+        hand_over = sender._hand_over
+
+        def flip(index, message, head, target):
+            if sender._group.rank == rank and (index, target) == (chunk, peer):
+                message = message.clone()
+                message[3] ^= 16
+            return hand_over(index, message, head, target)
+
+        sender._hand_over = flip
+
+    seal = trainer.send(2, NEW, adjust=adjust)
+    damaged = receivers[peer - 2]
+    with pytest.raises(DigestError, match=rf"1 of \d+ buckets differ in multilinear64, .*{name}"):
+        damaged.verify(seal, TIMEOUT_S)
+    with pytest.raises(UpdateError):
+        damaged.commit(seal.update, lambda tensors: pytest.fail("loaded"))
+    for receiver in receivers:
+        receiver.drop(seal.update)
+    old_and_works_again(served)
+
+
+def test_a_rank_that_fails_ends_the_update_everywhere(served):
+    trainer, receivers, _, _ = served
+
+    def adjust(sender):
+        if sender._group.rank == 1:
+            hand_over = sender._hand_over
+
+            def fail(index, *rest):
+                if index == 2:
+                    raise FloatingPointError("an error of its own")
+                return hand_over(index, *rest)
+
+            sender._hand_over = fail
+
+    with pytest.raises((FloatingPointError, TransportError)):
+        trainer.send(2, NEW, adjust=adjust)
+    until_dropped(receivers)
+    for receiver in receivers:
+        problem = receiver.status()["update"]["problem"]
+        assert "sender 1 (trainer rank 1" in problem
+        assert "an error of its own" in problem
+    old_and_works_again(served)
+
+
+def test_wrong_versions_plans_and_needs_are_refused(served):
+    trainer, receivers, _, _ = served
+    manifest = Manifest(2, SPECS, 256)
+    with pytest.raises(VersionError, match="version 1 of model is offered, and version 1"):
+        receivers[0].open(trainer.offers(Manifest(1, SPECS, 256), NEW)[0])
+    with pytest.raises(PlanError, match="plan other is not known here"):
+        receivers[0].open(trainer.offers(manifest, NEW, shares=None, plan="other")[0])
+    swapped = trainer.offers(manifest, NEW)[1]
+    with pytest.raises(PlanError, match=r"worker-0: the plan (sends|leaves out) a part of"):
+        receivers[0].open(swapped)
+    with pytest.raises(BaseError, match=r"differences from version 1 .* nothing is kept"):
+        receivers[0].open(trainer.offers(manifest, NEW, base=1)[0])
+    trainer.transport = "files"
+    with pytest.raises(TransportError, match="does not carry sharded updates"):
+        receivers[0].open(trainer.offers(manifest, NEW)[0])
+    trainer.transport = "gloo"
+    old_and_works_again(served)
+
+
+def test_a_known_plan_is_not_sent_again(served):
+    trainer, receivers, needs, engines = served
+    commit(receivers, engines, trainer.push(2, NEW, shares=None))
+    for engine, need in zip(engines, needs, strict=True):
+        assert holds(engine, need, NEW)
+
+
+def test_a_seal_without_the_worker_is_refused(served):
+    trainer, receivers, _, _ = served
+    seal = trainer.send(2, NEW)
+    for receiver, by_member in zip(receivers, ({}, {2: ("0",)}), strict=True):
+        with pytest.raises(ManifestError, match="the seal is of 0 buckets"):
+            receiver.verify(Seal(seal.update, 2, seal.manifest, (), by_member), TIMEOUT_S)
+    old_and_works_again(served)
+
+
+def test_a_failed_commit_restores_the_old_weights_on_both_workers(served):
+    trainer, receivers, _, engines = served
+    seal = trainer.push(2, NEW)
+    receivers[0].commit(seal.update, engines[0].load, engines[0].restore)
+
+    def half(tensors):
+        engines[1].backup = dict(engines[1].weights)
+        engines[1].weights.update([next(iter(tensors))])
+        raise ValueError("the second tensor")
+
+    with pytest.raises(UpdateError, match="the second tensor"):
+        receivers[1].commit(seal.update, half, engines[1].restore)
+    receivers[0].revert(seal.update, "worker 1 failed")
+    old_and_works_again(served)
+
+
+# --- differences ---
+
+
+def stepped(weights, seed: int, share: float = 0.03):
+    """Change a share of the elements by a few units in the last place, and a few by a lot."""
+    generator = torch.Generator().manual_seed(seed)
+    result = {}
+    for name, tensor in weights.items():
+        new = tensor.clone()
+        if new.dtype == torch.bfloat16 and new.numel():
+            mask = torch.rand(new.shape, generator=generator) < share
+            words = new.view(torch.int16)
+            words[mask] += torch.randint(-2, 3, (int(mask.sum()),), generator=generator, dtype=torch.int16)
+            new.view(-1)[int(torch.randint(new.numel(), (), generator=generator))] = 1000.0
+        result[name] = new
+    return result
+
+
+@pytest.mark.parametrize("relay", [False, True])
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_differences_give_the_bits_of_complete_updates(transport, relay):
+    receivers, needs, engines = workers(4)
+    trainer = ShardedTrainer(receivers, needs, transport=transport, relay=relay, keep=True, bucket_bytes=1024)
+    weights, shares = model(3), []
+    for version in range(1, 7):
+        base = version - 1 if version > 1 else None
+        commit(receivers, engines, trainer.push(version, weights, base))
+        trainer.succeeded(version)
+        for engine, need in zip(engines, needs, strict=True):
+            assert holds(engine, need, weights)
+        traffic = [sender.traffic for sender in trainer.senders]
+        shares.append(
+            sum(traffic_of.nbytes for traffic_of in traffic) / sum(traffic_of.content for traffic_of in traffic)
+        )
+        weights = stepped(weights, version)
+    assert shares[0] == 1.0
+    assert max(shares[1:]) < 0.6, shares  # small tensors: heads of messages are a large part
+
+
+def test_differences_need_the_version_before(served):
+    receivers, needs, engines = workers(2)
+    trainer = ShardedTrainer(receivers, needs, keep=True)
+    commit(receivers, engines, trainer.push(1, OLD))
+    trainer.succeeded(1)
+    manifest = Manifest(4, SPECS, 256)
+    with pytest.raises(BaseError, match=r"differences from version 3 .* version 1 of plan"):
+        receivers[0].open(trainer.offers(manifest, NEW, base=3)[0])
+    # Refused before anything was touched: the base is still good.
+    commit(receivers, engines, trainer.push(2, NEW, base=1))
+    trainer.succeeded(2)
+    assert all(holds(engine, need, NEW) for engine, need in zip(engines, needs, strict=True))
+    # An update that fails uses the base up; the next one is complete.
+    seal = trainer.push(3, OLD, base=2)
+    for receiver in receivers:
+        receiver.drop(seal.update)
+    with pytest.raises(BaseError, match="nothing is kept"):
+        receivers[0].open(trainer.offers(manifest, NEW, base=2)[0])
+    commit(receivers, engines, trainer.push(4, OLD))
+    assert all(holds(engine, need, OLD) for engine, need in zip(engines, needs, strict=True))
+
+
+def test_a_damaged_difference_is_detected_by_the_digest_of_the_whole():
+    receivers, needs, engines = workers(2)
+    trainer = ShardedTrainer(receivers, needs, keep=True, bucket_bytes=1024)
+    commit(receivers, engines, trainer.push(1, OLD))
+    trainer.succeeded(1)
+    new = stepped(OLD, 5)
+
+    def adjust(sender):
+        hand_over, shift = sender._hand_over, []
+
+        def damage(index, message, head, target):
+            if head is not None and int(head.view(torch.int64)[0]) == 1 and not shift:
+                steps, changed = message[:16].view(torch.int64).tolist()
+                short = [n for n in range(16 + steps, 16 + steps + changed) if 1 <= int(message[n]) < 100]
+                if short:
+                    shift.append(index)
+                    message = message.clone()
+                    message[short[0]] += 1  # a changed word's difference
+            return hand_over(index, message, head, target)
+
+        if sender._group.rank == 0:
+            sender._hand_over = damage
+
+    seal = trainer.send(2, new, base=1, adjust=adjust)
+    outcomes = []
+    for receiver in receivers:
+        try:
+            receiver.verify(seal, TIMEOUT_S)
+        except DigestError as error:
+            outcomes.append(str(error))
+        receiver.drop(seal.update)
+    assert len(outcomes) == 1
+    assert "differ in multilinear64" in outcomes[0]
+    assert all(holds(engine, need, OLD) for engine, need in zip(engines, needs, strict=True))
+    commit(receivers, engines, trainer.push(2, new))
+    assert all(holds(engine, need, new) for engine, need in zip(engines, needs, strict=True))
+
+
+def test_a_reverted_commit_leaves_no_base():
+    receivers, needs, engines = workers(1, 1)
+    trainer = ShardedTrainer(receivers, needs, keep=True)
+    commit(receivers, engines, trainer.push(1, OLD))
+    seal = trainer.push(2, NEW, base=None)
+    receivers[0].commit(seal.update, engines[0].load, engines[0].restore)
+    receivers[0].revert(seal.update, "another worker failed")
+    assert holds(engines[0], needs[0], OLD)
+    with pytest.raises(BaseError, match="nothing is kept"):
+        receivers[0].open(trainer.offers(Manifest(3, SPECS, 256), NEW, base=2)[0])
+
+
+def test_memory_of_the_base_is_reused():
+    receivers, needs, engines = workers(1, 1)
+    trainer = ShardedTrainer(receivers, needs, keep=True)
+    addresses = set()
+    for version in range(1, 5):
+        commit(receivers, engines, trainer.push(version, NEW if version % 2 else OLD))
+        memory = receivers[0]._memory
+        assert memory is not None
+        assert receivers[0]._base is not None
+        addresses.add(memory.data_ptr())
+        assert memory.numel() < 1.2 * sum(math.prod(s.shape) * 4 for s in SPECS)
+    assert len(addresses) == 1
