@@ -164,7 +164,7 @@ def test_update_of_the_convolution_equals_the_reference(dtype: torch.dtype, bias
     assert torch.equal(on_device[[0, -1]].cpu(), cache[[0, -1]])
 
 
-def test_decoding_continues_the_kernels_of_prompts() -> None:
+def test_decoding_continues_the_kernels_of_prompts(chunked: Any) -> None:
     from fla.modules.convolution import causal_conv1d
 
     generator, prompt, tokens = torch.Generator().manual_seed(5), 150, 160
@@ -187,7 +187,7 @@ def test_decoding_continues_the_kernels_of_prompts() -> None:
 
     def compute(g: Tensor, beta: Tensor) -> Any:
         options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        return fla.chunk_gated_delta_rule(q[:, start], k[:, start], v[:, start], g=g, beta=beta, **options)
+        return chunked(q[:, start], k[:, start], v[:, start], g=g, beta=beta, **options)
 
     with torch.no_grad():
         filling.convolve(x[:, start], weight, None, "silu", convolve)

@@ -51,7 +51,7 @@ def test_workers_get_their_slices_of_the_export(parity_folder, tmp_path, name, p
 
         def on_rank():
             backend = make_backend(checkpoint, parallel, precision=precision)
-            with megascend.WeightSync(backend, served, bucket_bytes=50_000) as sync:
+            with megascend.WeightSync(backend, served, bucket_bytes=50_000, sharded=True) as sync:
                 first = sync.push(1)
                 backend.forward_backward(backend.shard(causal_samples(token_lists())))
                 backend.optimizer_step()
@@ -81,9 +81,11 @@ def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_fold
 
         def on_rank():
             backend = make_backend(checkpoint, {"tensor": 2})
-            with megascend.WeightSync(backend, [*first, *second]) as sync:
+            with megascend.WeightSync(backend, [*first, *second], sharded=True) as sync:
                 pushed = sync.push(1), sync.push(2)
-            with megascend.WeightSync(backend, first, transport="files", options={"directory": str(tmp_path)}) as sync:
+            with megascend.WeightSync(
+                backend, first, transport="files", sharded=True, options={"directory": str(tmp_path)}
+            ) as sync:
                 files = sync.push(3)
             with megascend.WeightSync(backend, first, sharded=False) as sync:
                 off = sync.push(4)
@@ -136,7 +138,7 @@ def fails_and_works_again(
 
         def on_rank():
             backend = make_backend(checkpoint, parallel, timeout_s=30)
-            with megascend.WeightSync(backend, served, bucket_bytes=20_000, timeout_s=6.0) as sync:
+            with megascend.WeightSync(backend, served, bucket_bytes=20_000, timeout_s=6.0, sharded=True) as sync:
                 undo = fault(sync, served, backend)
                 with pytest.raises(MegascendError) as caught:
                     sync.push(4)
@@ -260,7 +262,7 @@ def test_an_engine_restarted_with_other_workers_is_planned_anew(parity_folder, t
 
         def on_rank():
             backend = make_backend(checkpoint, {"tensor": 2}, timeout_s=30)
-            with megascend.WeightSync(backend, served, timeout_s=6.0) as sync:
+            with megascend.WeightSync(backend, served, timeout_s=6.0, sharded=True) as sync:
                 sync.push(1)
                 if backend.rank == 0:
                     served[0].end()
@@ -299,7 +301,7 @@ def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tm
 
         def dying():
             backend = make_backend(checkpoint, {"tensor": 2}, timeout_s=20)
-            with megascend.WeightSync(backend, served, bucket_bytes=20_000, timeout_s=2.0) as sync:
+            with megascend.WeightSync(backend, served, bucket_bytes=20_000, timeout_s=2.0, sharded=True) as sync:
                 at_message(rank, number, die)(sync, served, backend)
                 sync.push(4)
 
@@ -314,7 +316,7 @@ def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tm
 
         def on_rank():
             backend = make_backend(checkpoint, {"tensor": 2})
-            with megascend.WeightSync(backend, served) as sync:
+            with megascend.WeightSync(backend, served, sharded=True) as sync:
                 return sync.push(4).sharded
 
         assert run_distributed(on_rank, 2, init=False, timeout_s=120) == [True, True]

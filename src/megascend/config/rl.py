@@ -146,7 +146,7 @@ class Sync(Section):
     sharded: bool | None = Field(
         None,
         description="every rank sends the slices that it holds and every worker of an engine receives those that it loads, "
-        "where both can describe them; default: with several ranks, or if mode is not full",
+        "where both can describe them; default: if mode is not full",
     )
     mode: Literal["full", "delta", "auto"] = Field(
         "full",

@@ -63,7 +63,7 @@ class ShardedSync:
     """One rank's part in sharded pushes. All methods but those that say so are collective.
 
     Args:
-        sharded: use a plan in pushes of the model; None: with several ranks, or for differences.
+        sharded: use a plan in pushes of the model; None: for differences only.
         mode: see :data:`Mode`.
         full_every: a complete push follows after so many pushes of differences.
         chunk_bytes: largest message.
@@ -99,10 +99,8 @@ class ShardedSync:
             return "an adapter alone is sent by rank 0"
         if adapter is not None:
             return "a merged adapter is sent by rank 0"
-        if self._sharded is False or (
-            self._sharded is None and self._groups.topology.world_size == 1 and self._mode == "full"
-        ):
-            return "one rank sends everything" if self._sharded is None else "sharded is off"
+        if self._sharded is False or (self._sharded is None and self._mode == "full"):
+            return "sharded is off"
         return None
 
     def prepare(

@@ -105,7 +105,7 @@ class WeightSync:
         overlap: export into one bucket while another one is sent.
         options: options of the transport.
         sharded: every rank sends the slices that it holds, and every worker receives those that it loads, if engines and backend
-            can describe them. None: with several ranks, or if ``mode`` is not ``full``.
+            can describe them. None: if ``mode`` is not ``full``.
         mode: ``full``, or ``delta``: send what has changed since the last push, exactly; or ``auto``: while that is worth it. All
             ranks and workers then keep a copy of what was sent last.
         full_every: in modes ``delta`` and ``auto``, send everything after so many pushes of changes.
