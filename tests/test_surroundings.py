@@ -41,6 +41,9 @@ def test_is_installed_ignores_plain_folders(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "put_there", ModuleType("put_there"))
     assert [is_installed(name) for name in ("swanlab", "trackio", "no_such_plot", "nothing")] == [False] * 4
     assert [is_installed(name) for name in ("torch", "real_package", "real_module", "put_there", "sys")] == [True] * 5
+    # Modules in sys.modules that are no packages have no modules of their own.
+    assert not is_installed("put_there.inner")
+    assert not is_installed("nothing.inner")
     for name in ("swanlab", "trackio"):  # no test environment has these installed
         with pytest.raises(MissingDependencyError, match=rf"trackers: {name} needs {name}, which is not installed"):
             check_trackers([name])

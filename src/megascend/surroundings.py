@@ -25,6 +25,8 @@ def is_installed(package: str) -> bool:
         spec = importlib.util.find_spec(package)
     except ValueError:  # somebody has put a module without a spec into sys.modules
         return True
+    except ModuleNotFoundError:  # a parent is missing, or a module in sys.modules that is no package
+        return False
     if spec is None:
         return False
     return spec.origin is not None or spec.submodule_search_locations is None or not _is_namespace(spec.loader)
