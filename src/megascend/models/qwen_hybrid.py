@@ -39,7 +39,7 @@ DEFAULT_SIZES = {
 TINY_LAYERS = [LINEAR, LINEAR, LINEAR, "full_attention"]
 
 
-ALWAYS_NORMALISED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+QWEN35_ROUTING = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Routing of Qwen3.5 in transformers, which does not read these keys; mcore-bridge and this package do."""
 
 
@@ -48,7 +48,7 @@ class QwenHybrid(Architecture):
     """Layers of linear attention by ``layer_types``, softmax attention with an output gate and partial rotary embeddings.
 
     Attributes:
-        computed: keys of a mixture of experts that transformers does not read, by the value that it computes with.
+        fixed_routing: keys of a mixture of experts that transformers does not read, by the value that it computes with.
     """
 
     megatron: str | None = "megascend.models.qwen_hybrid_megatron"
@@ -57,7 +57,7 @@ class QwenHybrid(Architecture):
     packages: tuple[str, ...] = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
     prediction_head: bool = True
     prediction_layers: str = "mtp.layers"
-    computed: Mapping[str, Any] = field(default_factory=lambda: {"routed_scaling_factor": 1.0})
+    fixed_routing: Mapping[str, Any] = field(default_factory=lambda: {"routed_scaling_factor": 1.0})
 
     def normalise(self, config: Config) -> dict[str, Any]:
         # transformers leaves sizes that are its defaults out of the files that it writes.
@@ -92,10 +92,10 @@ class QwenHybrid(Architecture):
         problems += [
             f"{name}: {config[name]} is ignored by transformers for {kind}, which computes with {value}; set it to that if the "
             f"model was trained so, else {OTHER_MODEL}"
-            for name, value in self.computed.items()
+            for name, value in self.fixed_routing.items()
             if config.get(name) not in (None, value)
         ]
-        if config.get("num_experts_per_tok") == 1 and "norm_topk_prob" in self.computed:
+        if config.get("num_experts_per_tok") == 1 and "norm_topk_prob" in self.fixed_routing:
             problems.append(
                 f"num_experts_per_tok: 1: transformers divides the weight of a token's only expert of {kind} by itself, so that "
                 f"it is always 1; Megatron-Core routes to one expert by its probability; {OTHER_MODEL}"
@@ -127,7 +127,7 @@ class Qwen35(QwenHybrid):
 
     inputs: Images | None = PICTURES
     text_type: str = "qwen3_5_text"
-    computed: Mapping[str, Any] = field(default_factory=lambda: ALWAYS_NORMALISED | {"routed_scaling_factor": 1.0})
+    fixed_routing: Mapping[str, Any] = field(default_factory=lambda: QWEN35_ROUTING | {"routed_scaling_factor": 1.0})
 
     def full_config(self, text: Config) -> dict[str, Any]:
         tower = {name: value for name, value in TINY_TOWER.items() if name != "deepstack_visual_indexes"}
@@ -172,7 +172,7 @@ FAMILIES = (
         ("qwen3_5_moe_text",),
         proven=True,
         model_class="Qwen3_5MoeForCausalLM",
-        computed=ALWAYS_NORMALISED | {"routed_scaling_factor": 1.0},
+        fixed_routing=QWEN35_ROUTING | {"routed_scaling_factor": 1.0},
         tiny=TINY | TINY_EXPERTS,
     ),
 )
