@@ -21,7 +21,7 @@ from megascend.testing.parity import (
     LR,
     MAX_GRAD_NORM,
     WEIGHT_DECAY,
-    Trajectory,
+    TrainingCurve,
     case_checkpoint,
     causal_samples,
     differences,
@@ -66,7 +66,7 @@ ON_TWO: dict[str, tuple[str, Precision, dict[str, Any], float, float]] = {
 }
 
 
-def trajectory(checkpoint: Path, precision: Precision, platform: Any, options: dict[str, Any]) -> Trajectory:
+def trajectory(checkpoint: Path, precision: Precision, platform: Any, options: dict[str, Any]) -> TrainingCurve:
     """Ten steps; saved and resumed half way."""
     settings: dict[str, Any] = {"precision": precision, "platform": platform, "timeout_s": 60}
     settings["optimizer"] = Adam(lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=MAX_GRAD_NORM)
@@ -83,7 +83,7 @@ def trajectory(checkpoint: Path, precision: Precision, platform: Any, options: d
                 norms.append(backend.optimizer_step().grad_norm)
             if not half:
                 backend.save(saved, wait=True)
-    return Trajectory(losses, norms, [])
+    return TrainingCurve(losses, norms, [])
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
             raise
         if rank == 0:
             reference = hf_reference(arguments.folder, checkpoint, token_lists())
-            errors = differences(measured, Trajectory(reference.losses, reference.grad_norms, []))
+            errors = differences(measured, TrainingCurve(reference.losses, reference.grad_norms, []))
             good = errors.loss <= loss and errors.grad_norm <= norm
             failed = failed or not good
             print(json.dumps({"case": name, "loss": errors.loss, "norm": errors.grad_norm, "good": good}), flush=True)

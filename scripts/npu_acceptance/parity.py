@@ -16,7 +16,7 @@ from megascend.config import Parallel
 from megascend.testing.parity import (
     STEPS,
     Case,
-    Trajectory,
+    TrainingCurve,
     case_checkpoint,
     differences,
     hf_reference,
@@ -136,7 +136,7 @@ def compare(case: Case, folder: Path, checkpoint: Path) -> list[Measurement]:
         return [failed(case.name, f"rank {odd[0]} reports other losses or gradient norms than rank 0")]
     tokens = token_lists()
     logits = load_file(logits_file(folder, case)) if logits_file(folder, case).is_file() else {}
-    trajectory = Trajectory(
+    trajectory = TrainingCurve(
         reports[0]["losses"], reports[0]["grad_norms"], [logits[str(index)] for index in range(len(logits))]
     )
     errors = differences(trajectory, hf_reference(folder, checkpoint, tokens, STEPS, case.aux_loss))

@@ -26,7 +26,7 @@ from weightwire.errors import UnsupportedCallError, WireError
 if TYPE_CHECKING:
     from weightwire.manifest import TensorSpec
     from weightwire.offer import Offer, Seal
-    from weightwire.plan import Piece
+    from weightwire.plan import Region
     from weightwire.transports.choice import Location
 
 
@@ -184,7 +184,7 @@ class InferenceEngine(ABC):
         """Return the memory in which each member receives weights, which decides the transport; None: CPU of an unknown host."""
         return [None] * await self.receivers()
 
-    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         """Return the slices of a model's tensors that each worker loads; None if the engine cannot describe them.
 
         The calls are few: the answer holds until the engine is restarted. Its workers refuse a plan that brings anything else.

@@ -36,7 +36,7 @@ MAX_PIECES = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Region:
     """Slice of a tensor.
 
     Attributes:
@@ -63,10 +63,10 @@ class Piece:
         return self.volume * DTYPE_BYTES[tensors[self.tensor].dtype]
 
 
-def complete(tensors: Sequence[TensorSpec]) -> tuple[Piece, ...]:
+def complete(tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
     """Return one slice for each tensor, all of it: the needs of an engine that does not describe its own."""
     return tuple(
-        Piece(index, (0,) * len(spec.shape), spec.shape) for index, spec in enumerate(tensors) if math.prod(spec.shape)
+        Region(index, (0,) * len(spec.shape), spec.shape) for index, spec in enumerate(tensors) if math.prod(spec.shape)
     )
 
 
@@ -82,7 +82,7 @@ class Chunk:
         relayed: the source sends it only once.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Region, ...]
     nbytes: int
     source: int
     receivers: tuple[int, ...]
@@ -200,7 +200,7 @@ class Share:
         return cls(fields["plan"], tuple(chunks), tuple(steps))
 
 
-def parse_piece(row: Any, tensors: Sequence[TensorSpec]) -> Piece:
+def parse_piece(row: Any, tensors: Sequence[TensorSpec]) -> Region:
     """Parse an untrusted ``[tensor, offsets, sizes]``, which must lie within its tensor."""
     if not isinstance(row, list) or len(row) != 3 or not _is_index(row[0], len(tensors)):
         raise ManifestError(f"plan: {row!r:.120} is not a slice of {len(tensors)} tensors")
@@ -213,10 +213,10 @@ def parse_piece(row: Any, tensors: Sequence[TensorSpec]) -> Piece:
     offsets, sizes = tuple(row[1]), tuple(row[2])
     if not all(size > 0 and start + size <= length for start, size, length in zip(offsets, sizes, shape, strict=True)):
         raise ManifestError(f"plan: slice {list(offsets)} of {list(sizes)} is not within {list(shape)}")
-    return Piece(row[0], offsets, sizes)
+    return Region(row[0], offsets, sizes)
 
 
-def check_share(share: Share, needs: Iterable[Piece], tensors: Sequence[TensorSpec], label: str) -> None:
+def check_share(share: Share, needs: Iterable[Region], tensors: Sequence[TensorSpec], label: str) -> None:
     """Raise PlanError unless the chunks hold every element of ``needs`` exactly once, and nothing else."""
     need_boxes: dict[int, list[Box]] = defaultdict(list)
     for piece in disjoint(needs):
@@ -258,7 +258,7 @@ def _close(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
             yield box, other
 
 
-def disjoint(pieces: Iterable[Piece]) -> list[Piece]:
+def disjoint(pieces: Iterable[Region]) -> list[Region]:
     """Return pieces that cover the same elements, each of them once."""
     by_tensor: dict[int, list[Box]] = defaultdict(list)
     for piece in pieces:
@@ -267,11 +267,11 @@ def disjoint(pieces: Iterable[Piece]) -> list[Piece]:
         for covered in boxes:
             _, parts = subtract(parts, covered)
         boxes.extend(parts)
-    return [Piece(tensor, *box) for tensor, boxes in by_tensor.items() for box in boxes]
+    return [Region(tensor, *box) for tensor, boxes in by_tensor.items() for box in boxes]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """All messages of an update.
 
     Attributes:
@@ -355,12 +355,12 @@ class Plan:
 
 def plan(
     tensors: Sequence[TensorSpec],
-    holdings: Sequence[Iterable[Piece]],
-    needs: Sequence[Sequence[Piece]],
+    holdings: Sequence[Iterable[Region]],
+    needs: Sequence[Sequence[Region]],
     *,
     chunk_bytes: int,
     relay: bool | None = None,
-) -> Plan:
+) -> TransferPlan:
     """Plan an update.
 
     Args:
@@ -376,12 +376,12 @@ def plan(
     sizes = {key: sum(piece.nbytes(tensors) for piece in pieces) for key, pieces in groups.items()}
     members = len(holdings), len(needs)
 
-    def candidate(nbytes: int, sharers: int, relayed: bool) -> Plan:
+    def candidate(nbytes: int, sharers: int, relayed: bool) -> TransferPlan:
         size = max(1, min(chunk_bytes, max(SMALLEST_CHUNK, nbytes // max(1, sharers) // CHUNKS_PER_MEMBER)))
         parts = [(*key, *chunk) for key, group in groups.items() for chunk in _chunks(tensors, group, size)]
         # What few ranks hold comes first: what many hold then levels the rest. Large ones first, as usual.
         parts.sort(key=lambda part: (len(part[0]), -part[3]))
-        return Plan(*members, _share_out(parts, *members, relayed=relayed))
+        return TransferPlan(*members, _share_out(parts, *members, relayed=relayed))
 
     direct = candidate(sum(size * len(workers) for (_, workers), size in sizes.items()), len(holdings), relayed=False)
     if relay is False or (relay is None and all(len(workers) == 1 for _, workers in groups)):
@@ -398,12 +398,12 @@ def plan(
 
 
 _Key = tuple[tuple[int, ...], tuple[int, ...]]
-_Part = tuple[tuple[int, ...], tuple[int, ...], tuple[Piece, ...], int]
+_Part = tuple[tuple[int, ...], tuple[int, ...], tuple[Region, ...], int]
 
 
 def _groups(
-    tensors: Sequence[TensorSpec], holdings: Sequence[Iterable[Piece]], needs: Sequence[Sequence[Piece]]
-) -> dict[_Key, list[Piece]]:
+    tensors: Sequence[TensorSpec], holdings: Sequence[Iterable[Region]], needs: Sequence[Sequence[Region]]
+) -> dict[_Key, list[Region]]:
     """Return the pieces to send, by (ranks that hold them, workers that need them)."""
     ranks: list[dict[Box, list[int]]] = [{} for _ in tensors]
     for rank, pieces in enumerate(holdings):
@@ -419,7 +419,7 @@ def _groups(
     for alike in kinds.values():
         for piece in disjoint(needs[alike[0]]):
             workers[piece.tensor].setdefault(piece.box, []).extend(alike)
-    groups: dict[_Key, list[Piece]] = defaultdict(list)
+    groups: dict[_Key, list[Region]] = defaultdict(list)
     missing: list[str] = []
     for tensor, by_box in enumerate(workers):
         sources = [(box, tuple(holders)) for box, holders in ranks[tensor].items()]
@@ -427,12 +427,12 @@ def _groups(
             left, group = [need], tuple(sorted(receivers))
             for box, holders in sources:
                 if left == [need] and _contains(box, need):  # the usual case, of hundreds of thousands
-                    groups[holders, group].append(Piece(tensor, *need))
+                    groups[holders, group].append(Region(tensor, *need))
                     left = []
                     break
                 # Subtracted, not only intersected: slices of ranks may overlap without being equal.
                 inside, left = subtract(left, box)
-                groups[holders, group].extend(Piece(tensor, *part) for part in inside)
+                groups[holders, group].extend(Region(tensor, *part) for part in inside)
                 if not left:
                     break
             if left:
@@ -450,17 +450,17 @@ def _contains(box: Box, part: Box) -> bool:
 
 
 def _chunks(
-    tensors: Sequence[TensorSpec], group: Sequence[Piece], size: int
-) -> Iterator[tuple[tuple[Piece, ...], int]]:
+    tensors: Sequence[TensorSpec], group: Sequence[Region], size: int
+) -> Iterator[tuple[tuple[Region, ...], int]]:
     """Yield (pieces, bytes) of at most ``size`` bytes each."""
     # Wide elements first: a piece then begins at a multiple of its elements' size without padding.
     ordered = sorted(group, key=lambda piece: -DTYPE_BYTES[tensors[piece.tensor].dtype])
-    pieces: list[Piece] = []
+    pieces: list[Region] = []
     filled = 0
     for piece in ordered:
         width = DTYPE_BYTES[tensors[piece.tensor].dtype]
         for box in cut(piece.box, max(1, size // width)):
-            part = Piece(piece.tensor, *box)
+            part = Region(piece.tensor, *box)
             nbytes = part.volume * width
             if pieces and filled + nbytes > size:
                 yield tuple(pieces), filled
@@ -502,14 +502,14 @@ def _is_index(value: Any, limit: int) -> bool:
     return type(value) is int and 0 <= value < limit
 
 
-def needs_from_json(rows: Any, tensors: Sequence[TensorSpec]) -> tuple[Piece, ...]:
+def needs_from_json(rows: Any, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
     """Parse a worker's untrusted description of its needs; see :func:`needs_to_json`."""
     if not isinstance(rows, list) or len(rows) > MAX_PIECES:
         raise ManifestError("needs: not a list of slices, or too long")
     return tuple(parse_piece(row, tensors) for row in rows)
 
 
-def needs_to_json(needs: Iterable[Piece]) -> list[Any]:
+def needs_to_json(needs: Iterable[Region]) -> list[Any]:
     """Return plain data: ``[tensor, offsets, sizes]`` for each slice."""
     return [[piece.tensor, [*piece.offsets], [*piece.sizes]] for piece in needs]
 

@@ -37,7 +37,7 @@ from weightwire.errors import (
 from weightwire.group import join
 from weightwire.manifest import Bucket, Manifest, TensorSpec, offsets, plan_buckets
 from weightwire.offer import Offer, Seal, Sharding
-from weightwire.plan import Piece, check_share, complete
+from weightwire.plan import Region, check_share, complete
 from weightwire.sender import RECEIVED, synchronise_stream
 from weightwire.sharded import ShardLayout, receive_share
 from weightwire.transports import Setup, Transport, Work, make_transport
@@ -128,7 +128,7 @@ class Receiver:
         check: Callable[[Manifest], object] = lambda manifest: None,
         version: int | None = None,
         max_bytes: int | None = None,
-        needs: Callable[[Sequence[TensorSpec]], Sequence[Piece]] = complete,
+        needs: Callable[[Sequence[TensorSpec]], Sequence[Region]] = complete,
     ) -> None:
         self.name = name
         self.serving = True
@@ -524,7 +524,7 @@ class Receiver:
                 module: Any = torch.get_device_module(self._device)
                 # The current device is a thread's own, and collectives of this thread use it.
                 module.set_device(self._device)
-            with _side_stream(self._device), quick_switches():
+            with side_stream(self._device), quick_switches():
                 _receive(self.name, update, self._note_arrival)
         except WireError as error:
             self._drop(update, error)
@@ -698,8 +698,8 @@ def _compare(name: str, update: _Update, seal: Seal) -> None:
         )
 
 
-def _side_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context for digests, which would otherwise wait for the engine's kernels on the default stream."""
+def side_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context for digests and copies, which on the default stream would wait for the engine's kernels."""
     if device.type == "cpu":
         return contextlib.nullcontext()
     module: Any = torch.get_device_module(device)

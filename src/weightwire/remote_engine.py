@@ -15,7 +15,7 @@ from weightwire.engine import Completion, InferenceEngine, Sampling, response_fi
 from weightwire.errors import WireError
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Piece, needs_from_json, needs_to_json
+from weightwire.plan import Region, needs_from_json, needs_to_json
 from weightwire.transports.choice import Location
 
 # Bounds of what one caller may ask of an engine: requests are untrusted.
@@ -71,7 +71,7 @@ class RemoteEngine(InferenceEngine):
         locations = self._field(await self.ask("locations", {}, self.control_s), "locations")
         return [None if data is None else Location.from_json(data) for data in locations]
 
-    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         arguments = {"tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]}
         answer = self._field(await self.ask("needs", arguments, self.commit_s), "needs")
         return None if answer is None else [needs_from_json(rows, tensors) for rows in answer]

@@ -23,7 +23,7 @@ from weightwire import delta, digest
 from weightwire.errors import PlanError, TransportError, WireError
 from weightwire.group import Group, join
 from weightwire.manifest import Manifest, TensorSpec
-from weightwire.plan import Chunk, Piece, Share
+from weightwire.plan import Chunk, Region, Share
 from weightwire.sender import RECEIVED, synchronise_stream
 from weightwire.slices import index_of, minus
 from weightwire.transports.base import PairTransport, Setup, Work
@@ -44,11 +44,11 @@ class HeldSlice:
         values: with the slice's sizes, of the weight's dtype or another one, which is converted.
     """
 
-    piece: Piece
+    piece: Region
     values: Tensor
 
 
-def _views(chunk: Chunk, tensors: Sequence[TensorSpec], buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+def _views(chunk: Chunk, tensors: Sequence[TensorSpec], buffer: Tensor) -> Iterator[tuple[Region, Tensor]]:
     """Yield the pieces of a chunk as views of its bytes."""
     position = 0
     for piece in chunk.pieces:
@@ -296,7 +296,7 @@ def match(share: Share, slices: Sequence[HeldSlice], tensors: Sequence[TensorSpe
     for piece in slices:
         by_tensor[piece.piece.tensor].append(piece)
 
-    def view(piece: Piece) -> Tensor:
+    def view(piece: Region) -> Tensor:
         for source in by_tensor.get(piece.tensor, ()):
             offsets, sizes = source.piece.box
             start = minus(piece.offsets, offsets)
@@ -363,7 +363,7 @@ class ShardLayout:
         Tensors have their full shape. Elements that the worker does not need are NaN (-1 in integers), so that a loader that
         reads them nevertheless cannot pass unnoticed.
         """
-        pieces: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
+        pieces: dict[int, list[tuple[Region, Tensor]]] = defaultdict(list)
         for index, chunk in enumerate(self.share.chunks):
             for piece, view in _views(chunk, self._tensors, self.content(staging, index)):
                 pieces[piece.tensor].append((piece, view))

@@ -12,7 +12,7 @@ from megascend.models.registry import proven
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
-    Trajectory,
+    TrainingCurve,
     bounds,
     case_backend,
     case_checkpoint,
@@ -63,10 +63,12 @@ def params() -> list[Any]:
     ]
 
 
-def train(case: Case, checkpoint: Path, steps: int, load: Path | None = None, save: Path | None = None) -> Trajectory:
+def train(
+    case: Case, checkpoint: Path, steps: int, load: Path | None = None, save: Path | None = None
+) -> TrainingCurve:
     """Take steps in a layout, after a checkpoint or before one; return the figures and the exported weights."""
 
-    def on_rank() -> Trajectory:
+    def on_rank() -> TrainingCurve:
         with case_backend(case, checkpoint) as backend:
             if load is not None:
                 backend.load(load)
@@ -78,7 +80,7 @@ def train(case: Case, checkpoint: Path, steps: int, load: Path | None = None, sa
             if save is not None:
                 backend.save(save, wait=True)
             weights = {name: tensor.clone() for name, tensor in backend.named_weights(receivers="main")}
-            return Trajectory(losses, norms, [], weights)
+            return TrainingCurve(losses, norms, [], weights)
 
     return first_of_equals(case.name, run_distributed(on_rank, case.world_size, init=False, timeout_s=120))
 
@@ -94,7 +96,7 @@ def test_resuming_in_another_layout_equals_uninterrupted_training(
     checkpoint, tokens = case_checkpoint(parity_folder, change.saved.arch), token_lists()
     first = train(change.saved, checkpoint, SAVED_AFTER, save=tmp_path / "saved")
     rest = train(change.resumed, checkpoint, STEPS - SAVED_AFTER, load=tmp_path / "saved")
-    complete = Trajectory(first.losses + rest.losses, first.grad_norms + rest.grad_norms, [], rest.weights)
+    complete = TrainingCurve(first.losses + rest.losses, first.grad_norms + rest.grad_norms, [], rest.weights)
     reference = hf_reference(parity_folder, checkpoint, tokens, steps=STEPS, weights=True)
     difference, relative = differences(complete, reference), relative_differences(complete, reference)
     loss_bound, norm_bound = bounds(change.resumed, parity_folder, checkpoint, tokens, STEPS)

@@ -18,7 +18,7 @@ from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
-    Trajectory,
+    TrainingCurve,
     bounds,
     case_backend,
     case_checkpoint,
@@ -234,7 +234,7 @@ def test_engines_without_megatron_train_it_too(arch: str, engine: str, parity_fo
     command = [sys.executable, ENGINES, engine, checkpoint, str(STEPS), result]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
-    run = Trajectory(**json.loads(result.read_text(encoding="utf-8")), logits=[])
+    run = TrainingCurve(**json.loads(result.read_text(encoding="utf-8")), logits=[])
     difference = differences(run, hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS))
     loss_bound, norm_bound = bounds(Case(engine, arch=arch), parity_folder, checkpoint, token_lists(), STEPS)
     assert difference.loss <= loss_bound, difference

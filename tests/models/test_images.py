@@ -23,7 +23,7 @@ from megascend.lora import peft_format
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
-    Trajectory,
+    TrainingCurve,
     case_backend,
     case_checkpoint,
     differences,
@@ -95,7 +95,7 @@ MATRIX = [
 ]
 
 
-def assert_equals(trajectory: Trajectory, reference: Trajectory, *, frozen: bool) -> None:
+def assert_equals(trajectory: TrainingCurve, reference: TrainingCurve, *, frozen: bool) -> None:
     """Compare losses, norms, logits and trained weights with the reference's."""
     difference = differences(trajectory, reference)
     assert difference.loss <= 1e-5, difference
@@ -140,7 +140,9 @@ def test_engines_of_transformers_train_with_pictures(
     job = {"engine": engine, "checkpoint": checkpoint, "steps": STEPS, "tower": tower}
     result = run_program(processes, tmp_path, **job)
     reference = picture_reference(parity_folder, checkpoint, frozen=frozen, steps=STEPS, weights=True)
-    assert_equals(Trajectory(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=frozen)
+    assert_equals(
+        TrainingCurve(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=frozen
+    )
     for logprobs, logits, tokens in zip(result["logprobs"], reference.logits, picture_tokens(), strict=False):
         expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
         assert float((logprobs - expected).abs().max()) <= 2e-5
@@ -156,7 +158,7 @@ def test_fsdp_divides_experts_of_models_with_pictures(arch: str, parity_folder: 
     checkpoint = case_checkpoint(parity_folder, arch)
     result = run_program(2, tmp_path, engine="fsdp", checkpoint=checkpoint, steps=STEPS, tower="train", expert=2)
     reference = picture_reference(parity_folder, checkpoint, frozen=False, steps=STEPS, weights=True)
-    assert_equals(Trajectory(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=False)
+    assert_equals(TrainingCurve(result["losses"], result["grad_norms"], [], result["weights"]), reference, frozen=False)
 
 
 @first_stack_only
@@ -178,7 +180,7 @@ def test_checkpoints_continue_on_other_engines(tower: str, parity_folder: Path, 
     loss, norm = run_distributed(on_rank, 2, init=False, timeout_s=120)[0]
     third = run_program(1, tmp_path, **job, engine="fsdp", load=tmp_path / "second")
     losses, norms = [*first["losses"], loss, *third["losses"]], [*first["grad_norms"], norm, *third["grad_norms"]]
-    assert_equals(Trajectory(losses, norms, [], third["weights"]), reference, frozen=tower == "frozen")
+    assert_equals(TrainingCurve(losses, norms, [], third["weights"]), reference, frozen=tower == "frozen")
 
 
 @first_stack_only

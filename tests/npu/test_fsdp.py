@@ -13,7 +13,7 @@ from megascend import Fsdp, Lora, Parallel, Recompute
 from megascend.engines.context import EngineSpec
 from megascend.engines.fsdp.engine import check_settings
 from megascend.errors import ConfigError
-from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
 from megascend.topology.topology import plan
 from support.lora_parity import adapter_differences, peft_reference, share_of
 
@@ -65,7 +65,8 @@ def compare_with_hugging_face(
     for (name, *_, loss, norm), path, ranks in zip(layouts, checkpoints, results, strict=True):
         reference = hf_reference(parity_folder, path, token_lists())
         deviation = differences(
-            Trajectory(ranks["losses"], ranks["norms"], []), Trajectory(reference.losses, reference.grad_norms, [])
+            TrainingCurve(ranks["losses"], ranks["norms"], []),
+            TrainingCurve(reference.losses, reference.grad_norms, []),
         )
         print(f"{name}: loss {deviation.loss:.1e}, norm {deviation.grad_norm:.1e}")
         if not (deviation.loss <= loss and deviation.grad_norm <= norm):

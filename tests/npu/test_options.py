@@ -14,7 +14,7 @@ from megascend.config import Batching, Parallel
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
-    Trajectory,
+    TrainingCurve,
     case_checkpoint,
     causal_samples,
     differences,
@@ -36,7 +36,7 @@ CASES = {case.name: case for case in matrix("npu")}
 class Run:
     """Results of a rank: trajectory, call counts of attention layouts and of all operators."""
 
-    trajectory: Trajectory
+    trajectory: TrainingCurve
     layouts: Counter[str]
     operators: Counter[str]
 
@@ -65,7 +65,7 @@ def train(case: Case, checkpoint, options: dict[str, Any]) -> Run:
                 norms.append(backend.optimizer_step().grad_norm)
         backend.close()
         return Run(
-            Trajectory(losses, norms, logits),
+            TrainingCurve(losses, norms, logits),
             Counter(str(call.arguments["input_layout"]) for call in calls if call.name == "npu_fusion_attention"),
             Counter(call.name for call in calls),
         )

@@ -16,7 +16,7 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from weightwire.manifest import TensorSpec
-from weightwire.plan import Piece
+from weightwire.plan import Region
 from weightwire.sender import spec_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
@@ -138,4 +138,4 @@ def test_workers_describe_their_slices_and_get_them(
     expected = reference.logprobs(trained, TOKENS)
     assert far(expected, before) > 100 * BOUND
     assert far(expected, actual) < BOUND
-    assert all(isinstance(piece, Piece) for piece in needs[0])
+    assert all(isinstance(piece, Region) for piece in needs[0])

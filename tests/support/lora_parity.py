@@ -60,7 +60,7 @@ distance that adapters move is the same within a tenth."""
 
 @dataclass(frozen=True)
 class PeftTrajectory:
-    """Trajectory of an adapter under peft.
+    """TrainingCurve of an adapter under peft.
 
     Attributes:
         losses, grad_norms: of every step, before clipping; empty without training.

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from weightwire.manifest import TensorSpec
-from weightwire.plan import Piece
+from weightwire.plan import Region
 from weightwire.slices import index_of
 
 ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 
 
-def vllm_like(specs: Sequence[TensorSpec], workers: int, worker: int) -> list[Piece]:
+def vllm_like(specs: Sequence[TensorSpec], workers: int, worker: int) -> list[Region]:
     """Return the slices of a tensor parallel worker: experts by worker, a vocabulary padded to 64 rows for each, no norms cut."""
     pieces = []
     for index, spec in enumerate(specs):
@@ -40,11 +40,11 @@ def vllm_like(specs: Sequence[TensorSpec], workers: int, worker: int) -> list[Pi
             sizes[dim] //= workers
             offsets[dim] = worker * sizes[dim]
         if 0 not in sizes:
-            pieces.append(Piece(index, tuple(offsets), tuple(sizes)))
+            pieces.append(Region(index, tuple(offsets), tuple(sizes)))
     return pieces
 
 
-def slices_are(worker: dict[str, torch.Tensor], needs: Sequence[Piece], expected: dict[str, torch.Tensor]) -> bool:
+def slices_are(worker: dict[str, torch.Tensor], needs: Sequence[Region], expected: dict[str, torch.Tensor]) -> bool:
     """Check a worker's slices bit for bit, and that it has nothing else."""
     names = list(expected)
     if {names[piece.tensor] for piece in needs} != worker.keys():

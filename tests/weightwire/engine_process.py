@@ -22,11 +22,11 @@ from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError, from_json, to_json
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Piece, complete, needs_from_json, needs_to_json
+from weightwire.plan import Region, complete, needs_from_json, needs_to_json
 from weightwire.receiver import Receiver
 
 DEADLINE_S = 60.0
-Needs = Callable[[Sequence[TensorSpec], int, int], Sequence[Piece]]
+Needs = Callable[[Sequence[TensorSpec], int, int], Sequence[Region]]
 """Returns the slices that worker ``w`` of ``n`` loads: called with (tensors, n, w)."""
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightwire.manifest import TensorSpec
-from weightwire.plan import Piece
+from weightwire.plan import Region
 
 
 @dataclass(frozen=True)
@@ -99,20 +99,20 @@ def tensors(model: Model) -> Iterator[tuple[TensorSpec, str, int, int]]:
     yield spec("lm_head.weight", model.vocabulary, hidden), "vocabulary", model.layers, -1
 
 
-def part(index: int, spec: TensorSpec, dim: int, start: int, stop: int) -> Iterator[Piece]:
+def part(index: int, spec: TensorSpec, dim: int, start: int, stop: int) -> Iterator[Region]:
     """Yield rows or columns ``start`` to ``stop``, as far as the tensor has them (a vocabulary may be padded)."""
     stop = min(stop, spec.shape[dim])
     if stop > start:
         offsets = tuple(start if axis == dim else 0 for axis in range(len(spec.shape)))
         sizes = tuple(stop - start if axis == dim else size for axis, size in enumerate(spec.shape))
-        yield Piece(index, offsets, sizes)
+        yield Region(index, offsets, sizes)
 
 
-def complete_slice(index: int, spec: TensorSpec) -> Piece:
-    return Piece(index, (0,) * len(spec.shape), spec.shape)
+def complete_slice(index: int, spec: TensorSpec) -> Region:
+    return Region(index, (0,) * len(spec.shape), spec.shape)
 
 
-def divided(index: int, spec: TensorSpec, kind: str, size: int, rank: int, model: Model) -> Iterator[Piece]:
+def divided(index: int, spec: TensorSpec, kind: str, size: int, rank: int, model: Model) -> Iterator[Region]:
     """Yield a tensor parallel rank's slice."""
     if kind == "all":
         yield complete_slice(index, spec)
@@ -128,12 +128,12 @@ def divided(index: int, spec: TensorSpec, kind: str, size: int, rank: int, model
         yield from part(index, spec, dim, rank * rows, (rank + 1) * rows)
 
 
-def megatron(model: Model, tensor: int, pipeline: int, expert: int, data: int) -> Callable[[], list[list[Piece]]]:
+def megatron(model: Model, tensor: int, pipeline: int, expert: int, data: int) -> Callable[[], list[list[Region]]]:
     """Return a builder of every rank's slices: TP fastest, then DP, then PP; experts complete, over EP."""
 
-    def build() -> list[list[Piece]]:
+    def build() -> list[list[Region]]:
         stage_ranks = tensor * data
-        holdings: list[list[Piece]] = [[] for _ in range(stage_ranks * pipeline)]
+        holdings: list[list[Region]] = [[] for _ in range(stage_ranks * pipeline)]
         for index, (spec, kind, layer, number) in enumerate(tensors(model)):
             # The first layers % pipeline stages have one more.
             stage = 0
@@ -155,9 +155,9 @@ def megatron(model: Model, tensor: int, pipeline: int, expert: int, data: int) -
     return build
 
 
-def vllm(model: Model, size: int, *, experts: str) -> list[list[Piece]]:
+def vllm(model: Model, size: int, *, experts: str) -> list[list[Region]]:
     """Return the needs of each worker: experts divided over workers (``ep``), or each expert's width (``tp``)."""
-    needs: list[list[Piece]] = [[] for _ in range(size)]
+    needs: list[list[Region]] = [[] for _ in range(size)]
     for index, (spec, kind, _, number) in enumerate(tensors(model)):
         for rank in range(size):
             if number >= 0 and experts == "ep":

@@ -12,7 +12,7 @@ from in_process import LISTENERS, TIMEOUT_S
 from weightwire.group import Listener
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal, Sharding
-from weightwire.plan import Piece, Plan, complete, plan
+from weightwire.plan import Region, TransferPlan, complete, plan
 from weightwire.receiver import Receiver
 from weightwire.sender import spec_of
 from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
@@ -45,7 +45,7 @@ def specs_of(weights: Weights) -> tuple[TensorSpec, ...]:
     return tuple(spec_of(*item) for item in weights.items())
 
 
-def rows(specs: Sequence[TensorSpec], parts: int, rank: int, dims: dict[str, int] | None = None) -> list[Piece]:
+def rows(specs: Sequence[TensorSpec], parts: int, rank: int, dims: dict[str, int] | None = None) -> list[Region]:
     """Return a rank's slices: matrices by rows, or by the given dimension; the rest is replicated."""
     pieces = []
     for index, spec in enumerate(specs):
@@ -58,11 +58,11 @@ def rows(specs: Sequence[TensorSpec], parts: int, rank: int, dims: dict[str, int
             offsets[dim] = min(rank * step, spec.shape[dim])
             sizes[dim] = min(step, spec.shape[dim] - offsets[dim])
         if 0 not in sizes:
-            pieces.append(Piece(index, tuple(offsets), tuple(sizes)))
+            pieces.append(Region(index, tuple(offsets), tuple(sizes)))
     return pieces
 
 
-def engine_needs(specs: Sequence[TensorSpec], size: int, worker: int) -> list[Piece]:
+def engine_needs(specs: Sequence[TensorSpec], size: int, worker: int) -> list[Region]:
     """Return a worker's slices: row parallel ``down``, all else column parallel."""
     return rows(specs, size, worker, {"layers.0.down.weight": 1})
 
@@ -71,7 +71,7 @@ class ShardedTrainer:
     """A trainer of several ranks, each with its rows of the weights."""
 
     def __init__(
-        self, receivers: Sequence[Receiver], needs: Sequence[Sequence[Piece]] | None = None, *, ranks: int = 2,
+        self, receivers: Sequence[Receiver], needs: Sequence[Sequence[Region]] | None = None, *, ranks: int = 2,
         transport: str = "gloo", bucket_bytes: int = 256, relay: bool | None = None, keep: bool = False,
     ) -> None:  # fmt: skip
         self.listener, self.receivers, self.needs = Listener(), receivers, needs
@@ -84,7 +84,7 @@ class ShardedTrainer:
             keep,
         )
         self.timeout_s, self.lease_s = TIMEOUT_S, 30.0
-        self.plan: Plan | None = None
+        self.plan: TransferPlan | None = None
         self.histories = [History() for _ in range(ranks)]
         self.senders: list[ShardSender] = []
 
@@ -93,7 +93,7 @@ class ShardedTrainer:
         pieces = rows(specs_of(weights), self.ranks, rank)
         return [HeldSlice(piece, tensors[piece.tensor][index_of(*piece.box)]) for piece in pieces]
 
-    def make_plan(self, weights: Weights) -> Plan:
+    def make_plan(self, weights: Weights) -> TransferPlan:
         if self.plan is None:
             specs = specs_of(weights)
             holdings = [[source.piece for source in self.slices_of(weights, rank)] for rank in range(self.ranks)]

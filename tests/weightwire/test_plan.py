@@ -16,12 +16,12 @@ from layouts import DEEPSEEK_V3, QWEN3_235B, Model, bytes_of, complete_slice, di
 
 from weightwire.errors import ManifestError, PlanError
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
-from weightwire.plan import Chunk, Operation, Piece, Plan, Share, check_share, complete, disjoint, plan
+from weightwire.plan import Chunk, Operation, Region, Share, TransferPlan, check_share, complete, disjoint, plan
 
 GBIT_400 = 400e9 / 8
 
 
-def elements(pieces: Sequence[Piece]) -> Counter[tuple[int, ...]]:
+def elements(pieces: Sequence[Region]) -> Counter[tuple[int, ...]]:
     """Count (tensor, index ...) of every element."""
     return Counter(
         (piece.tensor, *index)
@@ -31,7 +31,7 @@ def elements(pieces: Sequence[Piece]) -> Counter[tuple[int, ...]]:
 
 
 def run(
-    result: Plan, tensors: Sequence[TensorSpec], holdings: Sequence[Sequence[Piece]]
+    result: TransferPlan, tensors: Sequence[TensorSpec], holdings: Sequence[Sequence[Region]]
 ) -> list[Counter[tuple[int, ...]]]:
     """Run a plan on elements, member by member, one message at a time; return what each worker has received.
 
@@ -83,14 +83,14 @@ def cases(draw: st.DrawFn):
         tensors.append(TensorSpec(f"t{index}", draw(st.sampled_from(["bfloat16", "float32", "uint8"])), shape))
         cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
         for cell in product(*(list(pairwise(c)) for c in cuts)):
-            piece = Piece(index, tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+            piece = Region(index, tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
             for rank in draw(st.sets(st.integers(0, ranks - 1), min_size=1)):
                 holdings[rank].append(piece)
         for worker in range(workers):
             for _ in range(draw(st.integers(0, 2))):
                 bounds = [sorted((draw(st.integers(0, s - 1)), draw(st.integers(1, s)))) for s in shape]
                 bounds = [(a, b) if b > a else (a - 1, b) if a else (a, b + 1) for a, b in bounds]
-                needs[worker].append(Piece(index, tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)))
+                needs[worker].append(Region(index, tuple(a for a, _ in bounds), tuple(b - a for a, b in bounds)))
     if draw(st.booleans()):  # engines with equal needs
         needs = [needs[worker % max(1, workers // 2)] for worker in range(workers)]
     return tuple(tensors), holdings, needs
@@ -171,7 +171,7 @@ def test_fused_heads_gates_and_padding_of_both_sides():
     assert result.imbalance <= 1.2
 
 
-def report(name: str, result: Plan, seconds: float) -> str:
+def report(name: str, result: TransferPlan, seconds: float) -> str:
     first_out = result.traffic[0][: result.senders]
     text = (
         f"{name}: {result.nbytes / 1e12:.2f} TB to {result.receivers} workers in {len(result.chunks)} chunks, planned in "
@@ -213,7 +213,7 @@ def test_64_ranks_to_8_engines_of_published_models(name, experts):
                 )
 
 
-def candidates(piece: Piece, table: Sequence[TensorSpec], model: Model):
+def candidates(piece: Region, table: Sequence[TensorSpec], model: Model):
     """Yield the slices of the trainer that contain a piece."""
     spec = table[piece.tensor]
     yield complete_slice(piece.tensor, spec).box
@@ -233,8 +233,8 @@ def two_ranks_and_eight_engines(rows: int):
     """Return (tensors, slices by rows of two ranks, needs by columns of eight engines of TP2)."""
     table = tuple(TensorSpec(f"w{index}", "bfloat16", (rows, 64)) for index in range(16))
     half = rows // 2
-    holdings = [[Piece(i, (half * rank, 0), (half, 64)) for i in range(16)] for rank in range(2)]
-    engine = [[Piece(i, (0, 32 * rank), (rows, 32)) for i in range(16)] for rank in range(2)]
+    holdings = [[Region(i, (half * rank, 0), (half, 64)) for i in range(16)] for rank in range(2)]
+    engine = [[Region(i, (0, 32 * rank), (rows, 32)) for i in range(16)] for rank in range(2)]
     return table, holdings, [engine[worker % 2] for worker in range(16)]
 
 
@@ -269,14 +269,14 @@ def test_a_stage_with_most_of_the_model_is_relieved_by_a_relay():
 def test_a_part_that_no_rank_holds_is_named():
     table = (TensorSpec("a", "bfloat16", (4, 4)), TensorSpec("b", "bfloat16", (4,)))
     with pytest.raises(PlanError, match=r"no trainer rank holds all of a \(1 tensors\)"):
-        plan(table, [[Piece(0, (0, 0), (3, 4)), Piece(1, (0,), (4,))]], [complete(table)], chunk_bytes=64)
+        plan(table, [[Region(0, (0, 0), (3, 4)), Region(1, (0,), (4,))]], [complete(table)], chunk_bytes=64)
 
 
 def test_shares_that_do_not_fit_the_needs_are_refused():
     table = (TensorSpec("a", "bfloat16", (4, 4)), TensorSpec("b", "bfloat16", (4,)))
-    need = [Piece(0, (0, 0), (4, 2)), Piece(1, (0,), (4,))]
+    need = [Region(0, (0, 0), (4, 2)), Region(1, (0,), (4,))]
 
-    def share(*pieces: Piece) -> Share:
+    def share(*pieces: Region) -> Share:
         chunk = Chunk(pieces, bytes_of(pieces, table), 0, ())
         return Share("p", (chunk,), (Operation(False, 0, 0),))
 
@@ -284,11 +284,11 @@ def test_shares_that_do_not_fit_the_needs_are_refused():
     with pytest.raises(PlanError, match="leaves out a part of b"):
         check_share(share(need[0]), need, table, "worker")
     with pytest.raises(PlanError, match="leaves out a part of a"):
-        check_share(share(Piece(0, (0, 0), (3, 2)), need[1]), need, table, "worker")
+        check_share(share(Region(0, (0, 0), (3, 2)), need[1]), need, table, "worker")
     with pytest.raises(PlanError, match="a part of a twice"):
-        check_share(share(*need, Piece(0, (1, 1), (1, 1))), need, table, "worker")
+        check_share(share(*need, Region(0, (1, 1), (1, 1))), need, table, "worker")
     with pytest.raises(PlanError, match="a part of a that is not needed"):
-        check_share(share(Piece(0, (0, 0), (4, 3)), need[1]), need, table, "worker")
+        check_share(share(Region(0, (0, 0), (4, 3)), need[1]), need, table, "worker")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_malformed_shares_are_refused(change, message):
 
 
 def test_overlapping_needs_are_counted_once():
-    pieces = [Piece(0, (0, 0), (4, 4)), Piece(0, (2, 2), (4, 4)), Piece(0, (0, 0), (4, 4))]
+    pieces = [Region(0, (0, 0), (4, 4)), Region(0, (2, 2), (4, 4)), Region(0, (0, 0), (4, 4))]
     assert elements(disjoint(pieces)) == Counter(set(elements(pieces)))
     assert sum(piece.volume for piece in disjoint(pieces)) == 28
     assert math.prod(()) == 1

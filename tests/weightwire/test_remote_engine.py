@@ -13,7 +13,7 @@ from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import ManifestError, UnsupportedCallError, WireError
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Piece
+from weightwire.plan import Region
 from weightwire.remote_engine import CALLS, RemoteEngine, read_call
 from weightwire.transports.choice import Location
 
@@ -29,7 +29,7 @@ CALLS_MADE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "verify": ((SEAL, 60.0), None),
     "commit": (("u",), {"paused": 0.5, "exchange": 0.25}),
     "drop": (("u",), None),
-    "needs": (((TensorSpec("w", "bfloat16", (4, 2)),),), [(Piece(0, (0, 0), (2, 2)),), ()]),
+    "needs": (((TensorSpec("w", "bfloat16", (4, 2)),),), [(Region(0, (0, 0), (2, 2)),), ()]),
     "version": (("adapter a",), 7),
     "load_adapter": (("a", "/folder", None), None),
     "pause": ((30.0,), None),

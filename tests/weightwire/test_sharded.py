@@ -21,7 +21,7 @@ from weightwire.errors import (
 )
 from weightwire.manifest import Manifest
 from weightwire.offer import Seal
-from weightwire.plan import Piece, complete
+from weightwire.plan import Region, complete
 from weightwire.receiver import Receiver
 from weightwire.slices import index_of
 
@@ -29,7 +29,7 @@ OLD, NEW = model(1), model(2)
 SPECS = specs_of(NEW)
 
 
-def workers(count: int, size: int = 2) -> tuple[list[Receiver], list[list[Piece]], list[Engine]]:
+def workers(count: int, size: int = 2) -> tuple[list[Receiver], list[list[Region]], list[Engine]]:
     """Build workers of engines of ``size`` workers each, with their needs."""
     needs = [engine_needs(SPECS, size, number % size) for number in range(count)]
     receivers = [Receiver(f"worker-{n}", needs=lambda specs, need=need: need) for n, need in enumerate(needs)]
@@ -40,7 +40,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def holds(engine: Engine, needs: list[Piece], weights: dict[str, torch.Tensor]) -> bool:
+def holds(engine: Engine, needs: list[Region], weights: dict[str, torch.Tensor]) -> bool:
     """Check that an engine has every bit of its slices, and nothing of the rest."""
     values = list(weights.values())
     if list(engine.weights) != list(weights):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weightwire.manifest import TensorSpec
 from weightwire.vllm import in_place
-from weightwire.vllm.in_place import Exchange, Part, merged, split
+from weightwire.vllm.in_place import Exchange, ExchangePart, merged, split
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +38,14 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
 
 def part(
     target: Tensor, source: Tensor, offset: int, sliced: Callable[[Tensor], Tensor] = lambda tensor: tensor
-) -> Part:
+) -> ExchangePart:
     view = sliced(source)
     width = source.dtype.itemsize
     start = offset + int(view.storage_offset()) * width
-    return Part(target, source.dtype, start, tuple(view.shape), view.stride())
+    return ExchangePart(target, source.dtype, start, tuple(view.shape), view.stride())
 
 
-def layer(update: Update) -> Iterator[tuple[Tensor, Part, Tensor]]:
+def layer(update: Update) -> Iterator[tuple[Tensor, ExchangePart, Tensor]]:
     """Yield (parameter, copy into a part of it, expected value of that part): fused, sliced, cast and large parameters."""
     qkv = random(96, 32, seed=1)
     for index, rows in enumerate((64, 16, 16)):
@@ -155,14 +155,14 @@ def test_large_strided_part_is_split_by_rows() -> None:
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        (lambda target, copy: Part(target[1], copy.dtype, copy.offset, (8,), (1,)), "two parameters"),
-        (lambda target, copy: Part(target[0], copy.dtype, copy.offset + 16, (8,), (1,)), "two parameters"),
-        (lambda target, copy: Part(target[1], copy.dtype, copy.offset + 16, (8,), (0,)), "into several"),
+        (lambda target, copy: ExchangePart(target[1], copy.dtype, copy.offset, (8,), (1,)), "two parameters"),
+        (lambda target, copy: ExchangePart(target[0], copy.dtype, copy.offset + 16, (8,), (1,)), "two parameters"),
+        (lambda target, copy: ExchangePart(target[1], copy.dtype, copy.offset + 16, (8,), (0,)), "into several"),
     ],
 )
-def test_shared_bytes_are_refused(second: Callable[[Tensor, Part], Part], reason: str) -> None:
+def test_shared_bytes_are_refused(second: Callable[[Tensor, ExchangePart], ExchangePart], reason: str) -> None:
     target = random(4, 8)
-    first = Part(target[0], torch.bfloat16, 0, (8,), (1,))
+    first = ExchangePart(target[0], torch.bfloat16, 0, (8,), (1,))
     assert in_place._distinct([first, first]) == [first]
     with pytest.raises(in_place.NotInPlaceError, match=reason):
         in_place._distinct([first, second(target, first)])
@@ -173,7 +173,7 @@ def test_another_model_or_manifest_does_not_fit() -> None:
 
     model = torch.nn.Linear(4, 2, bias=False)
     specs = (TensorSpec("weight", "float32", (2, 4)),)
-    copy = Part(model.weight.detach(), torch.float32, 0, (2, 4), (4, 1))
+    copy = ExchangePart(model.weight.detach(), torch.float32, 0, (2, 4), (4, 1))
     exchange = Exchange([copy], specs, in_place.addresses(model))
     assert exchange.fits(Manifest(7, specs), model)
     assert not exchange.fits(Manifest(7, (TensorSpec("weight", "bfloat16", (2, 4)),)), model)

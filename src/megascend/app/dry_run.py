@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megascend.app.objectives import LearningObjective
 from megascend.app.preflight import AnyConfig, RunPlan, disk_warning, free_bytes
-from megascend.app.rl.trial import Trial, ask_engines
+from megascend.app.rl.trial import EpisodeTrial, ask_engines
 from megascend.app.run import (
     ADAPTER,
     Training,
@@ -104,7 +104,7 @@ class RlDryRun:
     prompts: int
     held_out: int
     prompt_lengths: tuple[int, int, int]
-    trial: Trial
+    trial: EpisodeTrial
     engines: list[str]
     free_disk: int
     disk_warning: str | None

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 
-class Order(str, Enum):
+class RolloutOrder(str, Enum):
     """Figure by which trajectories are sorted."""
 
     step = "step"
@@ -22,7 +22,7 @@ class Order(str, Enum):
     turns = "turns"
 
 
-class Outcome(str, Enum):
+class RolloutOutcome(str, Enum):
     """Use of a trajectory's group: learned from, or dropped for a reason."""
 
     learned = "learned"
@@ -30,13 +30,13 @@ class Outcome(str, Enum):
     stale = "stale"
 
 
-FIGURES: dict[Order, Callable[[dict[str, Any]], float]] = {
-    Order.step: lambda row: row["step"],
-    Order.reward: lambda row: row["reward"],
-    Order.advantage: lambda row: row["advantage"],
-    Order.length: lambda row: row["sampled_tokens"],
-    Order.lag: lambda row: row["lag"],
-    Order.turns: lambda row: row["turns"],
+FIGURES: dict[RolloutOrder, Callable[[dict[str, Any]], float]] = {
+    RolloutOrder.step: lambda row: row["step"],
+    RolloutOrder.reward: lambda row: row["reward"],
+    RolloutOrder.advantage: lambda row: row["advantage"],
+    RolloutOrder.length: lambda row: row["sampled_tokens"],
+    RolloutOrder.lag: lambda row: row["lag"],
+    RolloutOrder.turns: lambda row: row["turns"],
 }
 
 
@@ -45,14 +45,16 @@ def rollouts_command(
     step: Annotated[int | None, typer.Option("--step", help="Only of this step.")] = None,
     prompt: Annotated[int | None, typer.Option("--prompt", help="Only of the prompt with this number.")] = None,
     outcome: Annotated[
-        Outcome | None, typer.Option("--outcome", help="Only learned ones, or those dropped as equal or stale.")
+        RolloutOutcome | None, typer.Option("--outcome", help="Only learned ones, or those dropped as equal or stale.")
     ] = None,
     contains: Annotated[
         str | None, typer.Option("--contains", help="Only with this text in prompt or response.")
     ] = None,
     min_reward: Annotated[float | None, typer.Option("--min-reward", help="Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, typer.Option("--max-reward", help="Only with at most this reward.")] = None,
-    sort: Annotated[Order, typer.Option("--sort", help="Sort by this figure, largest first.")] = Order.step,
+    sort: Annotated[
+        RolloutOrder, typer.Option("--sort", help="Sort by this figure, largest first.")
+    ] = RolloutOrder.step,
     ascending: Annotated[bool, typer.Option("--ascending", help="Smallest first.")] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Number of trajectories.")] = 20,
     offset: Annotated[int, typer.Option("--offset", min=0, help="Skip this many first.")] = 0,

@@ -168,7 +168,7 @@ class Vllm(Section):
     )
 
 
-class Placement(Section):
+class PlacementSettings(Section):
     """GPUs of the trainer and of the engines that the run starts, as positions among the host's visible GPUs."""
 
     trainer: tuple[Count, ...] | None = Field(
@@ -210,7 +210,7 @@ class RlConfig(TrainerConfig):
         description="addresses of vLLM servers (http://HOST:PORT); vllm: a server that the run starts on rank 0's host; local: "
         "transformers in a process beside rank 0",
     )
-    placement: Placement = Placement()
+    placement: PlacementSettings = PlacementSettings()
     vllm: Vllm = Vllm()
     objective: Objective = Objective()
     sync: Sync = Sync()
@@ -244,7 +244,7 @@ class RlConfig(TrainerConfig):
         addresses = [name for name in self.engines if name not in ("local", VLLM)]
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"engines names one address twice: {', '.join(self.engines)}")
-        if self.placement != Placement() and not self.started_engines:
+        if self.placement != PlacementSettings() and not self.started_engines:
             raise ValueError(f"placement is of engines that the run starts, and engines has no {VLLM}")
         if self.placement.engines is not None and len(self.placement.engines) != len(self.started_engines):
             raise ValueError(

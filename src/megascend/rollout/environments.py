@@ -37,7 +37,7 @@ from megascend.data.messages import parse_messages
 from megascend.data.samples import opening_tokens
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.rollout.advantages import LARGEST_REWARD
-from megascend.rollout.episodes import Episodes, Sampler, sample
+from megascend.rollout.episodes import Episodes, ResponseSampler, sample
 from megascend.rollout.group import Trajectory
 from megascend.rollout.prompts import Prompt
 from megascend.rollout.rewards import as_number, load_object
@@ -359,7 +359,7 @@ class EnvironmentEpisodes(Episodes):
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)  # True: failed
         self._lock = threading.Lock()
 
-    async def run(self, engine: Sampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
         loop = asyncio.get_running_loop()
 
         def generate(tokens: Sequence[int], sampling: Sampling) -> Future[Completion]:

@@ -22,7 +22,7 @@ from weightwire.errors import UnsupportedCallError
 T = TypeVar("T")
 
 
-class Sampler(Protocol):
+class ResponseSampler(Protocol):
     """The part of an inference engine that episodes need."""
 
     name: str
@@ -49,7 +49,7 @@ class Episodes(ABC):
     last_failure: str = ""
 
     @abstractmethod
-    async def run(self, engine: Sampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
         """Run ``n`` episodes of a prompt on an engine; return their trajectories, with the engine's own versions.
 
         Raises:
@@ -65,7 +65,7 @@ class Episodes(ABC):
         """End what runs. May be called twice."""
 
 
-async def sample(engine: Sampler, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Completion]:
+async def sample(engine: ResponseSampler, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Completion]:
     """Sample ``n`` responses, and check that the engine has returned what was requested."""
     completions = await engine.generate(tokens, sampling, n)
     # A group with fewer responses would have other advantages.
@@ -98,7 +98,7 @@ class GradedResponses(Episodes):
         self._encode, self._decode, self._reward, self._locate = encode, decode, reward, locate
         self._graders = Graders(threads)
 
-    async def run(self, engine: Sampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
+    async def run(self, engine: ResponseSampler, prompt: Prompt, sampling: Sampling, n: int) -> list[Trajectory]:
         tokens = tuple(self._encode(prompt))
         completions = await sample(engine, tokens, sampling, n)
 

@@ -294,7 +294,7 @@ def causal_samples(tokens: list[list[int]]) -> list[Sample]:
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class TrainingCurve:
     """Losses, gradient norms, the untrained model's logits (one fp32 [length, vocabulary] a sample), and, where they were asked
     for, trained weights and the untrained model's gradients by the names of a checkpoint."""
 
@@ -371,7 +371,7 @@ def hf_reference(
     reduction: str = "mean",
     image_token: int | None = None,
     frozen: Sequence[str] = (),
-) -> Trajectory:
+) -> TrainingCurve:
     """Run the job with Hugging Face and torch AdamW; the result stays in ``folder`` for the next caller with the same job.
 
     Args:
@@ -412,7 +412,7 @@ def hf_reference(
     def part(prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-    return Trajectory(
+    return TrainingCurve(
         tensors["losses"].tolist() if steps else [],
         tensors["grad_norms"].tolist() if steps else [],
         [tensors[f"logits.{index}"] for index in range(len(tokens))],
@@ -449,7 +449,7 @@ def run_case(
     weights: bool = False,
     prepared: list[Sample] | None = None,
     **settings: Any,
-) -> Trajectory:
+) -> TrainingCurve:
     """Run one rank of ``case``; return its trajectory, with logits only where one data parallel rank has all samples.
 
     With ``weights`` rank 0's has the trained weights, as they are exported. ``prepared`` samples replace those of ``tokens``;
@@ -475,7 +475,7 @@ def run_case(
         {name: tensor.cpu().clone() for name, tensor in backend.named_weights(receivers="main")} if weights else {}
     )
     backend.close()
-    return Trajectory(losses, norms, logits or [], trained)
+    return TrainingCurve(losses, norms, logits or [], trained)
 
 
 def case_backend(case: Case, checkpoint: Path, **settings: Any) -> MegatronBackend:
@@ -499,7 +499,7 @@ def case_backend(case: Case, checkpoint: Path, **settings: Any) -> MegatronBacke
     return MegatronBackend(model=checkpoint, **arguments | settings)
 
 
-def train_case(case: Case, checkpoint: Path, tokens: list[list[int]], *options: Any, **settings: Any) -> Trajectory:
+def train_case(case: Case, checkpoint: Path, tokens: list[list[int]], *options: Any, **settings: Any) -> TrainingCurve:
     """Call :func:`run_case` on forked processes; return rank 0's trajectory, equal on all ranks or an error."""
     from megascend.testing.distributed import run_distributed
 
@@ -517,7 +517,7 @@ class Differences:
     logits: float | None
 
 
-def differences(trajectory: Trajectory, reference: Trajectory) -> Differences:
+def differences(trajectory: TrainingCurve, reference: TrainingCurve) -> Differences:
     """Compare a trajectory with the reference's."""
     pairs = list(zip(trajectory.logits, reference.logits, strict=True)) if trajectory.logits else []
     return Differences(
@@ -543,7 +543,7 @@ class RelativeDifferences:
     weights: float | None
 
 
-def relative_differences(trajectory: Trajectory, reference: Trajectory) -> RelativeDifferences:
+def relative_differences(trajectory: TrainingCurve, reference: TrainingCurve) -> RelativeDifferences:
     """Compare a trajectory with the reference's.
 
     Raises:

@@ -25,7 +25,7 @@ from weightwire.errors import BaseError, PlanError, TransportError, WireError
 from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
 from weightwire.offer import Offer, Seal, Sharding
-from weightwire.plan import Piece, Share
+from weightwire.plan import Region, Share
 from weightwire.sender import Buffers, Sender, spec_of
 from weightwire.transports.base import device_types
 from weightwire.transports.choice import AUTO, Location, check, choose, choose_pairs
@@ -248,7 +248,7 @@ class Delivery:
 
     def ask_needs(
         self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]
-    ) -> tuple[dict[str, int], dict[str, list[tuple[Piece, ...]] | None]]:
+    ) -> tuple[dict[str, int], dict[str, list[tuple[Region, ...]] | None]]:
         """Return by engine the number of its workers, and the slices that they load (None: unknown).
 
         Raises:

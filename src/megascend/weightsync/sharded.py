@@ -23,7 +23,7 @@ from megascend.weightsync.delivery import Delivery, Planned, Ticket, Update
 from weightwire.errors import PlanError, WireError
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
-from weightwire.plan import Piece, Share, by_name, complete, plan
+from weightwire.plan import Region, Share, by_name, complete, plan
 from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
 from weightwire.transports.choice import Location
 
@@ -137,7 +137,7 @@ class ShardedSync:
             problems = [text for _, _, text in collected if text]
             if problems:
                 return problems[0], []
-            pieces = [[Piece(*row) for row in rank_rows] for rank_rows, _, _ in collected]
+            pieces = [[Region(*row) for row in rank_rows] for rank_rows, _, _ in collected]
             try:
                 self._planned = self._plan(engines, pieces, [memory for _, memory, _ in collected], delivery)
             except (PlanError, ConfigError) as error:
@@ -156,15 +156,15 @@ class ShardedSync:
         return ""
 
     def _plan(
-        self, engines: Sequence[InferenceEngine], slices: list[list[Piece]], places: list[Location], delivery: Delivery
+        self, engines: Sequence[InferenceEngine], slices: list[list[Region]], places: list[Location], delivery: Delivery
     ) -> Planned:
         counts, needs = delivery.ask_needs(engines, self._specs)
         all_pieces = complete(self._specs)
         silent = [name for name, answer in needs.items() if answer is None]
         if silent and self._mode == "full":
             raise PlanError(f"{', '.join(silent)} do not describe what their workers load")
-        workers: list[Sequence[Piece]] = []
-        kinds: dict[int, Sequence[Piece]] = {}
+        workers: list[Sequence[Region]] = []
+        kinds: dict[int, Sequence[Region]] = {}
         for name, count in counts.items():
             answer = needs[name]
             if answer is not None and len(answer) != count:
@@ -199,7 +199,7 @@ class ShardedSync:
         for weight, offsets, values in held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices):
             for name in (weight, *copies.get(weight, ())):
                 if (number := numbers.get(name)) is not None:
-                    slices.append(HeldSlice(Piece(number, offsets, tuple(values.shape)), values))
+                    slices.append(HeldSlice(Region(number, offsets, tuple(values.shape)), values))
         return slices
 
     # --- a push ---

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from weightwire.errors import DeadlineError, TransportError
 
@@ -320,6 +320,18 @@ class ThreadWork:
                 raise DeadlineError(f"{self._name}: a message has not travelled within {timeout_s:g} s")
         if self._problem is not None:
             raise TransportError(f"{self._name}: {first_line(self._problem)}") from self._problem
+
+
+InFlight = TypeVar("InFlight", bound="DeviceWork | ThreadWork")
+
+
+def tracked(in_flight: list[DeviceWork | ThreadWork], work: InFlight) -> InFlight:
+    """Add a transfer to those in flight, and forget those that have ended.
+
+    A transport keeps them until then, since its abort must reach every transfer that may still occupy the device.
+    """
+    in_flight[:] = [*(other for other in in_flight if not other.ended), work]
+    return work
 
 
 def first_line(error: Exception) -> str:

@@ -11,15 +11,13 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import BroadcastOptions
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import DeviceWork, Setup, ThreadWork, first_line
-
-W = TypeVar("W", bound=DeviceWork | ThreadWork)
+from weightwire.transports.base import DeviceWork, Setup, ThreadWork, first_line, tracked
 
 
 @dataclass
@@ -165,7 +163,7 @@ class CommunicatorTransport:
                 handle = self._start(self._backend(self._communicator), call, buffer, peer)
         except RuntimeError as error:
             raise TransportError(f"{self.name}: {first_line(error)}") from error
-        return self._add(self._work(handle, buffer))
+        return tracked(self._in_flight, self._work(handle, buffer))
 
     def _work(self, handle: Any, buffer: torch.Tensor) -> DeviceWork | ThreadWork:
         """Wrap the library's handle of a message."""
@@ -194,12 +192,7 @@ class CommunicatorTransport:
                 handle = self._backend(self._communicator).broadcast([buffer], options)
         except RuntimeError as error:
             raise TransportError(f"{self.name}: {first_line(error)}") from error
-        return self._add(DeviceWork(handle, buffer, self._group, self.name))
-
-    def _add(self, work: W) -> W:
-        # Kept until it has ended: abort() must reach every transfer that may still occupy the device.
-        self._in_flight = [*(other for other in self._in_flight if not other.ended), work]
-        return work
+        return tracked(self._in_flight, DeviceWork(handle, buffer, self._group, self.name))
 
     def close(self) -> None:
         """Cache the communicator for the next update if everything succeeded, otherwise destroy it."""

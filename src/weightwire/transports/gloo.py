@@ -6,15 +6,13 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import POLL_S, DeviceWork, Setup, ThreadWork, first_line
-
-W = TypeVar("W", DeviceWork, ThreadWork)
+from weightwire.transports.base import POLL_S, DeviceWork, Setup, ThreadWork, first_line, tracked
 
 
 class GlooTransport:
@@ -63,7 +61,7 @@ class GlooTransport:
             raise TransportError(f"gloo: {first_line(error)}") from error
         # Unlike a broadcast's, these handles do not know that they have completed before they are waited for.
         deadline = timedelta(seconds=self._timeout_s)
-        return self._add(ThreadWork(lambda: handle.wait(deadline), buffer, self._group, "gloo"))
+        return tracked(self._in_flight, ThreadWork(lambda: handle.wait(deadline), buffer, self._group, "gloo"))
 
     def _broadcast(self, buffer: torch.Tensor) -> DeviceWork:
         if self._gloo is None:
@@ -73,13 +71,9 @@ class GlooTransport:
         options.timeout = timedelta(seconds=self._timeout_s)
         try:
             gloo: Any = self._gloo
-            return self._add(DeviceWork(gloo.broadcast([buffer], options), buffer, self._group, "gloo"))
+            return tracked(self._in_flight, DeviceWork(gloo.broadcast([buffer], options), buffer, self._group, "gloo"))
         except RuntimeError as error:
             raise TransportError(f"gloo: {first_line(error)}") from error
-
-    def _add(self, work: W) -> W:
-        self._in_flight = [*(other for other in self._in_flight if not other.ended), work]
-        return work
 
     def abort(self) -> None:
         """Do nothing: Gloo cannot cancel a broadcast; it ends at its deadline, or when the other side closes."""

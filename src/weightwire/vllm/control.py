@@ -25,7 +25,7 @@ from weightwire.errors import (
 )
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Piece, needs_from_json
+from weightwire.plan import Region, needs_from_json
 from weightwire.transports.choice import Location
 from weightwire.vllm import contract, generation
 from weightwire.vllm.generation import LoadedAdapter
@@ -98,7 +98,7 @@ class Control:
             self._locations = await self._workers("weightwire_location")
         return self._locations
 
-    async def needs(self, owner: str, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]]:
+    async def needs(self, owner: str, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]]:
         """Return the slices of a model's tensors that each worker loads. It blocks the workers' computation, for seconds at most.
 
         Raises:
@@ -464,7 +464,7 @@ class OwnedEngine(InferenceEngine):
     async def locations(self) -> list[Location | None]:
         return [Location.from_json(data) for data in await self._control.locations()]
 
-    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         return await self._control.needs(self._owner, tensors)
 
     async def begin_update(self, offer: Offer) -> None:

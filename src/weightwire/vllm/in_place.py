@@ -40,7 +40,7 @@ class NotInPlaceError(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class ExchangePart:
     """A copy that a loader makes: a part of a parameter and its source in the concatenated bytes of an update.
 
     Attributes:
@@ -91,7 +91,7 @@ class Exchange:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[ExchangePart],
         tensors: Sequence[TensorSpec],
         addresses: Mapping[str, int],
         tied: Mapping[str, tuple[int, int]] | None = None,
@@ -191,13 +191,13 @@ class _Group:
             torch._foreach_copy_(self.targets, self._scratch)
 
 
-def merged(parts: Iterable[Part]) -> list[Part]:
+def merged(parts: Iterable[ExchangePart]) -> list[ExchangePart]:
     """Merge parts that are adjacent in a parameter and in the update: gate and up of an expert, layers of one tensor."""
-    result: list[Part] = []
+    result: list[ExchangePart] = []
     for part in parts:
         last = result[-1] if result else None
         if part.dense:
-            part = Part(part.target.reshape(-1), part.dtype, part.offset, (part.target.numel(),), (1,))
+            part = ExchangePart(part.target.reshape(-1), part.dtype, part.offset, (part.target.numel(),), (1,))
             if (
                 last is not None
                 and last.dense
@@ -210,15 +210,15 @@ def merged(parts: Iterable[Part]) -> list[Part]:
             ):
                 count = last.target.numel() + part.target.numel()
                 union = last.target.as_strided((count,), (1,))
-                result[-1] = Part(union, part.dtype, last.offset, (count,), (1,))
+                result[-1] = ExchangePart(union, part.dtype, last.offset, (count,), (1,))
                 continue
         result.append(part)
     return result
 
 
-def split(parts: Iterable[Part]) -> list[Part]:
+def split(parts: Iterable[ExchangePart]) -> list[ExchangePart]:
     """Split parts that exceed the scratch memory."""
-    result: list[Part] = []
+    result: list[ExchangePart] = []
     for part in parts:
         if part.target.nbytes <= SCRATCH_BYTES:
             result.append(part)
@@ -227,7 +227,7 @@ def split(parts: Iterable[Part]) -> list[Part]:
             for first in range(0, part.target.numel(), step):
                 target = part.target[first : first + step]
                 offset = part.offset + first * part.strides[0] * part.dtype.itemsize
-                result.append(Part(target, part.dtype, offset, tuple(target.shape), part.strides))
+                result.append(ExchangePart(target, part.dtype, offset, tuple(target.shape), part.strides))
         else:
             # By rows: a row of any parameter is smaller than the scratch memory, or is split again.
             rows = max(1, SCRATCH_BYTES // max(1, part.target[0].nbytes))
@@ -237,7 +237,7 @@ def split(parts: Iterable[Part]) -> list[Part]:
                 shape, strides = tuple(target.shape), part.strides
                 if shape[0] == 1 and target.nbytes > SCRATCH_BYTES:
                     target, shape, strides = target[0], shape[1:], strides[1:]
-                result += split([Part(target, part.dtype, offset, shape, strides)])
+                result += split([ExchangePart(target, part.dtype, offset, shape, strides)])
     return result
 
 
@@ -259,7 +259,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, targets: Mapping[tuple[str, str], tuple[Tensor, Tensor]], staging: Tensor) -> None:
         super().__init__()
-        self.parts: list[Part] = []
+        self.parts: list[ExchangePart] = []
         self.constants: list[Tensor] = []
         self._staging, self._staging_id = staging, _storage_id(staging)
         self._targets = {_storage_id(loaded): (name, loaded, live) for name, (loaded, live) in targets.items()}
@@ -291,7 +291,9 @@ class _Recorder(TorchDispatchMode):
         width = source.dtype.itemsize
         source = source.expand(target.shape)
         offset = int(source.storage_offset() * width - self._staging.storage_offset())
-        self.parts.append(Part(_same_part(target, live), source.dtype, offset, tuple(source.shape), source.stride()))
+        self.parts.append(
+            ExchangePart(_same_part(target, live), source.dtype, offset, tuple(source.shape), source.stride())
+        )
 
 
 def learn(
@@ -357,7 +359,7 @@ def _require_plain(model: torch.nn.Module, vllm_config: Any) -> None:
 
 def _recorded(
     model: torch.nn.Module, staging: Tensor, tensors: Sequence[tuple[str, Tensor]]
-) -> tuple[list[Part], list[Tensor]]:
+) -> tuple[list[ExchangePart], list[Tensor]]:
     """Run the loaders on parameters without memory; return the copies that they make, and the parts that they fill with zeros."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
@@ -393,9 +395,9 @@ def _recorded(
     return recorder.parts, recorder.constants
 
 
-def _distinct(parts: Sequence[Part]) -> list[Part]:
+def _distinct(parts: Sequence[ExchangePart]) -> list[ExchangePart]:
     """Drop repeated copies; raise NotInPlaceError if two copies share bytes of a parameter or of the update."""
-    unique: dict[tuple[Any, ...], Part] = {}
+    unique: dict[tuple[Any, ...], ExchangePart] = {}
     for part in parts:
         target = part.target
         region = (target.data_ptr(), *target.shape, *target.stride(), part.dtype, part.offset, *part.strides)
@@ -420,7 +422,7 @@ def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> i
     return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * dtype.itemsize
 
 
-def _require_complete(model: torch.nn.Module, parts: Sequence[Part], constants: Sequence[Tensor]) -> None:
+def _require_complete(model: torch.nn.Module, parts: Sequence[ExchangePart], constants: Sequence[Tensor]) -> None:
     """Check that every element of every parameter has a source."""
     regions: dict[int, dict[tuple[int, ...], int]] = {}
     for target in (*(part.target for part in parts), *constants):

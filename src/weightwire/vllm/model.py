@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from weightwire.errors import ManifestError, UpdateError
+from weightwire.receiver import side_stream
 from weightwire.vllm.checkpoint import tied_head_checked
 
 KV_CACHE = "kv_cache"
@@ -53,7 +54,7 @@ class Snapshot:
         self._memory: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self._names: dict[int, str] = {}
         before = {} if memory is None else memory._memory
-        with _own_stream(next(model.parameters()).device):
+        with side_stream(next(model.parameters()).device):
             for prefix, module in model.named_modules():
                 for name, tensor in _tensors(module):
                     storage = tensor.untyped_storage()
@@ -169,14 +170,6 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor) and KV_CACHE not in name:
             yield name, value
-
-
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which copies do not wait for the model's kernels, nor those for the copies."""
-    if device.type == "cpu":
-        return contextlib.nullcontext()
-    module: Any = torch.get_device_module(device)
-    return module.stream(module.Stream(device))
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

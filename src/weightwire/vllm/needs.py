@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from weightwire.errors import PlanError
 from weightwire.manifest import TensorSpec
-from weightwire.plan import Piece, disjoint
+from weightwire.plan import Region, disjoint
 from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD
 
 
-def worker_needs(model: torch.nn.Module, vllm_config: Any, tensors: Sequence[TensorSpec]) -> tuple[Piece, ...]:
+def worker_needs(model: torch.nn.Module, vllm_config: Any, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
     """Return the slices that ``model.load_weights`` copies. The worker must not compute meanwhile, or copy its weights.
 
     Raises:
@@ -91,15 +91,15 @@ class Recorder(TorchDispatchMode):
                 self._complete.add(number)
         return result
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Region]:
         """Yield what was copied, with repetitions."""
         for number in sorted(self._complete):
             shape = tuple(self._sources[number].shape)
             if math.prod(shape):
-                yield Piece(number, (0,) * len(shape), shape)
+                yield Region(number, (0,) * len(shape), shape)
         for number, boxes in self._boxes.items():
             if number not in self._complete:
-                yield from (Piece(number, *box) for box in sorted(boxes) if math.prod(box[1]))
+                yield from (Region(number, *box) for box in sorted(boxes) if math.prod(box[1]))
 
     def _number(self, tensor: Tensor) -> int | None:
         return self._numbers.get(_storage(tensor))
@@ -127,13 +127,13 @@ def _coordinates(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(result))
 
 
-def _tied(tensors: Sequence[TensorSpec], needs: Sequence[Piece]) -> list[Piece]:
+def _tied(tensors: Sequence[TensorSpec], needs: Sequence[Region]) -> list[Region]:
     """Return the slices of a separate output layer that are compared with the embedding's, in whose place vLLM uses them."""
     head = next((number for number, spec in enumerate(tensors) if spec.name == HEAD), None)
     if head is None or any(piece.tensor == head for piece in needs):
         return []
     embedding = next((number for number, spec in enumerate(tensors) if spec.name.endswith(EMBEDDINGS)), None)
-    return [Piece(head, piece.offsets, piece.sizes) for piece in needs if piece.tensor == embedding]
+    return [Region(head, piece.offsets, piece.sizes) for piece in needs if piece.tensor == embedding]
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[Tensor]:

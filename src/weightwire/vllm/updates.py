@@ -20,7 +20,7 @@ import torch
 from weightwire.errors import NotServingError, UpdateError, WireError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Piece
+from weightwire.plan import Region
 from weightwire.receiver import COMMITTED, RECEIVING, Receiver
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
@@ -52,7 +52,7 @@ class WorkerUpdates:
         name = f"worker {self._number} of {config.model}"
         check = Expected(config.model, config.hf_config).check
         self.receiver = Receiver(name, device=device, check=check, needs=self.needs)
-        self._needs: tuple[Sequence[TensorSpec], tuple[Piece, ...]] | None = None
+        self._needs: tuple[Sequence[TensorSpec], tuple[Region, ...]] | None = None
         self._offer: Offer | None = None
         self._copy: _Copy | None = None
         self._spare: Snapshot | None = None
@@ -86,7 +86,7 @@ class WorkerUpdates:
             return False
         return self._exchange.fits(offer.manifest, self._model())
 
-    def needs(self, tensors: Sequence[TensorSpec]) -> tuple[Piece, ...]:
+    def needs(self, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
         """Return the slices of a model's tensors that this worker loads. No update may be open: its copy reads the model."""
         if self._needs is None or self._needs[0] != tensors:
             self._needs = tensors, worker_needs(self._model(), self._vllm_config, tensors)

@@ -10,7 +10,14 @@ import torch
 from jobs import Job, run_jobs
 
 from megascend import Batching, Fsdp, Parallel, Recompute
-from megascend.testing.parity import Trajectory, case_checkpoint, causal_samples, differences, hf_reference, token_lists
+from megascend.testing.parity import (
+    TrainingCurve,
+    case_checkpoint,
+    causal_samples,
+    differences,
+    hf_reference,
+    token_lists,
+)
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.forked_programs import run_forked
 
@@ -85,7 +92,8 @@ def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_pa
     for (name, *_, loss, norm), path, ranks in zip(layouts, checkpoints, results[: len(jobs)], strict=True):
         reference = hf_reference(parity_folder, path, token_lists())
         difference = differences(
-            Trajectory(ranks["losses"], ranks["norms"], []), Trajectory(reference.losses, reference.grad_norms, [])
+            TrainingCurve(ranks["losses"], ranks["norms"], []),
+            TrainingCurve(reference.losses, reference.grad_norms, []),
         )
         print(f"{name}: loss {difference.loss:.1e}, norm {difference.grad_norm:.1e}")
         if not (difference.loss <= loss and difference.grad_norm <= norm):
@@ -136,7 +144,7 @@ def test_experts_in_bf16_are_no_further_from_fp32_than_hugging_faces(parity_fold
         assert all(0 < error <= 2 * reference_error for error, reference_error in pairs), (name, actual, expected)
 
 
-def mean_differences(runs: list[tuple[list[float], list[float]]], exact: list[Trajectory]) -> tuple[float, float]:
+def mean_differences(runs: list[tuple[list[float], list[float]]], exact: list[TrainingCurve]) -> tuple[float, float]:
     """Return the mean difference of losses and of norms, over all steps of all runs."""
     pairs = list(zip(runs, exact, strict=True))
     losses = [abs(a - b) for (actual, _), run in pairs for a, b in zip(actual, run.losses, strict=True)]

@@ -10,7 +10,7 @@ from by_step import STEP_WEIGHTS, apart_by_step
 from jobs import Job, run_jobs
 
 from megascend import Batching, Moe, Parallel, Recompute
-from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
 
 RANKS = Path(__file__).with_name("expert_ranks.py")
 RECOMPUTED: dict[str, Any] = {"recompute": Recompute(granularity="full")}
@@ -45,8 +45,8 @@ def in_process(folder: Path, *jobs: Job) -> list[Any]:
     return run_jobs(RANKS, folder, *jobs)
 
 
-def figures(trajectory: Trajectory) -> Trajectory:
-    return Trajectory(trajectory.losses, trajectory.grad_norms, [])
+def figures(trajectory: TrainingCurve) -> TrainingCurve:
+    return TrainingCurve(trajectory.losses, trajectory.grad_norms, [])
 
 
 def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def compare_with_hugging_face(layouts: list[Layout], parity_folder: Path, tmp_pa
                 problems.append((name, *step_differences))
             continue
         reference = hf_reference(parity_folder, path, token_lists(), weights=True)
-        difference = differences(Trajectory(ranks["losses"], ranks["norms"], []), figures(reference))
+        difference = differences(TrainingCurve(ranks["losses"], ranks["norms"], []), figures(reference))
         assert ranks["weights"].keys() >= reference.weights.keys()  # and buffers
         assert reference.weights
         weights = max(
@@ -146,6 +146,6 @@ def test_the_auxiliary_loss_is_hugging_faces_in_every_layout(parity_folder, tmp_
             aux_formula=formula,
             micro_batches=members,
         )
-        difference = differences(Trajectory(losses, norms, []), figures(reference))
+        difference = differences(TrainingCurve(losses, norms, []), figures(reference))
         print(f"{formula}, {len(members)} micro batches: loss {difference.loss:.1e}, norm {difference.grad_norm:.1e}")
         assert (difference.loss <= 1e-5, difference.grad_norm <= 1e-4) == (True, True), (formula, difference)

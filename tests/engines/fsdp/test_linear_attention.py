@@ -11,7 +11,15 @@ from jobs import run_jobs
 from safetensors.torch import load_file
 
 from megascend import Batching, Fsdp, Lora, Recompute
-from megascend.testing.parity import Case, Trajectory, bounds, case_checkpoint, differences, hf_reference, token_lists
+from megascend.testing.parity import (
+    Case,
+    TrainingCurve,
+    bounds,
+    case_checkpoint,
+    differences,
+    hf_reference,
+    token_lists,
+)
 from support.covering import FIRST_STACK
 from support.lora_parity import adapter_differences, peft_reference
 
@@ -69,7 +77,9 @@ def test_training_and_export_equal_transformers_without_packing(arch: str, parit
     loss_bound, norm_bound = bounds(Case(arch, arch=arch), parity_folder, checkpoint, tokens, STEPS)
     source = tensors(checkpoint)
     for name, (losses, norms, self_check) in zip(layouts, results, strict=True):
-        difference = differences(Trajectory(losses, norms, []), Trajectory(reference.losses, reference.grad_norms, []))
+        difference = differences(
+            TrainingCurve(losses, norms, []), TrainingCurve(reference.losses, reference.grad_norms, [])
+        )
         print(arch, name, difference, loss_bound, norm_bound)
         assert self_check == "agrees"
         assert difference.loss <= loss_bound, (name, difference)

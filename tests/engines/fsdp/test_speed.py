@@ -11,7 +11,7 @@ import torch
 from megascend import Fsdp, Parallel, Recompute
 from megascend.engines.fsdp import attention, recomputation, transformers_api, varlen
 from megascend.errors import ConfigError
-from megascend.testing.parity import Trajectory, case_checkpoint, differences, hf_reference, token_lists
+from megascend.testing.parity import TrainingCurve, case_checkpoint, differences, hf_reference, token_lists
 from megascend.topology.topology import plan
 from support.forked_programs import run_forked
 
@@ -155,8 +155,8 @@ def hold_against_hugging_face(folder: Path, tmp_path: Path, backend: str, layout
     problems = []
     for (_, (checkpoint, *_), options), results in zip(jobs, torch.load(tmp_path / "result"), strict=True):
         full = hf_reference(folder, checkpoint, token_lists(), steps=steps)
-        reference = Trajectory(full.losses, full.grad_norms, [])
-        difference = differences(Trajectory(results["losses"], results["norms"], []), reference)
+        reference = TrainingCurve(full.losses, full.grad_norms, [])
+        difference = differences(TrainingCurve(results["losses"], results["norms"], []), reference)
         print(
             f"{Path(checkpoint).name} {options}: loss {difference.loss:.1e}, norm {difference.grad_norm:.1e}, "
             f"{results['graphs']}"

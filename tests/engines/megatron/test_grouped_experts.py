@@ -15,7 +15,7 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import (
     STEPS,
     Case,
-    Trajectory,
+    TrainingCurve,
     case_backend,
     case_checkpoint,
     causal_samples,
@@ -70,7 +70,7 @@ def test_trajectory_equals_hugging_face(case: Case, parity_folder):
     assert difference.logits is None or difference.logits <= case.logits_bound, difference
 
 
-def resumed(before: Case, after: Case, checkpoint: Path, saved: Path) -> Trajectory:
+def resumed(before: Case, after: Case, checkpoint: Path, saved: Path) -> TrainingCurve:
     """Train half of the steps with one setting, and the rest with another one, from a checkpoint."""
     losses, norms = [], []
     backend = case_backend(before, checkpoint)
@@ -84,7 +84,7 @@ def resumed(before: Case, after: Case, checkpoint: Path, saved: Path) -> Traject
         losses.append(backend.forward_backward(samples).loss)
         norms.append(backend.optimizer_step().grad_norm)
     backend.close()
-    return Trajectory(losses, norms, [])
+    return TrainingCurve(losses, norms, [])
 
 
 @pytest.mark.nightly

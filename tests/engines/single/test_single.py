@@ -16,7 +16,7 @@ from megascend.batch.losses import BUILT_IN
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
-    Trajectory,
+    TrainingCurve,
     case_checkpoint,
     causal_samples,
     differences,
@@ -64,7 +64,7 @@ def test_trajectories_equal_megatron_and_hugging_face(parity_folder, tmp_path):
     for case, checkpoint, results in zip(cases, checkpoints, in_process(tmp_path, *jobs), strict=True):
         assert results["foreign"] == []
         assert results["patched"] == "torch.cuda.random"
-        trajectory = Trajectory(results["losses"], results["norms"], results["logits"])
+        trajectory = TrainingCurve(results["losses"], results["norms"], results["logits"])
         tokens = token_lists()
         for other in (hf_reference(parity_folder, checkpoint, tokens), train_case(case, checkpoint, tokens)):
             difference = differences(trajectory, other)

@@ -12,7 +12,7 @@ from weightwire.errors import SecretKeyError
 from weightwire.keys import load_key
 
 if TYPE_CHECKING:
-    from megascend.app.rl.servers import Servers
+    from megascend.app.rl.servers import EngineServers
     from weightwire.engine import InferenceEngine
 
 
@@ -20,7 +20,7 @@ CLAIM_S = 120.0
 """Seconds to wait until another owner releases a controller's engines: an earlier run's lease may have to lapse."""
 
 
-def make_engines(config: RlConfig, servers: Servers | None = None) -> list[InferenceEngine]:
+def make_engines(config: RlConfig, servers: EngineServers | None = None) -> list[InferenceEngine]:
     """Make an engine for each entry of ``config.engines``, or one of all engines of ``rollout.controller``.
 
     Args:
@@ -65,7 +65,7 @@ def check_addresses(engines: Sequence[str]) -> None:
             )
 
 
-def make_engine(config: RlConfig, index: int, address: str, servers: Servers | None = None) -> InferenceEngine:
+def make_engine(config: RlConfig, index: int, address: str, servers: EngineServers | None = None) -> InferenceEngine:
     """Build the client of engine ``address``, the ``index``-th of the run."""
     if address == "local":
         from megascend.rollout.engines.local import LocalEngine

@@ -38,7 +38,7 @@ SLEEP_S = 60.0
 """Lease of a sleep, in seconds; renewed three times within it. A server wakes up that long after its run was killed."""
 
 
-class Servers:
+class EngineServers:
     """Running vLLM servers of a run, by their index in ``engines``.
 
     Args:
@@ -136,7 +136,7 @@ def placements(config: RlConfig, launch: Launch) -> list[Placement]:
     )
 
 
-def start_servers(config: RlConfig, launch: Launch, limits: SampleLimits, stack: ExitStack) -> Servers | None:
+def start_servers(config: RlConfig, launch: Launch, limits: SampleLimits, stack: ExitStack) -> EngineServers | None:
     """Start the servers on rank 0, and give every rank the GPUs of the placement. Call it before a GPU is used.
 
     Args:
@@ -164,7 +164,7 @@ def start_servers(config: RlConfig, launch: Launch, limits: SampleLimits, stack:
     return servers
 
 
-def _start(config: RlConfig, limits: SampleLimits, placed: list[Placement], stack: ExitStack) -> Servers:
+def _start(config: RlConfig, limits: SampleLimits, placed: list[Placement], stack: ExitStack) -> EngineServers:
     python = interpreter(config)
     device = vllm_device(python)
     if device == "cuda" and not placed:
@@ -195,7 +195,7 @@ def _start(config: RlConfig, limits: SampleLimits, placed: list[Placement], stac
         location = str(placed[index]) if device == "cuda" else device
         print(f"vLLM {number} starts on {location}; its log: {log}", flush=True)
     timeout_s = config.rollout.timeout_s
-    servers = Servers(processes, read_key(folder / "key"), sleeping, owner_name(config), timeout_s)
+    servers = EngineServers(processes, read_key(folder / "key"), sleeping, owner_name(config), timeout_s)
     stack.callback(servers.close)
     return servers
 

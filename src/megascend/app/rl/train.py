@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
-    from megascend.app.rl.servers import Servers
+    from megascend.app.rl.servers import EngineServers
     from megascend.app.rl.set_up import PromptData
-    from megascend.app.rl.trial import Trial
+    from megascend.app.rl.trial import EpisodeTrial
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
     from megascend.rollout.environments import Environment
@@ -123,7 +123,7 @@ class ReinforcementLearning(Training[RlConfig]):
 
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
-        self._servers: Servers | None = None
+        self._servers: EngineServers | None = None
         self.totals = Totals()
         self._offset = self._version = 0
         self._since = 0.0
@@ -158,7 +158,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self.prompts = read_and_check(config, plan.tokenizer, plan.limits)
         return config
 
-    def try_episode(self, config: RlConfig) -> Trial:
+    def try_episode(self, config: RlConfig) -> EpisodeTrial:
         """Run an episode of the first prompt with a canned response; after :meth:`prepare`. See :func:`trial.try_episode`."""
         from megascend.app.rl.trial import try_episode
 

@@ -41,7 +41,7 @@ class CannedSampler:
 
 
 @dataclass(frozen=True)
-class Trial:
+class EpisodeTrial:
     """Result of an episode with a canned response.
 
     Attributes:
@@ -60,7 +60,7 @@ class Trial:
 
 def try_episode(
     config: RlConfig, episodes: Episodes, tokenizer: PreTrainedTokenizerBase, source: str, prompt: Prompt
-) -> Trial:
+) -> EpisodeTrial:
     """Run an episode of a prompt with a canned response.
 
     Raises:
@@ -78,7 +78,7 @@ def try_episode(
         # The reason stands in a warning of the run's, which goes on with other prompts; here it is the result.
         raise DataError(f"{source}: {episodes.last_failure}; the response was {CANNED!r}")
     first = trajectories[0]
-    return Trial(source, first.turns, first.reward, first.rewards, time.monotonic() - start)
+    return EpisodeTrial(source, first.turns, first.reward, first.rewards, time.monotonic() - start)
 
 
 def ask_engines(config: RlConfig) -> list[str]:

@@ -22,7 +22,7 @@ from weightwire.engine import Completion, InferenceEngine, Sampling
 from weightwire.errors import UnsupportedCallError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Piece
+from weightwire.plan import Region
 from weightwire.transports.choice import Location
 
 T = TypeVar("T")
@@ -367,7 +367,7 @@ class OwnedEngines(InferenceEngine):
 
         return [location for locations in (await self._do(ask)).values() for location in locations]
 
-    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         raise UnsupportedCallError("the engines of a controller take whole tensors, from one sender")
 
     async def begin_update(self, offer: Offer) -> None:

@@ -23,7 +23,7 @@ from weightwire.errors import AuthError, WireError, from_json
 from weightwire.keys import Key, load_key
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer
-from weightwire.plan import Piece
+from weightwire.plan import Region
 from weightwire.remote_engine import RemoteEngine
 
 REINSTALL = "its receiver is not of this version: install ./receiver there again"
@@ -92,7 +92,7 @@ class VllmEngine(RemoteEngine):
         """
         await self.ask("claim", {"lease_s": self._lease_s, "take_over": self._take_over}, self.control_s)
 
-    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Piece, ...]] | None:
+    async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         await self.claim()
         return await super().needs(tensors)
 
