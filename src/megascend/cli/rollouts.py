@@ -76,6 +76,7 @@ def rollouts_command(
             and (contains is None or contains in row["prompt"] or contains in row["response"])
         )
 
+    # All rows in memory: a file is bounded by rollout.records.max_bytes.
     rows = [row for row in read_rollouts(run) if matches(row)]
     rows.sort(key=FIGURES[sort], reverse=not ascending)
     page = rows[offset : offset + limit]

@@ -116,6 +116,7 @@ class RolloutBuffer:
             raise ConfigError(f"a rollout buffer needs batch >= 1 and max_lag >= 0, got {batch} and {max_lag}")
         self.batch, self.max_lag, self.in_order = batch, max_lag, in_order
         self.counts, self.equal_streak = Counts(), EqualStreak()
+        # Bounded: with a constant reward nothing else is ever taken, and the records of a step never come.
         self._dropped: deque[tuple[str, TrajectoryGroup]] = deque(maxlen=DROPPED_BATCHES * batch)
         self._in_flight: dict[int, Dispatch] = {}
         self._retries: list[Dispatch] = []

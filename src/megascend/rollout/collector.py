@@ -326,6 +326,7 @@ class RolloutCollector:
         finally:
             self._load[index] -= n
         self._availability.answered(index)
+        # One alone has no advantage; an evaluation of one sample is complete with it.
         if len(trajectories) < min(n, 2):
             return None
         # In the trainer's count, in which staleness is measured.

@@ -163,6 +163,7 @@ class Policy:
     ) -> None:
         self._generate, self._renderer = generate, renderer
         self.sampling, self.max_length, self.engine = sampling, max_length, engine
+        # Kept apart from what the environment raises, which may catch it.
         self.engine_error: Exception | None = None
         self._requests = 0
 
@@ -199,7 +200,8 @@ class Policy:
             )
         sampling = replace(self.sampling, max_tokens=min(max_tokens or self.sampling.max_tokens, room))
         if sampling.seed is not None:
-            # A seed for each response: with one for all, equal contexts would get equal responses.
+            # A seed for each response: with one for all, equal contexts would get equal responses. Primes, so that no response of
+            # an episode shares its seed with one of another episode of the group.
             sampling = replace(sampling, seed=(sampling.seed + 7919 * self._requests) % 2**31)
         self._requests += 1
         try:
@@ -221,6 +223,7 @@ class Conversation:
     def __init__(self, policy: Policy, renderer: PromptRenderer, start: str | Sequence[Message], tools: Tools) -> None:
         self._policy, self._renderer, self._tools = policy, renderer, tools
         self._messages: list[Message] | None = None if isinstance(start, str) else [dict(message) for message in start]
+        # Once: a prompt that is rendered again after a day's end, or by other options, would be another one.
         self._prompt = tuple(renderer.start(start, tools))
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -354,6 +357,7 @@ class EnvironmentEpisodes(Episodes):
         self.name = f"the environment {type(environment).__qualname__}"
         self._environment, self._renderer, self._limits, self._locate = environment, renderer, limits, locate
         self._thread = LoopThread("environments")
+        # Over all prompts and engines: what environments use (sandboxes, services) is limited, not the engines.
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._running: dict[int, tuple[float, Prompt]] = {}
         self._outcomes: deque[bool] = deque(maxlen=WINDOW)  # True: failed
@@ -388,6 +392,7 @@ class EnvironmentEpisodes(Episodes):
 
     async def _episode(self, policy: Policy, prompt: Prompt) -> list[Trajectory]:
         """Run one episode on the environments' thread; return nothing if it failed."""
+        # Of this episode alone, and alive as long as it is.
         key = id(policy)
         self._running[key] = time.monotonic(), prompt
         problem: Exception | None = None
@@ -395,6 +400,7 @@ class EnvironmentEpisodes(Episodes):
             # A copy: an environment may change its example.
             result = await asyncio.wait_for(self._environment.run(policy, dict(prompt)), self._limits.timeout_s)
             trajectories = self._checked(result)
+        # Also one that the environment raised itself: the two cannot be told apart on Python 3.10.
         except asyncio.TimeoutError as error:
             problem, trajectories = error, []
         except Exception as error:  # noqa: BLE001  counted, and reported with its place
@@ -404,6 +410,7 @@ class EnvironmentEpisodes(Episodes):
         # Also if the environment has caught it: what it did then is no behaviour of the model.
         if policy.engine_error is not None:
             raise policy.engine_error
+        # After the engine's errors: these episodes are repeated, and count once.
         self.completed += 1
         self._outcomes.append(problem is not None)
         if problem is not None:

@@ -55,6 +55,7 @@ class RolloutLog:
                 for outcome, group in outcomes
                 for line in self._lines(step, outcome, group)
             ]
+        # Not before: with --overwrite the earlier run's file stays until this run has taken a step.
         if self._log.writes:
             for line in self._unwritten:
                 self._append(line)
@@ -95,6 +96,7 @@ class RolloutLog:
             yield line
 
     def _append(self, line: str) -> None:
+        # A line longer than the limit has a file to itself.
         if self._size and self._size + len(line.encode()) > self._settings.max_bytes:
             self.close()
             if self._path.exists():
@@ -106,6 +108,7 @@ class RolloutLog:
         self._size += len(line.encode())
 
     def _show(self, step: int, group: TrajectoryGroup) -> None:
+        # Both ends: what a reward likes, and what it does not, show best beside each other.
         ordered = sorted(group.trajectories, key=lambda trajectory: trajectory.reward, reverse=True)
         texts = {
             f"[reward {trajectory.reward:g}] {self._decode(trajectory.prompt_tokens)}": self._decode(trajectory.tokens)

@@ -35,6 +35,7 @@ class CannedSampler:
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, n: int = 1) -> list[Completion]:
         """Return ``n`` times the response."""
+        # Cut like an engine's: an environment must also cope with a reply that has no stop token.
         tokens = self._tokens[: sampling.max_tokens]
         reason = "stop" if len(tokens) == len(self._tokens) else "length"
         return [Completion(tokens, (-1.0,) * len(tokens), reason, 0, 0)] * n
@@ -70,6 +71,7 @@ def try_episode(
     response = [*tokenizer.encode(CANNED, add_special_tokens=False), stop[0]]
     sampling = Sampling(config.rollout.max_tokens, stop_token_ids=stop, seed=config.seed)
     start = time.monotonic()
+    # One episode, not a group: a dry run must not wait for eight sandboxes.
     try:
         trajectories = asyncio.run(episodes.run(CannedSampler(response), prompt, sampling, 1))
     finally:
