@@ -287,8 +287,10 @@ RL_SETTINGS = {
 
 @pytest.mark.parametrize("run_file", [b for b in BLOCKS if b.language == "yaml"], ids=str)
 def test_page_run_file_is_valid(run_file: Block) -> None:
-    kind, required = (RlConfig, RL_SETTINGS) if run_file.page == "docs/rl.md" else (RunConfig, SETTINGS)
-    kind.model_validate(required | yaml.safe_load(run_file.text))
+    settings = yaml.safe_load(run_file.text)
+    is_rl = run_file.page == "docs/rl.md" or "rollout" in settings
+    kind, required = (RlConfig, RL_SETTINGS) if is_rl else (RunConfig, SETTINGS)
+    kind.model_validate(required | settings)
 
 
 # --- commands ---

@@ -6,6 +6,7 @@ Import after Megatron.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +48,8 @@ class TensorParallelGatedDeltaNet(GatedDeltaNet):
             # Megatron sums gradients over TP by the names of norms in softmax attention, and has no mark for others.
             self.out_norm.weight.register_hook(self._sum_over_tensor_ranks)
 
+    # Wraps: the KV cache knows a gated delta rule by the functions that its forward pass calls.
+    @functools.wraps(GatedDeltaNet.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # An instance's attribute precedes the module's parameter, which has the model's dtype.
         self.__dict__["A_log"] = self._parameters["A_log"].float()  # type: ignore[union-attr]

@@ -160,7 +160,7 @@ RL = {
     "updates too rare": rl("sync.every=5", says="sync.every=5 | rollout.max_lag of 4 | 1"),
     "no engines": rl("engines=[]", says="engines must name at least one"),
     "one engine twice": rl("engines=[http://a:1, http://a:1]", says="engines | http://a:1 | twice"),
-    "an engine that is no address": rl("engines=[vllm]", says="engines | 'vllm' | http://HOST:PORT"),
+    "an engine that is no address": rl("engines=[sglang]", says="engines | 'sglang' | http://HOST:PORT"),
     "no key": rl("engines=[http://a:1]", says="engines | http://a:1 | no key | WEIGHTWIRE_KEY"),
     "a long prompt": Bad(
         words("prompts.jsonl:2 | 600 tokens | rollout.max_tokens: 8 | 256 (the model's context"),
