@@ -32,6 +32,7 @@ _PUBLIC = {
     "StepResult": "megascend.batch.results",
     "Sample": "megascend.batch.sample",
     "SampleImages": "megascend.batch.images",
+    "Candidates": "megascend.batch.candidates",
     "Loss": "megascend.batch.losses",
     "LossFunction": "megascend.batch.losses",
     "LossInputs": "megascend.batch.losses",
@@ -96,6 +97,7 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
     from megascend.batch.images import SampleImages
+    from megascend.batch.candidates import Candidates
     from megascend.batch.losses import Loss, LossFunction, LossInputs, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample

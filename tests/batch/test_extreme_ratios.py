@@ -226,7 +226,9 @@ def covariance(logprobs: Tensor, inputs: LossInputs) -> Tensor:
     )
 
 
-LOSSES = {**BUILT_IN, "covariance": Loss("covariance", covariance, entropy=True)}
+LOSSES = {name: loss for name, loss in BUILT_IN.items() if "candidates" not in loss.requires} | {
+    "covariance": Loss("covariance", covariance, entropy=True)
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -258,6 +260,29 @@ def test_token_of_weight_0_contributes_nothing(name: str, junk: float) -> None:
     if result.entropy is not None:
         torch.testing.assert_close(result.entropy, reference.entropy, rtol=0, atol=0)
     assert result.scores.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("name", [name for name, loss in BUILT_IN.items() if "candidates" in loss.requires])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_candidates_of_weight_0_contribute_nothing(name: str, junk: float) -> None:
+    weights = torch.tensor([1.0, 0.0, 0.5, 0.0])
+    ids = torch.tensor([[0, 1, -1]] * 4)
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = torch.randn(2, 4, 5, generator=generator).log_softmax(-1)[..., :3].masked_fill(ids < 0, 0.0)
+
+    def gradient(value: float) -> Tensor:
+        given = torch.where(weights[:, None] != 0, student, value)
+        inputs = inputs_of(4, weights=weights, candidate_ids=ids, teacher_logprobs=teacher)
+        call = LossCall(BUILT_IN[name])
+        result = call.evaluate(torch.zeros(4), None, inputs, 1.0, torch.tensor([False, False, False, True]), given)
+        assert result is not None and result.candidates is not None, call.problem
+        assert result.scores.count_nonzero() == 0
+        return result.candidates
+
+    gradients = gradient(junk)
+    assert torch.equal(gradients, gradient(0.0))
+    assert gradients.isfinite().all()
+    assert (gradients != 0).tolist() == [[True, True, False], [False] * 3] * 2
 
 
 def test_figures_of_a_cross_entropy_see_finite_values_at_weight_0() -> None:

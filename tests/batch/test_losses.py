@@ -238,3 +238,71 @@ def test_output_of_another_shape_is_refused(output, count, words):
     for word in words:
         with pytest.raises(DataError, match=word):
             split_output(BUILT_IN["ppo"], output, count)
+
+
+# --- distillation ---
+
+TEACHER = [[0.6, 0.3, 0.05], [0.9, 0.0, 0.0], [0.2, 0.5, 0.0]]
+STUDENT = [[0.2, 0.3, 0.1], [0.5, 0.2, 0.1], [0.3, 0.3, 0.2]]
+IDS = [[4, 2, 7], [1, -1, -1], [0, 3, -1]]
+
+
+def divergences(beta: float) -> dict[str, list[float]]:
+    """Return each divergence over the used candidates and one outcome for all other tokens, in plain floats."""
+    values: dict[str, list[float]] = {"forward_kl": [], "reverse_kl": [], "jsd": []}
+    for teacher, student, ids in zip(TEACHER, STUDENT, IDS, strict=True):
+        q = [value for value, id in zip(teacher, ids, strict=True) if id >= 0]
+        p = [value for value, id in zip(student, ids, strict=True) if id >= 0]
+        q, p = [*q, 1 - sum(q)], [*p, 1 - sum(p)]
+        m = [beta * a + (1 - beta) * b for a, b in zip(q, p, strict=True)]
+
+        def kl(first: list[float], second: list[float]) -> float:
+            return sum(a * math.log(a / b) for a, b in zip(first, second, strict=True))
+
+        values["forward_kl"].append(kl(q, p))
+        values["reverse_kl"].append(kl(p, q))
+        values["jsd"].append(beta * kl(q, m) + (1 - beta) * kl(p, m))
+    return values
+
+
+def distillation_inputs(student: list[list[float]] = STUDENT) -> LossInputs:
+    used = tensor(IDS) >= 0
+    return inputs(
+        3,
+        candidate_ids=tensor(IDS),
+        teacher_logprobs=torch.where(used, tensor(TEACHER).log(), 0.0),
+        candidate_logprobs=torch.where(used, tensor(student).log(), 0.0).requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("beta", [0.2, 0.5])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+def test_distillation_measures_candidates_and_the_rest_as_one_outcome(name: str, beta: float) -> None:
+    loss = BUILT_IN[name].with_settings(beta=beta) if name == "jsd" else BUILT_IN[name]
+    values, metrics = loss(torch.zeros(3), distillation_inputs())
+    assert values.tolist() == pytest.approx(divergences(beta)[name], rel=1e-5)
+    assert metrics["teacher_mass"].tolist() == pytest.approx([0.95, 0.9, 0.7])
+    assert metrics["student_mass"].tolist() == pytest.approx([0.6, 0.5, 0.6])
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+def test_distillation_is_0_for_the_teacher_and_has_finite_gradients(name: str) -> None:
+    arguments = distillation_inputs(TEACHER)
+    values, _ = BUILT_IN[name](torch.zeros(3), arguments)
+    assert values.tolist() == pytest.approx([0.0] * 3, abs=1e-7)
+    values.sum().backward()
+    assert arguments.candidate_logprobs.grad.isfinite().all()
+
+
+def test_distillation_of_a_distribution_without_a_rest_is_the_plain_divergence() -> None:
+    """1 minus a sum of 1 is rounding: the rest counts as equally small for both."""
+    teacher, student = torch.randn(2, 5, 9).log_softmax(-1).unbind(0)
+    ids = torch.arange(9).expand(5, -1)
+    arguments = inputs(5, candidate_ids=ids, teacher_logprobs=teacher, candidate_logprobs=student)
+    values, _ = BUILT_IN["forward_kl"](torch.zeros(5), arguments)
+    torch.testing.assert_close(values, (teacher.exp() * (teacher - student)).sum(1), atol=1e-5, rtol=1e-4)
+
+
+def test_jsd_refuses_its_limits() -> None:
+    with pytest.raises(ConfigError, match=r"beta=1 is not between 0 and 1; forward_kl and reverse_kl are its limits"):
+        BUILT_IN["jsd"].with_settings(beta=1.0)(torch.zeros(3), distillation_inputs())

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megascend import Sample
+from megascend import Candidates, Sample
 from megascend.batch.losses import BUILT_IN
 from megascend.batch.micro_batch import SequenceLayout, build, unpack
 
@@ -205,3 +205,24 @@ def test_dummy_batch_has_no_mtp_targets():
     assert batch.mtp is not None
     assert not batch.mtp.weights.any()
     assert build(make([5]), [0], SequenceLayout(), None, CPU).mtp is None
+
+
+@quick
+@given(**combinations)
+def test_candidates_stay_with_their_token(packing, context, tensor, lengths):
+    """Samples have 1, 2 or 3 slots; narrower ones and padding have unused slots."""
+    samples = make(lengths)
+    for number, sample in enumerate(samples):
+        ids = 3 * sample.input_ids[:, None] + torch.arange(1 + number % 3)
+        sample.candidates = Candidates(ids, -5 - ids / 1000)
+    width = min(3, len(lengths))
+    for rank in range(context):
+        layout = SequenceLayout(packing, context, rank, tensor)
+        batch = build(samples, range(len(lengths)), layout, BUILT_IN["forward_kl"], CPU)
+        assert batch.candidate_ids.shape == batch.teacher_logprobs.shape == (len(batch.targets), width)
+        slots = 1 + batch.sample % 3
+        used = (torch.arange(width) < slots[:, None]) & ~batch.padding[:, None]
+        expected = torch.where(used, 3 * batch.input_ids.flatten()[:, None] + torch.arange(width), -1)
+        assert batch.candidate_ids.tolist() == expected.tolist()
+        torch.testing.assert_close(batch.teacher_logprobs, torch.where(used, -5 - expected / 1000, 0.0))
+        assert build(samples, range(len(lengths)), layout, BUILT_IN["cross_entropy"], CPU).candidate_ids is None

@@ -40,7 +40,7 @@ def test_values_and_gradients_equal_a_plain_log_softmax():
     expected = reference(hidden, weight, targets, loss_grad)
     hidden.requires_grad_()
     weight.requires_grad_()
-    logprobs, entropy = linear_logprobs(hidden, weight, targets, VocabShard(0, VOCABULARY), entropy=True)
+    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, VocabShard(0, VOCABULARY), entropy=True)
     (loss_grad[0] * logprobs + loss_grad[1] * entropy).sum().backward()
     for result, reference_value in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(result.double(), reference_value, atol=2e-5, rtol=2e-5)
@@ -76,7 +76,7 @@ def test_vocabulary_shards_with_padding_rows_give_the_same_numbers(world_size):
         local_weight = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
         shard = VocabShard.for_rank(VOCABULARY, per_rank, rank, dist.group.WORLD)
         states = hidden.clone().requires_grad_()
-        logprobs, entropy = linear_logprobs(states, local_weight, targets, shard, entropy=True)
+        logprobs, entropy, _ = linear_logprobs(states, local_weight, targets, shard, entropy=True)
         (loss_grad[0] * logprobs + loss_grad[1] * entropy).sum().backward()
         fused_weight, fused_states = local_weight.detach().clone().requires_grad_(), hidden.clone().requires_grad_()
         total, fused = linear_cross_entropy(fused_states, fused_weight, targets, loss_grad[0].abs(), shard)
@@ -116,6 +116,72 @@ def test_a_rank_with_padding_rows_only_takes_part():
     expected = (hidden @ weight.t()).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     for logprobs in run_distributed(on_rank, 4, timeout_s=180):
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+def candidates_and_gradients(slots=7):
+    """Return ids [TOKENS, slots] of which some are targets and some unused, and gradients of all three outputs."""
+    generator = torch.Generator().manual_seed(5)
+    *_, targets, loss_grad = inputs()
+    ids = torch.rand(TOKENS, VOCABULARY, generator=generator).topk(slots).indices
+    ids[::3, 0] = torch.where((ids[::3] == targets[::3, None]).any(1), ids[::3, 0], targets[::3])
+    ids[::4, 3:] = -1
+    ids[5] = -1
+    return ids, loss_grad, torch.randn(TOKENS, slots, generator=generator)
+
+
+def reference_with_candidates(hidden, weight, targets, ids, grads, grad_candidates):
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_p = (hidden @ weight.t()).log_softmax(-1)
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    selected = torch.where(ids >= 0, log_p.gather(1, ids.clamp_min(0)), 0.0)
+    (grads[0] * logprobs + grads[1] * entropy + (grad_candidates * selected).sum(1)).sum().backward()
+    return logprobs.detach(), entropy.detach(), selected.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_candidates_of_any_shard_have_values_and_gradients_of_a_plain_log_softmax(world_size):
+    """Divide 37 rows over the ranks; padding rows are filled with large values that must not count."""
+    hidden, weight, targets, _ = inputs()
+    ids, grads, grad_candidates = candidates_and_gradients()
+    assert ((ids == targets[:, None]).any(1)).sum() > TOKENS / 4
+    expected = reference_with_candidates(hidden, weight, targets, ids, grads, grad_candidates)
+    per_rank = -(-VOCABULARY // world_size) + 1
+    padded = torch.cat([weight, torch.full((per_rank * world_size - VOCABULARY, HIDDEN), 9.0)])
+
+    def on_rank():
+        rank = dist.get_rank()
+        local_weight = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()
+        shard = VocabShard.for_rank(VOCABULARY, per_rank, rank, dist.group.WORLD)
+        states = hidden.clone().requires_grad_()
+        outputs = linear_logprobs(states, local_weight, targets, shard, entropy=True, candidates=ids)
+        logprobs, entropy, selected = outputs
+        (grads[0] * logprobs + grads[1] * entropy + (grad_candidates * selected).sum(1)).sum().backward()
+        return *(output.detach() for output in outputs), states.grad, local_weight.grad
+
+    ranks = run_distributed(on_rank, world_size, timeout_s=180)
+    for values in zip(*(rank[:3] for rank in ranks), strict=True):
+        assert all(torch.equal(value, values[0]) for value in values)
+    results = [
+        *ranks[0][:3],
+        sum(rank[3].double() for rank in ranks),
+        torch.cat([rank[4] for rank in ranks])[:VOCABULARY],
+    ]
+    for result, reference_value in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), reference_value, atol=3e-5, rtol=2e-5)
+    assert (torch.cat([rank[4] for rank in ranks])[VOCABULARY:] == 0).all()
+
+
+def test_gradient_of_a_learned_distribution_vanishes_in_16_bits():
+    """p - q is 0 and p is not: the two parts of a column's gradient are subtracted in fp32, and rounded once."""
+    hidden, weight, targets, _ = inputs(torch.bfloat16)
+    ids = torch.arange(VOCABULARY).expand(TOKENS, -1)
+    states = hidden.clone().requires_grad_()
+    selected = linear_logprobs(states, weight, targets, VocabShard(0, VOCABULARY), candidates=ids)[2]
+    teacher = selected.detach().exp()
+    (-teacher * selected).sum().backward()
+    assert float(teacher.max()) > 0.5
+    assert float(states.grad.abs().max()) < 1e-5
 
 
 def test_the_expected_upstream_gradient_is_checked():
@@ -178,7 +244,7 @@ def test_adapters_add_to_the_logits_of_their_segments(fused):
             inputs_with_grad[0], padded, targets, coefficients, shard, down=inputs_with_grad[1], lora_delta=lora_delta
         )
     else:
-        logprobs, _ = linear_logprobs(
+        logprobs, *_ = linear_logprobs(
             inputs_with_grad[0], padded, targets, shard, down=inputs_with_grad[1], lora_delta=lora_delta
         )
         total = (logprobs * -coefficients).sum()

@@ -30,7 +30,7 @@ class Gradients:
     norm: float
 
 
-def reduced_gradients(case: Case, checkpoint: Path, tokens: list[list[int]]) -> Gradients:
+def reduced_gradients(case: Case, checkpoint: Path, samples: list[Any], loss: Any = "cross_entropy") -> Gradients:
     """Return what the optimizer is about to step with, on one rank of ``case``."""
     with case_backend(case, checkpoint) as backend:
         optimizer, chunks = backend.engine.optimizer, backend.engine.bare_chunks
@@ -41,7 +41,7 @@ def reduced_gradients(case: Case, checkpoint: Path, tokens: list[list[int]]) -> 
             return update(lr)
 
         optimizer._update = record
-        backend.forward_backward(backend.shard(causal_samples(tokens)))
+        backend.forward_backward(backend.shard(samples), loss)
         norm = backend.optimizer_step().grad_norm
         # Gradients have their parameters' shapes: exported in their places, they are gathered and renamed as weights are.
         for chunk, gradients in zip(chunks, reduced, strict=True):
@@ -105,7 +105,8 @@ def differences(
 def compare(case: Case, folder: Path) -> dict[str, float]:
     """Compare all gradients of one step with transformers'; return those that differ."""
     checkpoint, tokens = case_checkpoint(folder, case.arch, **case.overrides), token_lists()
-    ranks = run_distributed(reduced_gradients, case.world_size, case, checkpoint, tokens, init=False, timeout_s=180)
+    samples = causal_samples(tokens)
+    ranks = run_distributed(reduced_gradients, case.world_size, case, checkpoint, samples, init=False, timeout_s=180)
     rounded = hf_reference(folder, checkpoint, tokens, steps=0, gradients=True).gradients
     exact = hf_reference(folder, checkpoint, tokens, steps=0, gradients=True, dtype="float64").gradients
     # Where a model amplifies rounding, the bound is twice what transformers' own fp32 is away from fp64.

@@ -89,6 +89,9 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
         yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     if sample.routed_experts is not None:
         yield "routed_experts", index.to_bytes(8, "little") + sample.routed_experts.numpy().tobytes()
+    if sample.candidates is not None:
+        for values in (sample.candidates.ids, sample.candidates.logprobs):
+            yield "candidates", index.to_bytes(8, "little") + values.numpy().tobytes()
     for label, values in sample.image_fields().items():
         yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     yield "adapter", f"{index} {name}".encode()

@@ -52,11 +52,13 @@ class LossEvaluation:
     Attributes:
         metrics: the loss values under "loss", and the function's further metrics: [n] or [pairs] each.
         scores, entropy: the gradient of the weighted values with respect to each, [n]; None if the loss has no entropy.
+        candidates: with respect to the candidates' log-probabilities, [n, K]; None without candidates.
     """
 
     metrics: dict[str, Tensor]
     scores: Tensor
     entropy: Tensor | None
+    candidates: Tensor | None
 
 
 class LossCall:
@@ -86,6 +88,7 @@ class LossCall:
         inputs: LossInputs,
         factors: Tensor | float,
         padding: Tensor,
+        candidates: Tensor | None = None,
     ) -> LossEvaluation | None:
         """Call the function; None if it cannot be used on this or another context parallel rank.
 
@@ -94,8 +97,9 @@ class LossCall:
             inputs: arguments of the loss function; ``reduce_context`` is the unguarded sum over context parallel ranks.
             factors: coefficient of each token's weighted value, or of each pair's value, in the sum that is differentiated.
             padding: bool [n], tokens of no sample.
+            candidates: fp32 [n, K] from the model, log-probabilities of the candidates of ``inputs``.
         """
-        return self._guarded(lambda: self._differentiate(scores, entropy, inputs, factors, padding))
+        return self._guarded(lambda: self._differentiate(scores, entropy, candidates, inputs, factors, padding))
 
     def observe(self, logprobs: Tensor, inputs: LossInputs, padding: Tensor) -> dict[str, Tensor] | None:
         """Call the function of a loss with ``is_cross_entropy`` for its metrics: [n] each; None as in :meth:`evaluate`."""
@@ -132,32 +136,48 @@ class LossCall:
         return result
 
     def _differentiate(
-        self, scores: Tensor, entropy: Tensor | None, inputs: LossInputs, factors: Tensor | float, padding: Tensor
+        self,
+        scores: Tensor,
+        entropy: Tensor | None,
+        candidates: Tensor | None,
+        inputs: LossInputs,
+        factors: Tensor | float,
+        padding: Tensor,
     ) -> LossEvaluation:
         loss, weights = self.loss, inputs.weights
-        leaves = [tensor.detach().requires_grad_() for tensor in (scores, entropy) if tensor is not None]
+        outputs = {"scores": scores, "entropy": entropy, "candidates": candidates}
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in outputs.items() if tensor is not None}
         count = len(weights) if loss.per == "token" else len(inputs.pairs)
         with torch.enable_grad():
             # A function must not see padding, whose values depend on the layout.
             finite = _finite_at_weight_0(weights)
-            visible = [finite(tensor.masked_fill(padding, 0.0)) for tensor in leaves]
+            visible = {
+                name: finite(tensor.masked_fill(padding.view(-1, *[1] * (tensor.dim() - 1)), 0.0))
+                for name, tensor in leaves.items()
+            }
             inputs = replace(
                 _finite_fields(inputs),
-                entropy=None if entropy is None else visible[1],
+                entropy=visible.get("entropy"),
+                candidate_logprobs=visible.get("candidates"),
                 reduce_context=self._reduce_context(inputs.reduce_context),
             )
-            values, metrics = split_output(loss, loss(visible[0], inputs), count)
+            values, metrics = split_output(loss, loss(visible["scores"], inputs), count)
             weighted_values = weighted(values, weights * factors) if loss.per == "token" else values * factors
             total = weighted_values.sum()
-        _check_graph(loss, total, leaves)
-        # A function may use only one of the two.
-        raw_gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+        _check_graph(loss, total, list(leaves.values()))
+        # A function may use only some of them.
+        raw_gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         trained = weights != 0
-        gradients = [None if gradient is None else torch.where(trained, gradient, 0.0) for gradient in raw_gradients]
+        gradients = {
+            name: torch.where(trained.view(-1, *[1] * (gradient.dim() - 1)), gradient, 0.0)
+            for name, gradient in zip(leaves, raw_gradients, strict=True)
+            if gradient is not None
+        }
         return LossEvaluation(
             metrics={"loss": values.detach(), **{name: metric.detach().float() for name, metric in metrics.items()}},
-            scores=torch.zeros_like(leaves[0]) if gradients[0] is None else gradients[0],
-            entropy=gradients[1] if entropy is not None else None,
+            scores=gradients.get("scores", torch.zeros_like(scores)),
+            entropy=gradients.get("entropy"),
+            candidates=gradients.get("candidates"),
         )
 
     # --- agreement of context parallel ranks, which may communicate inside the function ---
@@ -207,12 +227,16 @@ def _disagreement(loss: Loss, states: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _finite_at_weight_0(weights: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that replaces values [n] that are not finite by 0 at tokens of weight 0.
+    """Return a function that replaces values [n] or [n, K] that are not finite by 0 at tokens of weight 0.
 
     Masking gradients is not enough if a function combines tokens: 0 times such a value is NaN for all of them.
     """
     untrained = weights == 0
-    return lambda values: torch.where(untrained & ~values.isfinite(), 0.0, values)
+
+    def finite(values: Tensor) -> Tensor:
+        return torch.where(untrained.view(-1, *[1] * (values.dim() - 1)) & ~values.isfinite(), 0.0, values)
+
+    return finite
 
 
 def _finite_fields(inputs: LossInputs) -> LossInputs:
@@ -256,8 +280,8 @@ def _check_graph(loss: Loss, total: Tensor, leaves: Sequence[Tensor]) -> None:
     """Raise LossFunctionError for a sum without a gradient to the model, or with one to another tensor."""
     if not total.requires_grad:
         raise LossFunctionError(
-            f"loss {loss.name!r} returned values that do not depend on {loss.of} or inputs.entropy, or only through detach(): "
-            "nothing would be trained. For a loss of 0, multiply by 0"
+            f"loss {loss.name!r} returned values that do not depend on {loss.of}, inputs.entropy or inputs.candidate_logprobs, or "
+            "only through detach(): nothing would be trained. For a loss of 0, multiply by 0"
         )
     # autograd.grad would silently leave out other tensors: find them in the graph.
     visited, pending = set(), [total.grad_fn]

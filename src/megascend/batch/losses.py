@@ -7,6 +7,7 @@ micro batches, data and context parallel ranks, so a loss never depends on the l
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -41,6 +42,10 @@ class LossInputs:
         sample: int64 [n], index of each token's sample in the micro batch.
         sample_count: samples in the micro batch.
         pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
+        candidate_ids: int64 [n, K], a teacher's likeliest tokens, -1 at unused slots; None unless the loss requires
+            ``candidates``, as the next two.
+        teacher_logprobs: float32 [n, K], the teacher's log-probabilities of them.
+        candidate_logprobs: float32 [n, K] with gradient, the model's. Both are 0 at unused slots.
         last: int64, indices of samples' last tokens among the n; None except for losses of values.
         reduce_context: sums a tensor over context parallel ranks, differentiably.
         members: index of each of the micro batch's samples in this rank's list, on the host.
@@ -59,6 +64,9 @@ class LossInputs:
     ref_logprobs: Any = None
     returns: Any = None
     old_values: Any = None
+    candidate_ids: Any = None
+    teacher_logprobs: Any = None
+    candidate_logprobs: Any = None
     last: Tensor | None = None
     extra: dict[str, Tensor] | None = None
     members: Sequence[int] = ()
@@ -91,7 +99,7 @@ class Loss:
             shape [n] for ``per="token"`` and [pairs] for ``per="pair"``.
         of: first argument of the function: ``logprobs`` of the targets, or ``values`` of a scalar head.
         per: unit of the average: tokens by their weights, or preference pairs with equal weights.
-        requires: per-token fields of :class:`megascend.Sample` that must be set.
+        requires: per-token fields of :class:`megascend.Sample` that must be set, or ``candidates``.
         entropy: True if ``inputs.entropy`` is needed.
         reduction: ``mean``: the sum of weighted values is divided by the weights of the global batch (or its pairs). ``sum``: it
             is not; then weights may also be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
@@ -327,6 +335,59 @@ def bradley_terry(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str,
     }
 
 
+# --- distillation: a teacher's candidates, and all other tokens as one ---
+
+TAIL_FLOOR = 1e-6
+"""Least probability of the tokens that are not candidates: below it, 1 minus the others' sum is float32's rounding."""
+
+
+def forward_kl(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """KL(teacher || student) over the teacher's candidates and, as one further outcome, all other tokens (Hinton et al. 2015).
+
+    A lower bound of the divergence over the whole vocabulary, equal to it if the candidates are all tokens.
+    """
+    teacher, student, used, metrics = _outcomes(inputs)
+    return _divergence(teacher, student, used), metrics
+
+
+def reverse_kl(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """KL(student || teacher) over the outcomes of :func:`forward_kl` (Gu et al. 2024, MiniLLM)."""
+    teacher, student, used, metrics = _outcomes(inputs)
+    return _divergence(student, teacher, used), metrics
+
+
+def jsd(logprobs: Tensor, inputs: LossInputs, beta: float = 0.5) -> tuple[Tensor, dict[str, Tensor]]:
+    """Generalised Jensen-Shannon divergence (Agarwal et al. 2024, GKD, eq. 1) over the outcomes of :func:`forward_kl`.
+
+    beta KL(teacher || m) + (1 - beta) KL(student || m), with m = beta teacher + (1 - beta) student and 0 < beta < 1.
+    """
+    if not 0 < beta < 1:
+        raise ConfigError(f"loss 'jsd': beta={beta:g} is not between 0 and 1; forward_kl and reverse_kl are its limits")
+    teacher, student, used, metrics = _outcomes(inputs)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    value = beta * _divergence(teacher, mixture, used) + (1 - beta) * _divergence(student, mixture, used)
+    return value, metrics
+
+
+def _outcomes(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Return log-probabilities [n, K + 1] of teacher and student, which of them are outcomes, and metrics."""
+    used = inputs.candidate_ids >= 0
+    columns, masses = [], []
+    for logprobs in (inputs.teacher_logprobs, inputs.candidate_logprobs):
+        mass = torch.where(used, logprobs.exp(), 0.0).sum(1)
+        # Rounded log-probabilities may sum to more than 1.
+        tail = (1 - mass).clamp_min(TAIL_FLOOR).log()
+        columns.append(torch.cat([logprobs, tail[:, None]], 1))
+        masses.append(mass.detach())
+    outcomes = torch.cat([used, used.new_ones(len(used), 1)], 1)
+    return columns[0], columns[1], outcomes, {"teacher_mass": masses[0], "student_mass": masses[1]}
+
+
+def _divergence(first: Tensor, second: Tensor, used: Tensor) -> Tensor:
+    """Return KL(first || second) [n] of log-probabilities [n, outcomes], where ``used``."""
+    return torch.where(used, first.exp() * (first - second), 0.0).sum(1)
+
+
 LOSS_METRICS = {
     "ratio": Metric("", "mean probability ratio p_new / p_old"),
     "clip_fraction": Metric("fraction", "tokens whose ratio, or values whose change, was clipped"),
@@ -335,11 +396,16 @@ LOSS_METRICS = {
     "reward_chosen": Metric("", "mean reward of chosen responses (dpo: beta times the log-ratio to the reference)"),
     "reward_rejected": Metric("", "mean reward of rejected responses"),
     "value": Metric("", "mean value that the critic predicts"),
+    "teacher_mass": Metric("fraction", "mean probability that the teacher gives to its candidates of a position"),
+    "student_mass": Metric("fraction", "mean probability that the model gives to the teacher's candidates"),
 }
 """Metrics that built-in losses report beside the loss."""
 
 POLICY = (importance_sampling, ppo, cispo, gspo, dro, stable_reinforce)
 """Losses of a policy, on responses with the sampler's log-probabilities and advantages."""
+
+DISTILLATION = (forward_kl, reverse_kl, jsd)
+"""Losses of a teacher's candidates."""
 
 BUILT_IN: dict[str, Loss] = {
     loss.name: loss
@@ -350,6 +416,7 @@ BUILT_IN: dict[str, Loss] = {
         Loss("value", value, requires=("returns",), of="values"),
         Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
         Loss("bradley_terry", bradley_terry, per="pair", of="values"),
+        *(Loss(loss.__name__, loss, requires=("candidates",)) for loss in DISTILLATION),
     )
 }
 

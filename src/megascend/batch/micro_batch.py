@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megascend.batch import images as pictures
+from megascend.batch.candidates import same_width
 from megascend.batch.images import ImageBatch, SampleImages
 from megascend.batch.losses import Loss
 from megascend.batch.packing import round_up
@@ -128,6 +129,8 @@ class MicroBatch:
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
         mtp: what a head for multi-token prediction is trained on; None: the head does not run.
         images: pictures of the samples, or None.
+        candidate_ids: int64 [n, K], a teacher's candidates, -1 at unused slots; None unless all samples have them.
+        teacher_logprobs: float32 [n, K], its log-probabilities of them.
     """
 
     members: list[int]
@@ -151,6 +154,8 @@ class MicroBatch:
     routed_experts: Tensor | None = None
     mtp: MtpTargets | None = None
     images: ImageBatch | None = None
+    candidate_ids: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -196,9 +201,17 @@ def build(
     positions = [share.take(torch.arange(share.padded_length)) for share in shares]
     starts = accumulate(padded, initial=0)
     routed = None if dummy else routed_columns(selected)
+    candidates = [sample.candidates for sample in selected if sample.candidates is not None]
+    # Not for a loss that does not read them: they are K times as large as any other field.
+    if dummy or len(candidates) < len(selected) or (loss is not None and "candidates" not in loss.requires):
+        candidates = []
 
     def column(parts: list[Tensor]) -> Tensor:
         return to_device(torch.cat(parts), device)
+
+    def rows(parts: list[Tensor], padding: int) -> Tensor:
+        wide = same_width(parts, padding)
+        return column([share.take(part, padding) for share, part in zip(shares, wide, strict=True)])
 
     def inputs(parts: list[Tensor]) -> Tensor:
         return to_device(torch.cat(parts)[None] if layout.packing else torch.stack(parts), device)
@@ -246,6 +259,8 @@ def build(
         )
         if mtp
         else None,
+        candidate_ids=rows([entry.ids for entry in candidates], -1).long() if candidates else None,
+        teacher_logprobs=rows([entry.logprobs for entry in candidates], 0) if candidates else None,
         images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
 
@@ -324,14 +339,14 @@ def _padded_lengths(lengths: list[int], layout: SequenceLayout) -> list[int]:
 
 def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
     """Return the fields that all samples have; DataError if one is missing that the loss requires."""
-    common = set.intersection(*(set(sample.token_fields()) for sample in samples))
+    common = set.intersection(*(sample.loss_fields for sample in samples))
     if loss is not None:
         missing = [name for name in loss.requires if name not in common]
         if missing:
             raise DataError(
                 f"loss {loss.name!r} needs {', '.join(missing)} on every sample; set them in megascend.Sample"
             )
-    return sorted(common)
+    return sorted(common - {"candidates"})  # columns of their own
 
 
 def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascend.batch.candidates import Candidates, id_rows
 from megascend.batch.images import SampleImages
 from megascend.batch.picture_sources import PictureSources
 from megascend.errors import DataError
@@ -39,6 +40,7 @@ class Sample:
         routed_experts: [length, layers, k] integers, the experts that the rollout chose for each token of ``input_ids``, as vLLM
             returns them: of all layers, or of those with experts. -1 in all k: not known, the router chooses.
         images: pictures, for models that take them; ``input_ids`` has a token for each of their features.
+        candidates: a teacher's likeliest tokens at each position, with its log-probabilities.
     """
 
     input_ids: Any
@@ -55,6 +57,7 @@ class Sample:
     old_values: Any = None
     routed_experts: Any = None
     images: SampleImages | PictureSources | None = None
+    candidates: Candidates | None = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -68,6 +71,10 @@ class Sample:
         if self.routed_experts is not None:
             self.routed_experts = _routing(self.routed_experts)
             lengths["routed_experts"] = len(self.routed_experts)
+        if self.candidates is not None:
+            if not isinstance(self.candidates, Candidates):
+                raise DataError(f"candidates must be megascend.Candidates, got {type(self.candidates).__name__}")
+            lengths["candidates"] = len(self.candidates)
         if len(set(lengths.values())) != 1:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
@@ -89,6 +96,11 @@ class Sample:
         }
         return tensors | self.extra
 
+    @property
+    def loss_fields(self) -> set[str]:
+        """Names of the fields that a loss may require and that are set."""
+        return {*self.token_fields(), *(["candidates"] if self.candidates is not None else [])}
+
     def image_fields(self) -> dict[str, Tensor]:
         """Return the tensors of decoded pictures by name; empty without pictures."""
         if not isinstance(self.images, SampleImages):
@@ -107,6 +119,7 @@ class Sample:
         adapter: str | None = None,
         routed_experts: Any = None,
         images: SampleImages | PictureSources | None = None,
+        candidates: Candidates | None = None,
     ) -> Sample:
         """Build a sample that predicts each next token of ``token_ids`` (length n + 1 gives a sample of length n).
 
@@ -119,6 +132,7 @@ class Sample:
             adapter: as in the sample.
             routed_experts: as in the sample, of n or n + 1 tokens: the last token is not an input.
             images: as in the sample; the last token is none of theirs.
+            candidates: of n + 1 tokens, in the row of the token that they are candidates for; the first row is not used.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
         if len(tokens) < 2:
@@ -143,6 +157,7 @@ class Sample:
             adapter=adapter,
             routed_experts=None if routed_experts is None else routed_experts[: len(tokens) - 1],
             images=images,
+            candidates=None if candidates is None else candidates[1:],
         )
 
     @classmethod

@@ -58,8 +58,12 @@ class Output(Protocol):
         """Return ``sum(-coefficients * logprobs)``, which will receive gradient ``loss_grad``, and fp32 log-probabilities [n]."""
         ...
 
-    def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Return fp32 [n] log-probabilities of the targets, with their autograd graph, and entropies if ``entropy``."""
+    def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return fp32 [n] log-probabilities of the targets, with their autograd graph, and entropies if ``entropy``.
+
+        Args:
+            candidates: int64 [n, K], further tokens (-1: none), whose log-probabilities fp32 [n, K] come third; 0 at -1.
+        """
         ...
 
     def logits(self, rows: Tensor | None = None) -> Tensor:

@@ -67,7 +67,7 @@ class PlainOutput:
             lora_delta=self.lora_delta,
         )
 
-    def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return linear_logprobs(
             self.hidden,
             self.weight,
@@ -77,6 +77,7 @@ class PlainOutput:
             direct_weight_gradient=True,
             down=self.down,
             lora_delta=self.lora_delta,
+            candidates=candidates,
         )
 
     def logits(self, rows: Tensor | None = None) -> Tensor:

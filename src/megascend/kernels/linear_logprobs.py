@@ -6,7 +6,7 @@ dtype, are the largest tensor.
 There are two backward passes:
 
 - :func:`linear_logprobs` works for any loss. It saves hidden states and a few numbers per token, and recomputes the logits in
-  the backward pass.
+  the backward pass. It can also return the log-probabilities of further tokens at each position.
 - :func:`linear_cross_entropy` has a fixed loss, so it computes the gradient in the forward pass, from a chunk's logits (as in
   Liger-Kernel's fused linear cross entropy): no second projection, no saved logits. The gradient of the weight is added to
   Megatron's fp32 buffer inside the matrix product where possible.
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.kernels.low_rank import LowRank, add_product_
-from megascend.kernels.softmax import Statistics, VocabShard, gradient_, statistics
+from megascend.kernels.softmax import Statistics, VocabShard, gradient_, set_columns_, statistics
 
 __all__ = ["LowRank", "VocabShard", "gather_logits", "linear_cross_entropy", "linear_logprobs"]
 
@@ -124,6 +124,7 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: Tensor,
         down: Tensor | None,
         targets: Tensor,
+        candidates: Tensor | None,
         shard: VocabShard,
         entropy: bool,
         direct: bool,
@@ -131,29 +132,83 @@ class _LinearLogprobs(torch.autograd.Function):
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
-        parts = [
-            statistics(logits, local_targets[part], shard, entropy)
-            for part, logits in chunks(hidden, rows, down, lora_delta)
-        ]
+        local_candidates = None if candidates is None else shard.local(candidates)
+        parts: list[Statistics] = []
+        selected: list[Tensor] = []
+        for part, logits in chunks(hidden, rows, down, lora_delta):
+            parts.append(statistics(logits, local_targets[part], shard, entropy))
+            if local_candidates is not None:
+                selected.append(_selected(logits, local_candidates[part]))
         log_sum, target = (torch.cat([getattr(s, name) for s in parts]) for name in ("log_sum", "target"))
         entropies = torch.cat([s.entropy for s in parts if s.entropy is not None]) if entropy else None
-        ctx.save_for_backward(hidden, weight, down, local_targets, log_sum, target, entropies)
+        logprobs = None
+        if candidates is not None:
+            logits = torch.cat(selected)
+            if shard.group is not None:  # every rank has the logits of its own rows, and 0 for the others
+                dist.all_reduce(logits, group=shard.group)
+            logprobs = torch.where(candidates >= 0, logits - log_sum[:, None], 0.0)
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            down,
+            targets,
+            candidates,
+            local_targets,
+            local_candidates,
+            log_sum,
+            target,
+            entropies,
+            logprobs,
+        )
         ctx.shard, ctx.direct, ctx.lora_delta = shard, direct, lora_delta
-        return target - log_sum, entropies
+        return target - log_sum, entropies, logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None):
-        grad_logprobs, grad_entropy = grads
-        hidden, weight, down, local_targets, log_sum, target, entropies = ctx.saved_tensors
+        grad_logprobs, grad_entropy, grad_candidates = grads
+        hidden, weight, down, targets, candidates, local_targets, local_candidates, *saved = ctx.saved_tensors
+        log_sum, target, entropies, logprobs = saved
         rows = weight[: ctx.shard.rows]
         gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.lora_delta)
         scale = torch.zeros_like(log_sum) if grad_logprobs is None else -grad_logprobs
+        if candidates is not None:
+            # As if no token were selected, and then the selected columns, in fp32: the two parts of a column's gradient nearly
+            # cancel, and 16 bits would keep the rounding of the first.
+            slot_grads = _slot_gradients(scale, grad_candidates, targets, candidates)
+            local_slots = torch.cat([local_targets[:, None], local_candidates], 1)
+            local_targets = torch.full_like(local_targets, -1)
+            scale = scale - torch.where(candidates >= 0, grad_candidates, 0.0).sum(1)
+            log_p = torch.cat([(target - log_sum)[:, None], logprobs], 1)
+            factor = scale[:, None]
+            if grad_entropy is not None and entropies is not None:
+                factor = factor - grad_entropy[:, None] * (log_p + entropies[:, None])
+            slot_values = log_p.exp() * factor + slot_grads
         for part, logits in chunks(hidden, rows, down, ctx.lora_delta):
             softmax = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
             entropy_scale = None if grad_entropy is None else grad_entropy[part]
             gradient_(logits, local_targets[part], softmax, scale[part], entropy_scale)
+            if candidates is not None:
+                set_columns_(logits, local_slots[part], slot_values[part])
             gradients.add(logits, part)
-        return *gradients.for_autograd(), None, None, None, None, None
+        return *gradients.for_autograd(), None, None, None, None, None, None
+
+
+def _selected(logits: Tensor, local_ids: Tensor) -> Tensor:
+    """Return the logits of the columns ``local_ids`` [n, K], fp32; 0 where they are -1."""
+    if not logits.shape[1]:
+        return torch.zeros(local_ids.shape, dtype=torch.float32, device=logits.device)
+    return torch.where(local_ids >= 0, logits.gather(1, local_ids.clamp_min(0)).float(), 0.0)
+
+
+def _slot_gradients(scale: Tensor, grad_candidates: Tensor, targets: Tensor, candidates: Tensor) -> Tensor:
+    """Return the gradient that each token's own log-probability receives, [n, 1 + K]: the target's, then the candidates'.
+
+    A target that is a candidate, too, has one column, so both slots have the sum.
+    """
+    grad_candidates = torch.where(candidates >= 0, grad_candidates, 0.0)
+    same = candidates == targets[:, None]
+    target_grad = torch.where(same, grad_candidates, 0.0).sum(1) - scale
+    return torch.cat([target_grad[:, None], torch.where(same, target_grad[:, None], grad_candidates)], 1)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -208,8 +263,9 @@ def linear_logprobs(
     direct_weight_gradient: bool = False,
     down: Tensor | None = None,
     lora_delta: LowRank | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the log-probability of each target and, if requested, the entropy of each distribution.
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute the log-probability of each target and, if requested, the entropy of each distribution and further tokens' ones.
 
     Args:
         hidden: [n, h], equal on all ranks of the tensor parallel group. Its gradient is this rank's part: the caller sums
@@ -221,11 +277,14 @@ def linear_logprobs(
         direct_weight_gradient: add the weight's gradient to ``weight.main_grad`` instead of returning it to autograd.
         down: [n, r], equal on all ranks of the group like ``hidden``; its gradient is this rank's part, too.
         lora_delta: the low-rank term that ``down`` adds to the logits; both or neither.
+        candidates: int64 [n, K], further tokens of each position, each once; -1: none.
 
     Returns:
-        fp32 [n], and fp32 [n] or None.
+        fp32 [n]; fp32 [n] or None; and the candidates' log-probabilities, fp32 [n, K], 0 at -1, or None.
     """
-    return _LinearLogprobs.apply(hidden, weight, down, targets, shard, entropy, direct_weight_gradient, lora_delta)
+    return _LinearLogprobs.apply(
+        hidden, weight, down, targets, candidates, shard, entropy, direct_weight_gradient, lora_delta
+    )
 
 
 def linear_cross_entropy(

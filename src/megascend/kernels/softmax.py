@@ -110,6 +110,24 @@ def gradient_(
         compute(logits, local_targets, softmax.log_sum, scale, softmax.entropy, entropy_scale)
 
 
+def set_columns_(logits: Tensor, local_ids: Tensor, values: Tensor) -> None:
+    """Write ``values`` [n, slots] into the columns ``local_ids`` of ``logits`` [n, rows], where they are not -1.
+
+    Slots of a row with one column must have one value.
+    """
+    if not logits.shape[1]:
+        return
+    # Every slot writes something, since choosing those that do would wait for the device: the others repeat what the row's
+    # first slot writes, or, where there is none, what column 0 holds.
+    first = (local_ids >= 0).int().argmax(1, keepdim=True)
+    column = local_ids.gather(1, first)
+    value = torch.where(column >= 0, values.to(logits.dtype).gather(1, first), logits[:, :1])
+    used = local_ids >= 0
+    logits.scatter_(
+        1, torch.where(used, local_ids, column.clamp_min(0)), torch.where(used, values.to(logits.dtype), value)
+    )
+
+
 def _has_kernels(logits: Tensor) -> bool:
     return logits.device.type == "cuda" and logits.shape[1] > 0
 

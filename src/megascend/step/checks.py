@@ -33,6 +33,11 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
                     f"sample {index} has {name} {low if low < 0 else high}, outside the vocabulary "
                     f"[0, {vocab_size}); does the tokenizer belong to this model?"
                 )
+        if sample.candidates is not None and int(sample.candidates.ids.max()) >= vocab_size:
+            raise DataError(
+                f"sample {index} has the candidate {int(sample.candidates.ids.max())}, outside the vocabulary [0, {vocab_size}); "
+                "teacher and student must have one tokenizer"
+            )
         if problem := images.problem(sample.input_ids, sample.images, engine.info.image_layout):
             raise DataError(f"sample {index} {problem}")
 
@@ -88,6 +93,13 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
             raise DataError(
                 f"sample {index} has weight 0 at its last token, where the loss {loss.name!r} reads its score; set it to 1"
             )
-        missing = [name for name in loss.requires if name not in sample.token_fields()]
+        missing = [name for name in loss.requires if name not in sample.loss_fields]
         if missing:
             raise DataError(f"loss {loss.name!r} needs {', '.join(missing)}, which sample {index} does not have")
+        if "candidates" in loss.requires and sample.candidates is not None:
+            without = (sample.weights != 0) & (sample.candidates.ids < 0).all(1)
+            if bool(without.any()):
+                raise DataError(
+                    f"sample {index} has no candidate at position {int(without.nonzero()[0])}, whose target has a weight in the "
+                    f"loss {loss.name!r}; set the weight to 0 there"
+                )

@@ -85,7 +85,7 @@ class MicroBatchLoss:
         if output.fuses_loss:
             total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
         else:
-            logprobs, _ = output.logprobs(entropy=False)
+            logprobs, *_ = output.logprobs(entropy=False)
             total = weighted(-logprobs, coefficients).sum()
         figure = weighted(-logprobs.detach(), weights * normalizer.metric_scale)
         return total, normalizer.sums(figure, batch)
@@ -93,22 +93,28 @@ class MicroBatchLoss:
     def _model_loss(self, batch: MicroBatch, output: Output | ScalarOutput) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         loss, normalizer = self._loss, self._normalizer
         if isinstance(output, ScalarOutput):
-            return self._evaluate(batch, output.values, None)
+            return self._evaluate(batch, output.values)
         # The fused head computes log-probabilities and gradients in one pass, without keeping logits.
         if (loss.is_cross_entropy or loss.function is cross_entropy) and output.fuses_loss:
             coefficients = batch.weights * normalizer.token_factors(batch)
             total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
             return total, self._cross_entropy_metrics(batch, logprobs.detach()), logprobs
-        return self._evaluate(batch, *output.logprobs(loss.entropy))
+        return self._evaluate(batch, *output.logprobs(loss.entropy, batch.candidate_ids))
 
     def _evaluate(
-        self, batch: MicroBatch, tokens: Tensor, entropy: Tensor | None
+        self, batch: MicroBatch, tokens: Tensor, entropy: Tensor | None = None, candidates: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Call the loss function on ``tokens`` [n], log-probabilities or values, and on entropies if it needs them."""
+        """Call the loss function on ``tokens`` [n], log-probabilities or values, and on what else it needs.
+
+        Args:
+            entropy: [n]; ``candidates``: log-probabilities of the micro batch's candidates [n, K].
+        """
         loss, normalizer, result = self._loss, self._normalizer, None
         if not batch.dummy:
             factors = normalizer.token_factors(batch) if loss.per == "token" else normalizer.pair_factors(batch)
-            result = normalizer.function.evaluate(tokens, entropy, self._inputs(batch), factors, batch.padding)
+            result = normalizer.function.evaluate(
+                tokens, entropy, self._inputs(batch), factors, batch.padding, candidates
+            )
         if result is None:  # the backward pass must still run, with zeros: other ranks communicate in it
             zero = torch.zeros_like(tokens).mul(tokens).sum()
             return zero, {"loss": tokens.new_zeros(len(normalizer.names))}, tokens
@@ -116,6 +122,8 @@ class MicroBatchLoss:
         total = (result.scores * tokens).sum()
         if entropy is not None and result.entropy is not None:
             total = total + (result.entropy * entropy).sum()
+        if candidates is not None and result.candidates is not None:
+            total = total + (result.candidates * candidates).sum()
         if loss.per == "token":
             return total, self._token_metrics(batch, result.metrics), tokens
         # Every context parallel rank has every pair, so each reports 1 / ranks of the sum, but takes the full gradient.
@@ -160,6 +168,8 @@ class MicroBatchLoss:
             last=to_device(last_tokens(batch)[0], batch.sample.device) if self._loss.of == "values" else None,
             extra=batch.fields,
             members=batch.members,
+            candidate_ids=batch.candidate_ids,
+            teacher_logprobs=batch.teacher_logprobs,
         )
 
 

@@ -155,7 +155,7 @@ class Step:
         """Compute log-probabilities of the targets; see ``Backend.forward``."""
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
-            logprobs, entropies = output.logprobs(entropy)
+            logprobs, entropies, _ = output.logprobs(entropy)
             return {"logprobs": logprobs, "entropy": entropies, "logits": output.logits() if logits else None}
 
         names = ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else []))

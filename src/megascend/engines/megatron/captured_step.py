@@ -324,7 +324,7 @@ class CapturedStep:
         if self._shape.kind == "cross_entropy":
             # 1.0: the static coefficients already contain the loss's gradient.
             return head.cross_entropy(hidden, batch.targets, self.static.coefficients, 1.0)
-        logprobs, entropies = head.logprobs(hidden, batch.targets, self._shape.entropy)
+        logprobs, entropies, _ = head.logprobs(hidden, batch.targets, self._shape.entropy)
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
 
     def _differentiate(self, all_outputs: tuple[Tensor, ...]) -> None:

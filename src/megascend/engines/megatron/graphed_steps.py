@@ -206,6 +206,8 @@ class GraphedSteps:
             return f"micro batches above batching.cuda_graphs.max_tokens={self._settings.max_tokens} tokens"
         if tokens > self._largest:
             return "micro batches of sizes beside whose captures memory ran out"
+        if batch.candidate_ids is not None:
+            return "micro batches with candidates of a teacher"
         if batch.segments is not None and batch.segments.keys is not None:
             return "adapters with dropout"
         mixed = stacked is not None and len(stacked.adapters) > 1
@@ -276,7 +278,8 @@ class _GraphedOutput:
         # where, not a product: at weight 0 a log-probability of -inf must not turn the sum into NaN.
         return -torch.where(coefficients != 0, copy * coefficients, 0.0).sum(), copy
 
-    def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        assert candidates is None, "micro batches with candidates are not captured"
         step = self._steps.step(self._batch, "forward" if self._forward_only else "logprobs", entropy=entropy)
         hidden, *static_outputs = step.forward()
         self._hidden = hidden
@@ -284,7 +287,7 @@ class _GraphedOutput:
         outputs = [output[: self._count].clone() for output in static_outputs]
         if not self._forward_only:
             outputs = list(_Differentiable.apply(self._steps._root, step, *outputs))
-        return outputs[0], outputs[1] if entropy else None
+        return outputs[0], outputs[1] if entropy else None, None
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         if self._hidden is None:

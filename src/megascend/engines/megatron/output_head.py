@@ -58,11 +58,21 @@ class OutputHead:
         return self.weight.dtype != torch.float16
 
     def logprobs(
-        self, hidden: Tensor, targets: Tensor, entropy: bool, lora_delta: LowRank | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h (+ r)]."""
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        entropy: bool,
+        lora_delta: LowRank | None = None,
+        candidates: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Compute fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h (+ r)].
+
+        Also those of ``candidates`` [n, K], fp32 [n, K].
+        """
         states, down = self._split(hidden, lora_delta)
-        return linear_logprobs(states, self.weight, targets, self.shard, entropy, self._direct, down, lora_delta)
+        return linear_logprobs(
+            states, self.weight, targets, self.shard, entropy, self._direct, down, lora_delta, candidates
+        )
 
     def cross_entropy(
         self,
@@ -116,8 +126,8 @@ class HeadOutput:
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
         return self.head.cross_entropy(self.hidden, self.targets, coefficients, loss_grad, self.lora_delta)
 
-    def logprobs(self, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        return self.head.logprobs(self.hidden, self.targets, entropy, self.lora_delta)
+    def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.head.logprobs(self.hidden, self.targets, entropy, self.lora_delta, candidates)
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         return self.head.logits(self.hidden, self.lora_delta, rows)

@@ -1,0 +1,194 @@
+"""Distillation from a teacher's candidates: values and gradients of layouts and engines against float64 by transformers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megascend import Candidates, Sample
+from megascend.batch.losses import BUILT_IN
+from megascend.config import Parallel
+from megascend.errors import DataError
+from megascend.testing import run_distributed
+from megascend.testing.parity import PROMPT, TINY_VOCABULARY, Case, case_backend, case_checkpoint, token_lists
+from support.covering import first_stack_only
+from support.gradients import Gradients, differences, reduced_gradients
+
+pytestmark = [pytest.mark.usefixtures("megatron_imported")]
+PROGRAM = Path(__file__).with_name("distilled_gradients.py")
+BETA = 0.3
+LOSSES = {name: BUILT_IN[name].with_settings(beta=BETA) if name == "jsd" else BUILT_IN[name] for name in (
+    "forward_kl", "reverse_kl", "jsd"
+)}  # fmt: skip
+CASES = [
+    Case("single"),
+    Case("padded", packing=False, micro_batch_tokens=200),
+    Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+    Case("CP2", 2, Parallel(context=2), optimizer={"distributed": False}),
+    Case("PP2, padded", 2, Parallel(pipeline=2), packing=False, micro_batch_tokens=200),
+    Case("DP2", 2, optimizer={"distributed": False}),
+]
+
+
+def samples() -> list[Sample]:
+    """Samples whose candidates are of 2 to 6 slots, some unused; prompts have none, and a token has the weight 0.5."""
+    generator = torch.Generator().manual_seed(2)
+    batch = []
+    for number, tokens in enumerate(token_lists()):
+        slots = 2 + number % 5
+        teacher = (2 * torch.randn(len(tokens) - 1, TINY_VOCABULARY, generator=generator)).log_softmax(-1)
+        # Of the whole vocabulary and not the likeliest ones only: also both halves of a divided vocabulary.
+        ids = torch.rand(teacher.shape, generator=generator).topk(slots).indices
+        targets = torch.tensor(tokens[1::2])
+        ids[::2, 0] = torch.where((ids[::2] == targets[:, None]).any(1), ids[::2, 0], targets)
+        ids[::3, 1:] = -1
+        ids[: PROMPT - 1] = -1
+        sample = Sample.causal(tokens, PROMPT)
+        sample.weights[-1] = 0.5
+        sample.candidates = Candidates(ids, teacher.gather(1, ids.clamp_min(0)))
+        batch.append(sample)
+    return batch
+
+
+@pytest.fixture(scope="module")
+def expected(parity_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    folder = tmp_path_factory.mktemp("distillation")
+    job, result = folder / "job.safetensors", folder / "result.safetensors"
+    tensors = {}
+    for index, (tokens, sample) in enumerate(zip(token_lists(), samples(), strict=True)):
+        tensors |= {
+            f"tokens.{index}": torch.tensor(tokens),
+            f"weights.{index}": sample.weights,
+            f"ids.{index}": sample.candidates.ids.long(),
+            f"teacher.{index}": sample.candidates.logprobs,
+        }
+    save_file(tensors, job)
+    command = [sys.executable, PROGRAM, case_checkpoint(parity_folder, "qwen3"), job, str(BETA), result]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return load_file(result)
+
+
+def gradients_of(expected: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(f"{name}/"): value for key, value in expected.items() if key.startswith(f"{name}/")}
+
+
+@first_stack_only
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_of_all_parameters_are_those_of_plain_float64(
+    case: Case, expected: dict[str, torch.Tensor], parity_folder: Path
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, case.arch)
+
+    def on_rank() -> dict[str, tuple[Gradients, float]]:
+        results = {}
+        for name, loss in LOSSES.items():
+            gradients = reduced_gradients(case, checkpoint, samples(), loss)
+            with case_backend(case, checkpoint) as backend:
+                results[name] = gradients, backend.forward_backward(backend.shard(samples()), loss).loss
+        return results
+
+    ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=240)
+    for name in LOSSES:
+        assert differences([rank[name][0] for rank in ranks], gradients_of(expected, name), {}) == {}, name
+        for rank in ranks:
+            assert rank[name][1] == pytest.approx(float(expected[name]), rel=2e-6), name
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "single"])
+def test_engines_of_transformers_have_the_same_gradients(
+    engine: str, expected: dict[str, torch.Tensor], parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint, ranks = case_checkpoint(parity_folder, "qwen3"), 2 if engine == "fsdp" else 1
+    code = """
+import sys
+import torch
+from torch.distributed.tensor import DTensor
+import megascend
+sys.path.insert(0, sys.argv[4])
+from test_distillation import LOSSES, samples
+engine, checkpoint, result = sys.argv[1:4]
+batching = megascend.Batching(packing=engine == "fsdp", micro_batch_tokens=64 if engine == "fsdp" else 200)
+gradients = {}
+with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform="cpu", batching=batching,
+                            optimizer=megascend.Adam(lr=0.0, max_grad_norm=1e9), self_check=False) as backend:
+    for name, loss in LOSSES.items():
+        gradients[name] = backend.forward_backward(backend.shard(samples()), loss).loss
+        for key, parameter in backend.engine.model.named_parameters():
+            gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gradients[f"{name}/{key}"] = gradient.clone()
+        backend.optimizer_step()
+    if backend.rank == 0:
+        torch.save(gradients, result)
+"""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program, result = tmp_path / "program.py", tmp_path / "result.pt"
+    program.write_text(code, encoding="utf-8")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [*launch, program, engine, checkpoint, result, Path(__file__).parent]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    results = torch.load(result)
+    for name in LOSSES:
+        assert results[name] == pytest.approx(float(expected[name]), rel=2e-6), name
+        for key, gradient in gradients_of(expected, name).items():
+            difference = (results[f"{name}/{key}"].double() - gradient).norm() / gradient.norm()
+            assert float(difference) < 1e-4, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda batch: setattr(batch[1], "candidates", None), "'forward_kl' needs candidates, which sample 1 does not"),
+        (
+            lambda batch: batch[2].candidates.ids[PROMPT].fill_(-1),
+            f"sample 2 has no candidate at position {PROMPT}, whose target has a weight",
+        ),
+        (
+            lambda batch: batch[0].candidates.ids[PROMPT].fill_(5000),
+            r"the candidate 5000, outside the vocabulary \[0, ",
+        ),
+    ],
+)
+def test_batch_that_cannot_be_distilled_is_refused(change: Any, message: str, parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank() -> None:
+        batch = samples()
+        change(batch)
+        with case_backend(Case("single"), checkpoint) as backend, pytest.raises(DataError, match=message):
+            backend.forward_backward(batch, "forward_kl")
+
+    run_distributed(on_rank, 1, init=False)
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "message"),
+    [
+        ([[1, 2], [3, 3]], [[-1.0, -1.0]] * 2, r"candidates.ids\[1\] has the token 3 twice"),
+        ([[1, 2]], [[-1.0]], r"logprobs has shape \[1, 1\], and candidates.ids \[1, 2\]"),
+        ([[1, -2]], [[-1.0, -1.0]], "-1 at unused slots"),
+        ([[1.0, 2.0]], [[-1.0, -1.0]], "must be integers"),
+        ([[1, 2]], [[0.25, 0.5]], "log-probabilities are finite and at most 0"),
+        ([[1, 2]], [[-1.0, float("nan")]], "log-probabilities are finite and at most 0"),
+        ([[1, 2]], [[-0.1, -0.2]], "probabilities that sum to 1.724, above 1"),
+    ],
+)
+def test_candidates_are_checked(ids: Any, logprobs: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Candidates(ids, logprobs)
+
+
+def test_rows_of_candidates_may_have_different_lengths() -> None:
+    candidates = Candidates.from_rows([[], [5], [7, 1]], [[], [-1.0], [-1.0, -2.0]])
+    assert candidates.ids.tolist() == [[-1, -1], [5, -1], [7, 1]]
+    assert candidates.logprobs.tolist() == [[0.0, 0.0], [-1.0, 0.0], [-1.0, -2.0]]
+    sample = Sample.causal([3, 5, 7], candidates=candidates)
+    assert sample.candidates.ids.tolist() == [[5, -1], [7, 1]]
