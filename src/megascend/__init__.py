@@ -96,8 +96,8 @@ __all__ = [*_PUBLIC, "__version__"]
 if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
-    from megascend.batch.images import SampleImages
     from megascend.batch.candidates import Candidates
+    from megascend.batch.images import SampleImages
     from megascend.batch.losses import Loss, LossFunction, LossInputs, register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample

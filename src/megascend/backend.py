@@ -319,6 +319,7 @@ class Backend:
         logits: bool = False,
         adapter: str | None = None,
         reference: bool = False,
+        candidates: bool = False,
     ) -> ForwardResult:
         """Compute log-probabilities of every sample's targets, without gradients and with dropout off.
 
@@ -328,9 +329,10 @@ class Backend:
             logits: also return the full logits, fp32 [length, vocabulary]: large, for tests and small models.
             adapter: the adapter of samples that do not name one; without either, the base model.
             reference: use the base model for all samples, whatever adapter they name.
+            candidates: also return the log-probabilities of the samples' candidates, which all must have.
         """
         with self._freeing():
-            return self._step.forward(samples, entropy, logits, adapter, reference)
+            return self._step.forward(samples, entropy, logits, adapter, reference, candidates)
 
     def values(
         self, samples: Sequence[Sample], adapter: str | None = None, reference: bool = False

@@ -275,7 +275,8 @@ def test_candidates_of_weight_0_contribute_nothing(name: str, junk: float) -> No
         inputs = inputs_of(4, weights=weights, candidate_ids=ids, teacher_logprobs=teacher)
         call = LossCall(BUILT_IN[name])
         result = call.evaluate(torch.zeros(4), None, inputs, 1.0, torch.tensor([False, False, False, True]), given)
-        assert result is not None and result.candidates is not None, call.problem
+        assert result is not None, call.problem
+        assert result.candidates is not None
         assert result.scores.count_nonzero() == 0
         return result.candidates
 

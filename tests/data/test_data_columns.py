@@ -250,9 +250,43 @@ def test_a_record_becomes_a_document(name: str) -> None:
     assert parse_record(record, "f:1") == Document("f:1", **fields)
 
 
+def test_tokens_with_a_teachers_candidates_become_a_document() -> None:
+    record = {
+        "token_ids": [5, 9, 7],
+        "prompt_length": 2,
+        "top_ids": [[], [4], [7, 1]],
+        "top_logprobs": [None, [-1], [-0.4, -1.5]],
+    }
+    document = parse_record(record, "f:1")
+    assert (document.token_ids, document.token_weights) == ((5, 9, 7), (0.0, 0.0, 1.0))
+    assert document.candidates is not None
+    assert document.candidates.ids.tolist() == [[-1, -1], [4, -1], [7, 1]]
+    assert document.candidates.logprobs.tolist() == [[0.0, 0.0], [-1.0, 0.0], pytest.approx([-0.4, -1.5])]
+    plain = parse_record({"token_ids": "[5, 9]", "weights": [3, 0.5]}, "f:1")
+    assert (plain.token_weights, plain.candidates) == ((0.0, 0.5), None)
+
+
 PART = {"type": "video", "video": "x"}
 BAD_RECORDS: dict[str, tuple[Any, str]] = {
     "not an object": ([1], "found list"),
+    "one token": ({"token_ids": [1]}, "'token_ids' must be a list of at least two token ids"),
+    "tokens of text": ({"token_ids": ["a", "b"]}, "'token_ids' must be a list of at least two token ids"),
+    "long prompt": ({"token_ids": [1, 2], "prompt_length": 2}, r"'prompt_length' must be in \[0, 2\), found 2"),
+    "weights of other tokens": ({"token_ids": [1, 2], "weights": [1]}, "'weights' must be 2 numbers"),
+    "negative weight": ({"token_ids": [1, 2], "weights": [1, -1]}, "'weights' must be 2 numbers of at least 0"),
+    "nothing learned": ({"token_ids": [1, 2], "weights": [1, 0]}, "no token is learned"),
+    "ids alone": ({"token_ids": [1, 2], "top_ids": [[], [1]]}, "must be both there; only 'top_ids' is"),
+    "rows": ({"token_ids": [1, 2], "top_ids": [[1]], "top_logprobs": [[-1]]}, "each of the 2 tokens, found 1 rows"),
+    "flat rows": ({"token_ids": [1, 2], "top_ids": [1, 2], "top_logprobs": [-1, -1]}, "must be a list of lists"),
+    "empty row": (
+        {"token_ids": [1, 2], "top_ids": [[1], []], "top_logprobs": [[-1], []]},
+        r"'top_ids'\[1\] is empty, and the token there is learned",
+    ),
+    "uneven rows": (
+        {"token_ids": [1, 2], "top_ids": [[], [1, 2]], "top_logprobs": [[], [-1]]},
+        "'top_ids' and 'top_logprobs': rows of candidates' ids and log-probabilities have different lengths",
+    ),
+    "probabilities": ({"token_ids": [1, 2], "top_ids": [[], [1]], "top_logprobs": [[], [0.5]]}, "at most 0"),
     "no key": ({"question": "x"}, "found: question"),
     "nothing": ({}, "found: nothing"),
     "half a form": ({"prompt": "x"}, "found: prompt"),

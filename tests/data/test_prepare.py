@@ -251,3 +251,32 @@ def test_random_template_raises_data_error(folder: Path, expression: str) -> Non
     template = "{{ " + expression + " }}" + DATED.partition("}}")[2]
     with pytest.raises(DataError, match="the chat template draws at random"):
         dated(folder, model_template=template)
+
+
+def test_candidates_are_stored_with_their_samples(folder: Path) -> None:
+    """The second record is cut, and has more candidates than the first."""
+    long = list(range(60))
+    records = [
+        {"token_ids": [5, 9, 7], "top_ids": [[], [9, 2], [7]], "top_logprobs": [[], [-0.5, -1.5], [-0.25]]},
+        {"token_ids": long, "top_ids": [[t, t + 1, t + 2] for t in long], "top_logprobs": [[-2.0, -3.0, -4.0]] * 60},
+    ]
+    write(folder / "data.jsonl", *records)
+    store = samples_of(folder, on_too_long="truncate")
+    assert (store.has_candidates, store.all_candidates, store.lengths.tolist()) == (True, True, [2, 40])
+    first, second = store[0].candidates, store[1].candidates
+    assert first is not None and second is not None  # noqa: PT018
+    assert (first.ids.tolist(), first.logprobs.tolist()) == ([[9, 2], [7, -1]], [[-0.5, -1.5], [-0.25, 0.0]])
+    assert second.ids[-1].tolist() == [40, 41, 42]
+    assert second.ids.shape == second.logprobs.shape == (40, 3)
+    records[0]["top_logprobs"][2] = [-0.5]
+    write(folder / "data.jsonl", *records)
+    assert samples_of(folder, on_too_long="truncate").fingerprint != store.fingerprint
+    write(folder / "data.jsonl", records[0], {"text": "abc"})
+    with pytest.raises(DataError, match=r"with a teacher's distributions .* and others without"):
+        samples_of(folder)
+
+
+def test_candidate_outside_the_vocabulary_is_refused(folder: Path) -> None:
+    write(folder / "data.jsonl", {"token_ids": [5, 9], "top_ids": [[], [300]], "top_logprobs": [[], [-0.5]]})
+    with pytest.raises(DataError, match=r"data.jsonl:1: token id 300 lies outside the model's vocabulary"):
+        samples_of(folder)

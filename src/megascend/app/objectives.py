@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn.functional import logsigmoid
 
-from megascend.batch.losses import Loss, dpo
+from megascend.batch.losses import BUILT_IN, Loss, LossInputs, dpo, split_output
 from megascend.batch.sample import Sample
-from megascend.config import RunConfig
+from megascend.config import Distillation, RunConfig
 from megascend.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -56,13 +56,31 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
         raise ConfigError(
             f"dpo is set, and {config.data.path} holds no preference pairs ('chosen' and 'rejected'): add them, or remove dpo"
         )
+    if config.distillation is None and samples.has_candidates:
+        raise ConfigError(
+            f"{config.data.path} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn them, "
+            "or choose the columns to read with data.columns: {token_ids: token_ids}"
+        )
+    if config.distillation is not None:
+        if not samples.has_candidates:
+            raise ConfigError(
+                f"distillation is set, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' and "
+                "'top_logprobs'): add them, or remove distillation"
+            )
+        return Distilled(distillation_loss(config.distillation))
     return Tokens() if config.dpo is None else Preferences(config.dpo.beta)
+
+
+def distillation_loss(settings: Distillation) -> Loss:
+    """Return the loss of these settings."""
+    loss = BUILT_IN[settings.loss]
+    return loss.with_settings(beta=settings.beta) if settings.loss == "jsd" else loss
 
 
 class Tokens:
     """Cross entropy, token by token."""
 
-    loss = "cross_entropy"
+    loss: str | Loss = "cross_entropy"
 
     def units(self, samples: SampleSubset) -> int:
         return len(samples)
@@ -77,16 +95,51 @@ class Tokens:
         return [samples[unit] for unit in units]
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """``sum(weight * -logprob) / sum(weight)``."""
+        """Return the mean of :meth:`losses` over the weights of all samples."""
         total = weight = 0.0
         for start in range(0, len(samples), batch):
             shard = backend.shard(samples[start : start + batch])
-            for sample, logprobs in zip(shard, backend.forward(shard, adapter=adapter).logprobs, strict=True):
-                total -= weighted_sum(logprobs, sample)
+            for sample, losses in zip(shard, self.losses(backend, shard, adapter), strict=True):
+                total += weighted_sum(losses, sample)
                 weight += float(sample.weights.double().sum())
         # The mean over tokens, not over ranks: ranks have different numbers of them.
         totals, weights = zip(*backend.gather_by_data_rank((total, weight)), strict=True)
         return sum(totals) / sum(weights)
+
+    def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
+        """Return the loss of every target, [length] for each sample, without gradients."""
+        return [-logprobs for logprobs in backend.forward(samples, adapter=adapter).logprobs]
+
+
+class Distilled(Tokens):
+    """Divergence from a teacher's distributions, token by token."""
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss: Loss = loss
+
+    def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
+        scores = backend.forward(samples, adapter=adapter, candidates=True)
+        assert scores.candidates is not None
+        return [
+            self._values(sample, logprobs, student)
+            for sample, logprobs, student in zip(samples, scores.logprobs, scores.candidates, strict=True)
+        ]
+
+    def _values(self, sample: Sample, logprobs: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+        assert sample.candidates is not None
+        inputs = LossInputs(
+            sample.target_ids,
+            sample.weights,
+            torch.zeros_like(sample.target_ids),
+            1,
+            torch.zeros(0, 2, dtype=torch.int64),
+            lambda values: values,
+            candidate_ids=sample.candidates.ids,
+            teacher_logprobs=sample.candidates.logprobs.double(),
+            # Wider, if another sample of the micro batch has more candidates.
+            candidate_logprobs=student[:, : sample.candidates.ids.shape[1]].double(),
+        )
+        return split_output(self.loss, self.loss(logprobs.double(), inputs), len(sample))[0]
 
 
 class Preferences:
@@ -165,8 +218,8 @@ class Preferences:
         return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen)
 
 
-def weighted_sum(logprobs: torch.Tensor, sample: Sample) -> float:
-    """``sum(weight * logprob)`` over a sample, in float64."""
+def weighted_sum(values: torch.Tensor, sample: Sample) -> float:
+    """``sum(weight * value)`` over a sample, in float64."""
     weights = sample.weights.double()
     # where, not a product: 0 times a log-probability of -inf is NaN.
-    return float(torch.where(weights > 0, weights * logprobs.double().cpu(), 0.0).sum())
+    return float(torch.where(weights > 0, weights * values.double().cpu(), 0.0).sum())

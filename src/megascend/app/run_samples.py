@@ -90,6 +90,10 @@ class RunSamples:
             return cls(rest, held_out, longest, remarks)
         if stores[1].has_pairs != learned.has_pairs:
             raise DataError(f"of {sources[0][0]} and {sources[1][0]} one holds preference pairs and the other does not")
+        if stores[1].has_candidates != learned.has_candidates:
+            raise DataError(
+                f"of {sources[0][0]} and {sources[1][0]} only one holds a teacher's distributions (top_ids)"
+            )
         return cls(all_samples(learned), all_samples(stores[1]), longest, remarks)
 
     def longest_unit(self, layout: SequenceLayout) -> int:

@@ -215,8 +215,11 @@ class ForwardResult:
         logprobs: fp32 [length] each, log-probability of every target.
         entropy: fp32 [length] each, entropy of the predicted distribution in nats, or None if not requested.
         logits: fp32 [length, vocabulary] each, or None if not requested.
+        candidates: fp32 [length, at least K] each, log-probabilities of the sample's candidates, 0 at unused slots, or None if
+            not requested.
     """
 
     logprobs: list[Tensor]
     entropy: list[Tensor] | None = None
     logits: list[Tensor] | None = None
+    candidates: list[Tensor] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.batch.candidates import Candidates, id_rows
+from megascend.batch.candidates import Candidates
 from megascend.batch.images import SampleImages
 from megascend.batch.picture_sources import PictureSources
 from megascend.errors import DataError

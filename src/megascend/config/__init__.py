@@ -7,7 +7,7 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 
 from __future__ import annotations
 
-from megascend.config.data import DATA_COLUMNS, Data, Dpo, Pictures, Validation
+from megascend.config.data import DATA_COLUMNS, Data, Distillation, Dpo, Pictures, Validation
 from megascend.config.run import (
     Checkpoint,
     Generation,
@@ -56,6 +56,7 @@ __all__ = [
     "Count",
     "CudaGraphs",
     "Data",
+    "Distillation",
     "Dpo",
     "Fsdp",
     "Generation",

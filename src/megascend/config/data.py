@@ -89,7 +89,8 @@ class Data(Section):
 
 DATA_COLUMNS = (
     "messages", "conversations", "system", "prompt", "completion", "instruction", "input", "output", "history",
-    "chosen", "rejected", "text", "tools", "chat_template_kwargs", "images", "image",
+    "chosen", "rejected", "text", "token_ids", "prompt_length", "weights", "top_ids", "top_logprobs", "tools",
+    "chat_template_kwargs", "images", "image",
 )  # fmt: skip
 """Columns of data files that are read."""
 
@@ -127,6 +128,17 @@ class Validation(Section):
         setting = "validation.split" if self.path is None else "validation.path"
         # The same settings as the training data, except for the split.
         return self.path or data.path, data.model_copy(update={"split": self.split}), setting
+
+
+class Distillation(Section):
+    """Learning a teacher's distributions, which the data holds for each token."""
+
+    loss: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        "forward_kl",
+        description="divergence from the teacher at its most likely tokens, with all other tokens as one outcome: KL(teacher || "
+        "model), KL(model || teacher), or the generalised Jensen-Shannon divergence",
+    )
+    beta: float = Field(0.5, gt=0, lt=1, description="weight of the teacher in the mixture of jsd")
 
 
 class Dpo(Section):

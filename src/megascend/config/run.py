@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self, TypedDict
 
-from megascend.config.data import Data, Dpo, Validation
+from megascend.config.data import Data, Distillation, Dpo, Validation
 from megascend.config.run_file import read_settings
 from megascend.config.section import Count, Seconds, Section, Seed, Size, explain
 from megascend.config.training import (
@@ -273,6 +273,9 @@ class RunConfig(TrainerConfig):
     dpo: Dpo | None = Field(
         None, description="train on preference pairs with DPO; default: cross entropy on the data's tokens"
     )
+    distillation: Distillation | None = Field(
+        None, description="learn the distributions of a teacher that are stored with the data's tokens"
+    )
     generation: Generation | None = Field(None, description="let the model answer prompts at intervals")
     profile: Profile | None = Field(None, description="record a profiler trace of some steps in OUTPUT/profile")
 
@@ -303,6 +306,12 @@ class RunConfig(TrainerConfig):
         if self.steps:
             # Raises if the warm-up takes all steps; with epochs the number of steps is only known later.
             self.ending_with(self.steps)
+        return self
+
+    @model_validator(mode="after")
+    def _one_objective(self) -> RunConfig:
+        if self.dpo is not None and self.distillation is not None:
+            raise ValueError("dpo and distillation are both set: a run has one loss")
         return self
 
     def data_paths(self) -> dict[str, Path | None]:

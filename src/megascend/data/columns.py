@@ -8,6 +8,7 @@
 | ``instruction``, ``output`` (and ``input``, ``system``, ``history``) | Alpaca's: a conversation |
 | ``chosen``, ``rejected`` (and ``prompt``) | a preference pair, of conversations or of text |
 | ``text`` | a text |
+| ``token_ids`` (and ``prompt_length``, ``weights``, ``top_ids``, ``top_logprobs``) | tokens, with a teacher's likeliest ones |
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megascend.batch.candidates import Candidates
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
 from megascend.data.messages import (
@@ -39,14 +41,16 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "completion": (("prompt", "completion"), ()),
     "output": (("instruction", "output"), ("input", "system", "history")),
     "text": (("text",), ()),
+    "token_ids": (("token_ids",), ("prompt_length", "weights", "top_ids", "top_logprobs")),
 }
 """Columns that each form must have, and those that it may have."""
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
+TOP = ("top_ids", "top_logprobs")
 PICTURES = ("images", "image")
 """Columns with the pictures of a conversation: a list, or one."""
 KNOWN_FORMS = (
     "'messages', 'conversations', 'prompt' and 'completion', 'instruction' and 'output', 'chosen' and 'rejected', "
-    "or 'text'"
+    "'text', or 'token_ids'"
 )
 
 
@@ -76,7 +80,7 @@ def parse_record(
         raise DataError(f"{source}: expected exactly one of the keys {KNOWN_FORMS}, found: {keys}{advice}")
     form = forms[0]
     must, may = FORMS[form]
-    chat = () if form == "text" else (*CHAT_COLUMNS, *PICTURES)
+    chat = () if form in ("text", "token_ids") else (*CHAT_COLUMNS, *PICTURES)
     if findings is not None:
         read_columns = set(columns.values()) if columns else {*must, *may, *chat}
         for key in record:
@@ -93,7 +97,7 @@ def parse_record(
         document = with_pictures(document, column, source)
     if findings is not None:
         if document.text is None and document.messages is None and not isinstance(document.chosen, tuple):
-            for key in (*CHAT_COLUMNS, *PICTURES) if form != "text" else ():
+            for key in chat:
                 if values.get(key):
                     findings.remark(f"{key!r} is not read: only conversations of messages have a chat template", source)
         else:
@@ -113,6 +117,56 @@ def _text(values: Mapping[str, Any], name: str, source: str, *, empty: bool = Fa
 
 def _parse_text(values: Mapping[str, Any], source: str) -> Document:
     return Document(source, text=_text(values, "text", source))
+
+
+def _parse_tokens(values: Mapping[str, Any], source: str) -> Document:
+    tokens = decoded(values["token_ids"])
+    if (
+        not isinstance(tokens, list)
+        or len(tokens) < 2
+        or not all(type(token) is int and token >= 0 for token in tokens)
+    ):
+        raise DataError(f"{source}: 'token_ids' must be a list of at least two token ids, found {tokens!r:.60}")
+    prompt, weights = values.get("prompt_length", 0), decoded(values.get("weights", [1.0] * len(tokens)))
+    if type(prompt) is not int or not 0 <= prompt < len(tokens):
+        raise DataError(f"{source}: 'prompt_length' must be in [0, {len(tokens)}), found {prompt!r:.60}")
+    numbers = isinstance(weights, list) and all(type(weight) in (int, float) and weight >= 0 for weight in weights)
+    if not numbers or len(weights) != len(tokens):
+        raise DataError(
+            f"{source}: 'weights' must be {len(tokens)} numbers of at least 0, one for each token, found {weights!r:.60}"
+        )
+    # The first token is never predicted.
+    weights = [0.0] * max(prompt, 1) + [float(weight) for weight in weights[max(prompt, 1) :]]
+    if not any(weights):
+        raise DataError(f"{source}: no token is learned: 'prompt_length' or 'weights' exclude all")
+    candidates = _candidates(values, weights, source)
+    return Document(source, token_ids=tuple(tokens), token_weights=tuple(weights), candidates=candidates)
+
+
+def _candidates(values: Mapping[str, Any], weights: list[float], source: str) -> Candidates | None:
+    """Return the candidates of ``top_ids`` and ``top_logprobs``, a row for each token; None without them."""
+    present = [name for name in TOP if name in values]
+    if not present:
+        return None
+    if len(present) == 1:
+        raise DataError(f"{source}: 'top_ids' and 'top_logprobs' must be both there; only {present[0]!r} is")
+    columns = []
+    for name in TOP:
+        rows = decoded(values[name])
+        if not isinstance(rows, list) or len(rows) != len(weights):
+            count = f"{len(rows)} rows" if isinstance(rows, list) else f"{rows!r:.60}"
+            raise DataError(f"{source}: {name!r} must have a row for each of the {len(weights)} tokens, found {count}")
+        rows = [[] if row is None else row for row in rows]
+        if not all(isinstance(row, list) for row in rows):
+            raise DataError(f"{source}: {name!r} must be a list of lists")
+        columns.append(rows)
+    for index, (weight, row) in enumerate(zip(weights, columns[0], strict=True)):
+        if weight and not row:
+            raise DataError(f"{source}: 'top_ids'[{index}] is empty, and the token there is learned")
+    try:
+        return Candidates.from_rows(*columns)
+    except DataError as error:
+        raise DataError(f"{source}: 'top_ids' and 'top_logprobs': {error}") from None
 
 
 def _parse_chat(values: Mapping[str, Any], source: str) -> Document:
@@ -240,6 +294,7 @@ def _chat(values: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 _PARSERS = {
     "text": _parse_text,
+    "token_ids": _parse_tokens,
     "messages": _parse_chat,
     "conversations": _parse_chat,
     "completion": _parse_completion,

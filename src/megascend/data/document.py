@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megascend.batch.candidates import Candidates
+
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, one prompt with its completion, one conversation, or one preference pair, with its source.
+    """One text, prompt with its completion, conversation, preference pair, or sequence of tokens, with its source.
 
-    Exactly one of ``text``, ``completion``, ``messages`` and ``chosen`` is set.
+    Exactly one of ``text``, ``completion``, ``messages``, ``chosen`` and ``token_ids`` is set.
 
     Attributes:
         source: ``file:line``, ``file[row]`` or the file; every error about the document begins with it.
@@ -25,6 +27,8 @@ class Document:
         loss_weights: loss weight of each message; None: 1 for the assistant's, 0 for all others.
         prompt_messages: number of ``messages`` that are a prompt, which is not learned unless prompts are.
         tools: functions that the conversation may call, for the chat template.
+        token_ids: a sequence of tokens, with the weight of each as a target in ``token_weights``.
+        candidates: a teacher's candidates for each of ``token_ids``, or None.
         template_options: further variables of the chat template, ``{"enable_thinking": False}`` for example.
     """
 
@@ -39,6 +43,9 @@ class Document:
     prompt_messages: int = 0
     tools: tuple[dict[str, Any], ...] | None = None
     template_options: dict[str, Any] | None = None
+    token_ids: tuple[int, ...] | None = None
+    token_weights: tuple[float, ...] | None = None
+    candidates: Candidates | None = None
 
     @property
     def is_pair(self) -> bool:

@@ -167,7 +167,7 @@ batches = Batches
 
 
 def fingerprint_of(samples: Sequence[Sample]) -> str:
-    """Return the xxh3 digest of tokens, targets and weights of all samples, hexadecimal."""
+    """Return the xxh3 digest of tokens, targets, weights and candidates of all samples, hexadecimal."""
     state = xxhash.xxh3_64()
     for sample in samples:
         add_to_fingerprint(state, sample)
@@ -178,3 +178,6 @@ def add_to_fingerprint(state: xxhash.xxh3_64, sample: Sample) -> None:
     """Add a sample to the digest of all."""
     for values in (sample.input_ids, sample.target_ids, sample.weights, *sample.image_fields().values()):
         state.update(values.numpy().tobytes())
+    if sample.candidates is not None:
+        for values in (sample.candidates.ids, sample.candidates.logprobs):
+            state.update(values.numpy().tobytes())

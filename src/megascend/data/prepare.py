@@ -120,6 +120,10 @@ def prepare_samples(
         raise DataError(f"no training samples: {path} holds no token to predict{remarks}")
     if store.has_pairs and not store.all_pairs:
         raise DataError(f"{path} holds preference pairs and other documents: they cannot be trained together")
+    if store.has_candidates and not store.all_candidates:
+        raise DataError(
+            f"{path} holds documents with a teacher's distributions (top_ids) and others without: they cannot be trained together"
+        )
     return store
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
+from megascend.batch.candidates import Candidates
 from megascend.batch.packing import round_up
 from megascend.batch.picture_sources import PictureSources
 from megascend.batch.sample import Sample
@@ -117,6 +118,13 @@ class Encoder:
         return [Sample.causal(tokens[start : start + self._limits.length + 1]) for start in starts]
 
     def _single(self, document: Document) -> Sample | None:
+        if document.token_ids is not None:
+            tokens, weights, candidates = (
+                list(document.token_ids),
+                list(document.token_weights or ()),
+                document.candidates,
+            )
+            return self._within_limit(tokens, weights, "sequence of tokens", document.source, candidates=candidates)
         pictures = None
         if document.messages is not None:
             tokens, weights, pictures = self._conversation(document, document.messages, document.loss_weights)
@@ -259,9 +267,12 @@ class Encoder:
         kind: str,
         source: str,
         pictures: PictureSources | None = None,
+        candidates: Candidates | None = None,
     ) -> Sample | None:
         """Return a sample, cut to the limit if allowed; None if it is skipped."""
         self._check_vocabulary(tokens)
+        if candidates is not None:
+            self._check_vocabulary([int(candidates.ids.max())])
         # The first token is never a target.
         if not any(weights[1:]):
             raise DataError(
@@ -269,7 +280,7 @@ class Encoder:
             )
         length, limit = len(tokens) - 1, self._limits.length
         if length <= limit:
-            return Sample.causal(tokens, weights=weights, images=pictures)
+            return Sample.causal(tokens, weights=weights, images=pictures, candidates=candidates)
         if self._on_too_long == "error":
             raise DataError(
                 f"the {kind} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
@@ -286,7 +297,8 @@ class Encoder:
             self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {setting})", source)
             return None
         self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
-        return Sample.causal(tokens, weights=weights, images=pictures)
+        candidates = None if candidates is None else candidates[: limit + 1]
+        return Sample.causal(tokens, weights=weights, images=pictures, candidates=candidates)
 
     def _check_vocabulary(self, tokens: list[int]) -> None:
         size = self._limits.vocab_size

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
+from megascend.batch.candidates import Candidates
 from megascend.batch.images import DeferredImages, SampleImages
 from megascend.batch.picture_sources import PictureSource, PictureSources
 from megascend.batch.sample import Sample
@@ -24,6 +25,7 @@ from megascend.errors import DataError
 
 TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
 PICTURES, PICTURE_INDEX = "pictures.bin", "pictures.int64"
+CANDIDATE_IDS, CANDIDATE_LOGPROBS = "candidates.int32", "candidates.float32"
 PATH, CONTENT = 0, 1
 """What the store has of a picture: its path, or the picture itself."""
 NO_PAIR = -1
@@ -50,14 +52,16 @@ class SampleStore(Sequence[Sample]):
         self.remarks: list[str] = about["remarks"]
         self.sources: dict[str, str] = about["sources"]
         # One row per sample: start of its tokens, their number, number of the document, NO_PAIR, REJECTED or CHOSEN, first
-        # picture, and number of pictures.
-        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 6)
+        # picture, number of pictures, first number in the candidates' files, and candidates of a target.
+        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 8)
         # One row per picture: PATH or CONTENT, start and length in the file, digest of the picture, its size and time of change.
         self._picture_index = np.fromfile(path / PICTURE_INDEX, dtype=np.int64).reshape(-1, 6)
         self._pictures = _mapped(path / PICTURES, np.uint8)
         self._processor = processor
         self._tokens = _mapped(path / TOKENS, np.int32)
         self._weights = _mapped(path / WEIGHTS, np.float32)
+        self._candidate_ids = _mapped(path / CANDIDATE_IDS, np.int32)
+        self._candidate_logprobs = _mapped(path / CANDIDATE_LOGPROBS, np.float32)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -71,7 +75,7 @@ class SampleStore(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        start, count, document, side, picture, pictures = self._index[index].tolist()
+        start, count, document, side, picture, pictures, slot, width = self._index[index].tolist()
         stored = slice(start, start + count)
         # Copies: the files are mapped for reading only, and tensors can be written to.
         tokens = torch.from_numpy(self._tokens[stored].astype(np.int64))
@@ -80,6 +84,12 @@ class SampleStore(Sequence[Sample]):
         numbers = range(picture, picture + pictures)
         images = DeferredImages(lambda: self._images(numbers)) if pictures else None
         sample = Sample.causal(tokens, weights=weights, images=images)
+        if width:
+            slots = slice(slot, slot + (count - 1) * width)
+            sample.candidates = Candidates(
+                np.array(self._candidate_ids[slots]).reshape(-1, width),
+                np.array(self._candidate_logprobs[slots]).reshape(-1, width),
+            )
         if side != NO_PAIR:
             sample.pair, sample.chosen = document, side == CHOSEN
         return sample
@@ -145,6 +155,16 @@ class SampleStore(Sequence[Sample]):
         """True if all samples are of preference pairs."""
         return bool((self._index[:, 3] != NO_PAIR).all())
 
+    @property
+    def has_candidates(self) -> bool:
+        """True if some samples have a teacher's candidates."""
+        return bool((self._index[:, 7] > 0).any())
+
+    @property
+    def all_candidates(self) -> bool:
+        """True if all samples have a teacher's candidates."""
+        return bool((self._index[:, 7] > 0).all())
+
 
 def write_store(
     path: Path,
@@ -157,11 +177,13 @@ def write_store(
     Pictures that are files stay where they are; others are copied.
     """
     path.mkdir()
-    state, start, pictures = xxhash.xxh3_64(), 0, 0
+    state, start, pictures, slots = xxhash.xxh3_64(), 0, 0, 0
     with (
         _PictureWriter(path) as writer,
         (path / TOKENS).open("wb") as tokens,
         (path / WEIGHTS).open("wb") as weights,
+        (path / CANDIDATE_IDS).open("wb") as candidate_ids,
+        (path / CANDIDATE_LOGPROBS).open("wb") as candidate_logprobs,
         (path / INDEX).open("wb") as index,
     ):
         for number, samples in documents:
@@ -173,9 +195,16 @@ def write_store(
                 weights.write(np.asarray([0.0, *sample.weights.tolist()], dtype=np.float32).tobytes())
                 side = NO_PAIR if sample.pair is None else CHOSEN if sample.chosen else REJECTED
                 added = writer.add(sample.images, state) if isinstance(sample.images, PictureSources) else 0
-                index.write(np.asarray([start, len(ids), number, side, pictures, added], dtype=np.int64).tobytes())
+                width, candidates = 0, sample.candidates
+                if candidates is not None:
+                    width = candidates.ids.shape[1]
+                    candidate_ids.write(candidates.ids.numpy().tobytes())
+                    candidate_logprobs.write(candidates.logprobs.numpy().tobytes())
+                row = [start, len(ids), number, side, pictures, added, slots, width]
+                index.write(np.asarray(row, dtype=np.int64).tobytes())
                 start += len(ids)
                 pictures += added
+                slots += len(sample) * width
     about: dict[str, Any] = {
         "fingerprint": state.hexdigest(),
         "remarks": findings.lines(),
@@ -233,7 +262,7 @@ class SampleSubset(Sequence[Sample]):
         """``chosen``: bool [samples of the store]."""
         self._store, self._indices = store, np.flatnonzero(chosen)
         self.fingerprint = fingerprint
-        self.has_pairs = store.has_pairs
+        self.has_pairs, self.has_candidates = store.has_pairs, store.has_candidates
         self.sources = store.sources
 
     def __len__(self) -> int:

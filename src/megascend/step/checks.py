@@ -81,8 +81,16 @@ def check_pairs(pairs: Sequence[Hashable | None], names: Sequence[str]) -> None:
             )
 
 
+def check_requirements(samples: Sequence[Sample], requires: Sequence[str], call: str) -> None:
+    """Raise DataError if a sample lacks a field that a loss or a call requires."""
+    for index, sample in enumerate(samples):
+        missing = [name for name in requires if name not in sample.loss_fields]
+        if missing:
+            raise DataError(f"{call} needs {', '.join(missing)}, which sample {index} does not have")
+
+
 def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
-    """Raise DataError if a sample lacks a field that the loss requires, or has weights that the loss does not allow."""
+    """Raise DataError if a sample has weights that the loss does not allow, or candidates that do not fit its weights."""
     for index, sample in enumerate(samples):
         if loss.reduction == "mean" and bool((sample.weights < 0).any()):
             raise DataError(
@@ -93,9 +101,6 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
             raise DataError(
                 f"sample {index} has weight 0 at its last token, where the loss {loss.name!r} reads its score; set it to 1"
             )
-        missing = [name for name in loss.requires if name not in sample.loss_fields]
-        if missing:
-            raise DataError(f"loss {loss.name!r} needs {', '.join(missing)}, which sample {index} does not have")
         if "candidates" in loss.requires and sample.candidates is not None:
             without = (sample.weights != 0) & (sample.candidates.ids < 0).all(1)
             if bool(without.any()):

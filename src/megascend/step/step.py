@@ -22,7 +22,7 @@ from megascend.distributed.memory import catch_oom_on_all_ranks
 from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
-from megascend.step.checks import check_fields, check_pairs, check_samples, require_head
+from megascend.step.checks import check_fields, check_pairs, check_requirements, check_samples, require_head
 from megascend.step.loss import MicroBatchLoss, normalizer_of
 
 if TYPE_CHECKING:
@@ -151,16 +151,34 @@ class Step:
         logits: bool,
         adapter: str | None = None,
         reference: bool = False,
+        candidates: bool = False,
     ) -> ForwardResult:
         """Compute log-probabilities of the targets; see ``Backend.forward``."""
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
-            logprobs, entropies, _ = output.logprobs(entropy)
-            return {"logprobs": logprobs, "entropy": entropies, "logits": output.logits() if logits else None}
+            logprobs, entropies, selected = output.logprobs(entropy, batch.candidate_ids if candidates else None)
+            return {
+                "logprobs": logprobs,
+                "entropy": entropies,
+                "logits": output.logits() if logits else None,
+                # A dummy batch has none.
+                "candidates": torch.zeros_like(logprobs)[:, None] if selected is None else selected,
+            }
 
-        names = ("logprobs", *(["entropy"] if entropy else []), *(["logits"] if logits else []))
-        call = f"forward({entropy=}, {logits=}, {reference=})"
-        return ForwardResult(**self.token_scores(call, samples, adapter, names, scores, reference=reference))
+        flags = {"logprobs": True, "entropy": entropy, "logits": logits, "candidates": candidates}
+        names = [name for name, requested in flags.items() if requested]
+        call = f"forward({entropy=}, {logits=}, {reference=}, {candidates=})"
+        return ForwardResult(
+            **self.token_scores(
+                call,
+                samples,
+                adapter,
+                names,
+                scores,
+                reference=reference,
+                requires=("candidates",) if candidates else (),
+            )
+        )
 
     @torch.no_grad()
     def values(self, samples: Sequence[Sample], adapter: str | None = None, reference: bool = False) -> list[Tensor]:
@@ -204,6 +222,7 @@ class Step:
         *,
         reference: bool = False,
         output: Literal["logprobs", "values"] = "logprobs",
+        requires: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Return under each of ``names`` a CPU tensor [length, ...] for every sample, with dropout off.
 
@@ -212,6 +231,7 @@ class Step:
             scores: computes the tensors in ``names`` from a micro batch's output, each with a row for every token; also called
                 for dummy batches, which only match other ranks' collectives.
             output: kind of output that the model's head must compute.
+            requires: fields that all samples must have.
         """
         engine, trainable = self._engine, self._engine.trainable
         require_head(engine, output, call)
@@ -221,7 +241,9 @@ class Step:
             return batch.weights.sum(), scores(batch, output)
 
         with self._groups.monitor.phase("forward only"):
-            plan, adapter_names, agreed = self._plan(f"{call}{trainable.describe()}", samples, None, adapter, reference)
+            plan, adapter_names, agreed = self._plan(
+                f"{call}{trainable.describe()}", samples, None, adapter, reference, requires
+            )
             order = list(agreed.counts)
 
             def run_batches(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
@@ -306,7 +328,13 @@ class Step:
     # --- planning ---
 
     def _plan(
-        self, call: str, samples: Sequence[Sample], loss: Loss | None, adapter: str | None, reference: bool = False
+        self,
+        call: str,
+        samples: Sequence[Sample],
+        loss: Loss | None,
+        adapter: str | None,
+        reference: bool = False,
+        requires: Sequence[str] = (),
     ) -> tuple[list[list[int]], list[str], agreement.Agreement]:
         """Plan this rank's micro batches, as many as on every other rank (trailing ones may be empty).
 
@@ -327,7 +355,9 @@ class Step:
             )
             check_pairs(pairs, adapter_names)
             pair_positions(samples, loss)
+            check_requirements(samples, requires, call)
             if loss is not None:
+                check_requirements(samples, loss.requires, f"loss {loss.name!r}")
                 check_fields(samples, loss)
             budget = engine.batching.budget
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=adapter_names)
