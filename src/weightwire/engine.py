@@ -138,6 +138,39 @@ class Completion:
     routed_experts: RoutedExperts | None = None
 
 
+@dataclass(frozen=True)
+class TopLogprobs:
+    """Likeliest tokens at each position of a sequence but the first, given the tokens before it, at temperature 1.
+
+    Attributes:
+        logprobs: log-probability of the sequence's own token.
+        ids, top_logprobs: the likeliest tokens, likeliest first, and their log-probabilities, as many at each position.
+    """
+
+    logprobs: tuple[float, ...]
+    ids: tuple[tuple[int, ...], ...]
+    top_logprobs: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def from_json(cls, fields: Any) -> TopLogprobs:
+        """Rebuild from untrusted JSON.
+
+        Raises:
+            WireError: a field is missing, or rows differ in number or length.
+        """
+        try:
+            ids, rows = (tuple(tuple(row) for row in fields[name]) for name in ("ids", "top_logprobs"))
+            logprobs = tuple(float(value) for value in fields["logprobs"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"top log-probabilities cannot be read ({error!r})") from error
+        if not len(logprobs) == len(ids) == len(rows) or [*map(len, ids)] != [*map(len, rows)]:
+            raise WireError(
+                f"top log-probabilities of {len(logprobs)} tokens have {len(ids)} rows of ids and {len(rows)} of values, or "
+                "rows of different lengths"
+            )
+        return cls(logprobs, ids, rows)
+
+
 def response_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a response from JSON: tuples for lists, and :class:`RoutedExperts` for its JSON."""
     tuples = {name: tuple(fields[name]) for name in ("tokens", "logprobs")}
@@ -173,6 +206,10 @@ class InferenceEngine(ABC):
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
         """Return log p(token | preceding tokens) of all tokens but the first, at temperature 1."""
         raise UnsupportedCallError(f"{self.name} does not compute log-probabilities")
+
+    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
+        """Return log p(token | preceding tokens) of all tokens but the first, and the ``count`` likeliest tokens at each."""
+        raise UnsupportedCallError(f"{self.name} does not return its likeliest tokens")
 
     # --- updates ---
 

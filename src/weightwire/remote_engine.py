@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from weightwire.engine import Completion, InferenceEngine, Sampling, response_fields
+from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs, response_fields
 from weightwire.errors import WireError
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
@@ -22,6 +22,7 @@ from weightwire.transports.choice import Location
 MAX_RESPONSES = 1024
 MAX_STOP_TOKENS = 64
 MAX_TOKENS = 2**22
+MAX_TOP = 1024
 MAX_SECONDS = 1e6
 _REQUIRED = object()
 """Default of arguments that have none: None is a valid default."""
@@ -63,6 +64,14 @@ class RemoteEngine(InferenceEngine):
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
         arguments = {"tokens": list(tokens), "adapter": adapter}
         return self._field(await self.ask("logprobs", arguments, self.answer_s), "logprobs")
+
+    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
+        arguments = {"tokens": list(tokens), "count": count, "adapter": adapter}
+        answer = self._field(await self.ask("top_logprobs", arguments, self.answer_s), "top_logprobs")
+        try:
+            return TopLogprobs.from_json(answer)
+        except WireError as error:
+            raise self.unreadable(f"{self.name}: top_logprobs: {error}") from error
 
     async def receivers(self) -> int:
         return self._field(await self.ask("receivers", {}, self.control_s), "receivers")
@@ -238,6 +247,16 @@ def _needs(arguments: Arguments) -> Run:
     return run
 
 
+def _top_logprobs(arguments: Arguments) -> Run:
+    tokens, count = arguments.tokens("tokens", 1, MAX_TOKENS), arguments.integer("count", 1, MAX_TOP)
+    adapter = arguments.text("adapter", None)
+
+    async def run(engine: InferenceEngine) -> dict[str, Any]:
+        return {"top_logprobs": asdict(await engine.top_logprobs(tokens, count, adapter))}
+
+    return run
+
+
 def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable[[Arguments], Run]:
     """Return the parser of a call whose result, if any, is a field named like the call."""
 
@@ -256,6 +275,7 @@ def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable
 CALLS: dict[str, Callable[[Arguments], Run]] = {
     "generate": _generate,
     "logprobs": _method("logprobs", lambda a: (a.tokens("tokens", 1, MAX_TOKENS), a.text("adapter", None))),
+    "top_logprobs": _top_logprobs,
     "receivers": _method("receivers", lambda a: ()),
     "locations": _locations,
     "needs": _needs,

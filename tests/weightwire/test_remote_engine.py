@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import ManifestError, UnsupportedCallError, WireError
 from weightwire.manifest import Manifest, TensorSpec
@@ -23,6 +23,7 @@ SAMPLING = Sampling(8, 0.5, (3, 4), 11)
 CALLS_MADE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "generate": (([1, 2], SAMPLING, 2, "a"), [Completion((5, 6), (-0.5, -0.25), "stop", 1, 2)]),
     "logprobs": (([1, 2], None), [-0.5]),
+    "top_logprobs": (([1, 2], 2, "a"), TopLogprobs((-0.5,), ((4, 2),), ((-0.25, -0.5),))),
     "receivers": ((), 3),
     "locations": ((), [Location("cuda", "host", gpu="GPU-a", visible=("GPU-a",)), None]),
     "begin_update": ((OFFER,), None),
@@ -152,6 +153,7 @@ def test_update_only_engine_raises_unsupported_call_error() -> None:
     for call, message in (
         (engine.generate([1], SAMPLING), "minimal does not sample"),
         (engine.logprobs([1]), "minimal does not compute log-prob"),
+        (engine.top_logprobs([1], 2), "minimal does not return its likeliest tokens"),
         (engine.version(), "minimal does not report"),
         (engine.load_adapter("a", "b"), "minimal does not load adapters"),
         (engine.pause(1.0), "minimal cannot be paused"),

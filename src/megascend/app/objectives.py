@@ -58,14 +58,14 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
         )
     if config.distillation is None and samples.has_candidates:
         raise ConfigError(
-            f"{config.data.path} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn them, "
-            "or choose the columns to read with data.columns: {token_ids: token_ids}"
+            f"{config.data.path} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn "
+            "them, or choose the columns to read with data.columns: {token_ids: token_ids}"
         )
     if config.distillation is not None:
         if not samples.has_candidates:
             raise ConfigError(
-                f"distillation is set, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' and "
-                "'top_logprobs'): add them, or remove distillation"
+                f"distillation is set, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' "
+                "and 'top_logprobs'): add them, or remove distillation"
             )
         return Distilled(distillation_loss(config.distillation))
     return Tokens() if config.dpo is None else Preferences(config.dpo.beta)

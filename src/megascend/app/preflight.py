@@ -265,7 +265,7 @@ def check_rollouts(config: RlConfig) -> None:
         check_name(config.rollout.reward)
     if config.rollout.environment is not None:
         check_name(config.rollout.environment.name, "rollout.environment")
-    check_engines(config.engines, config.rollout.controller)
+    check_engines(config.engines, config.rollout.controller, config.teacher_engine)
     check_servers(config)
 
 

@@ -127,6 +127,39 @@ class Objective(Section):
     )
 
 
+class TeacherSettings(Section):
+    """Another model whose distributions the model learns on its own responses (on-policy distillation)."""
+
+    engine: str = Field(
+        "local",
+        description="address of a vLLM server with the teacher (http://HOST:PORT), whose tokenizer must be the model's; local: "
+        "transformers in a process beside rank 0",
+    )
+    model: Path | None = Field(None, description="checkpoint directory of the teacher, for the engine local")
+    loss: Literal["policy", "forward_kl", "reverse_kl", "jsd"] = Field(
+        "policy",
+        description="policy: objective.loss with -coefficient (log p_model - log p_teacher) of each sampled token as its "
+        "advantage; others: the divergence over the teacher's likeliest tokens at each position",
+    )
+    top: int = Field(64, ge=1, le=256, description="likeliest tokens of a position, for losses other than policy")
+    beta: float = Field(0.5, gt=0, lt=1, description="weight of the teacher in the mixture of jsd")
+    coefficient: float = Field(1.0, gt=0, description="factor of the teacher's advantages, with loss policy")
+    rewards: bool = Field(
+        False, description="with loss policy, add the teacher's advantages to those of the rewards, in place of them"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TeacherSettings:
+        if (self.engine == "local") != (self.model is not None):
+            raise ValueError("set teacher.model with engine local, and only with it: a server has its model loaded")
+        server = self.engine.startswith("http://") and self.engine.removeprefix("http://").strip("/")
+        if self.engine != "local" and not server:
+            raise ValueError(f"teacher.engine: {self.engine!r} is neither local nor the address of a server")
+        if self.rewards and self.loss != "policy":
+            raise ValueError(f"teacher.rewards: true needs teacher.loss: policy, got {self.loss}")
+        return self
+
+
 class Sync(Section):
     """Transfer of weights to the engines."""
 
@@ -214,13 +247,29 @@ class RlConfig(TrainerConfig):
     vllm: Vllm = Vllm()
     objective: Objective = Objective()
     sync: Sync = Sync()
+    teacher: TeacherSettings | None = Field(
+        None, description="learn a teacher's distributions on the model's own responses, in place of rewards"
+    )
     evaluation: Evaluation | None = Field(None, description="measure rewards on other prompts at intervals")
 
     @model_validator(mode="after")
     def _graded(self) -> RlConfig:
-        if (self.rollout.reward is None) == (self.rollout.environment is None):
+        graders = (self.rollout.reward is not None) + (self.rollout.environment is not None)
+        if graders == 2 or (graders == 0 and self.learns_from_rewards):
             raise ValueError("set either rollout.reward or rollout.environment")
+        if graders == 0 and self.evaluation is not None:
+            raise ValueError("evaluation measures rewards: set rollout.reward or rollout.environment, or leave it out")
         return self
+
+    @property
+    def teacher_engine(self) -> str:
+        """Engine of the teacher; ``local`` also without one."""
+        return "local" if self.teacher is None else self.teacher.engine
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Check whether rewards enter the loss; with a teacher they may only be reported."""
+        return self.teacher is None or self.teacher.rewards
 
     @model_validator(mode="after")
     def _versions(self) -> RlConfig:

@@ -55,6 +55,7 @@ class Task:
         group_size: episodes of one prompt.
         drop_equal: drop groups whose rewards are all equal, and sample other prompts instead.
         max_equal_groups: number of them in a row that ends the run; half of it logs a warning; 0: no limit.
+        learns_from_rewards: False: groups with equal rewards have a learning signal like any other.
     """
 
     episodes: Episodes
@@ -63,6 +64,7 @@ class Task:
     group_size: int
     drop_equal: bool = True
     max_equal_groups: int = 0
+    learns_from_rewards: bool = True
 
     def __post_init__(self) -> None:
         if self.sampling.temperature != 1:
@@ -268,7 +270,7 @@ class RolloutCollector:
                 if group is None:
                     self._buffer.discarded(number)
                 else:
-                    equal = without_signal(group.rewards)
+                    equal = self._task.learns_from_rewards and without_signal(group.rewards)
                     self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
                     if equal:
                         self._check_streak(group)

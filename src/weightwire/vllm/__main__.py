@@ -17,6 +17,8 @@ from weightwire.vllm import BACKEND, contract
 
 GUARD = "weightwire.vllm.guard.Guard"
 WORKER = "weightwire.vllm.worker.WorkerExtension"
+MAX_LOGPROBS = 256
+"""Most tokens of a position for which a request may ask, a teacher's for example; vLLM's own default is 20."""
 SERVER = "vllm.entrypoints.openai.api_server"
 
 
@@ -41,6 +43,8 @@ def arguments(user_arguments: Sequence[str], version: tuple[int, int]) -> list[s
         added += ["--host", "127.0.0.1"]
     if "--logprobs-mode" not in options:
         added += ["--logprobs-mode", "processed_logprobs"]  # of the distribution from which tokens are sampled
+    if "--max-logprobs" not in options:
+        added += ["--max-logprobs", str(MAX_LOGPROBS)]
     return [*user_arguments, *added]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightwire.engine import Completion, InferenceEngine, Lease, Sampling
+from weightwire.engine import Completion, InferenceEngine, Lease, Sampling, TopLogprobs
 from weightwire.errors import (
     CommitError,
     DeadlineError,
@@ -457,6 +457,10 @@ class OwnedEngine(InferenceEngine):
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
         loaded = self._control.adapter(adapter)
         return await self._control.serving(lambda engine: generation.logprobs(engine, tokens, loaded))
+
+    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
+        loaded = self._control.adapter(adapter)
+        return await self._control.serving(lambda engine: generation.top_logprobs(engine, tokens, count, loaded))
 
     async def receivers(self) -> int:
         return len(await self._control.locations())

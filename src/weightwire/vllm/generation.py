@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weightwire.engine import Completion, RoutedExperts, Sampling
+from weightwire.engine import Completion, RoutedExperts, Sampling, TopLogprobs
 from weightwire.errors import UnsupportedCallError, WireError
 from weightwire.vllm import contract
 
@@ -77,13 +77,34 @@ async def generate(
 
 async def logprobs(engine: Any, tokens: Sequence[int], adapter: LoadedAdapter | None) -> list[float]:
     """Return log p(token | preceding tokens) of all tokens but the first, at temperature 1."""
+    rows = await _prompt_logprobs(engine, tokens, 0, adapter)
+    return [row[token].logprob for token, row in zip(tokens[1:], rows, strict=True)]
+
+
+async def top_logprobs(engine: Any, tokens: Sequence[int], count: int, adapter: LoadedAdapter | None) -> TopLogprobs:
+    """Return log-probabilities of all tokens but the first, and the ``count`` likeliest tokens in the place of each."""
+    rows = await _prompt_logprobs(engine, tokens, count, adapter)
+    # vLLM adds the sequence's own token to a row, whatever its rank.
+    top = [sorted(row.items(), key=lambda entry: entry[1].rank)[:count] for row in rows]
+    return TopLogprobs(
+        tuple(row[token].logprob for token, row in zip(tokens[1:], rows, strict=True)),
+        tuple(tuple(token for token, _ in entries) for entries in top),
+        tuple(tuple(entry.logprob for _, entry in entries) for entries in top),
+    )
+
+
+async def _prompt_logprobs(
+    engine: Any, tokens: Sequence[int], count: int, adapter: LoadedAdapter | None
+) -> list[dict[int, Any]]:
+    """Return vLLM's rows of log-probabilities by token, for all tokens but the first."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = SamplingParams(
+        max_tokens=1, prompt_logprobs=count, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
     final = await _last(engine, tokens, params, adapter)
     # The first token has no preceding ones, and vLLM reports None for it.
-    rows = list(final.prompt_logprobs)[1:]
-    return [row[token].logprob for token, row in zip(tokens[1:], rows, strict=True)]
+    return list(final.prompt_logprobs)[1:]
 
 
 async def _last(engine: Any, prompt: Sequence[int], params: Any, adapter: LoadedAdapter | None) -> Any:

@@ -46,9 +46,9 @@ STATUS = {
 
 OWN_ROUTES = ("info", "claim", "release")
 """Routes in addition to the calls of the contract."""
-OWNERLESS = {"info", "generate", "logprobs", "receivers", "locations", "version"}
+OWNERLESS = {"info", "generate", "logprobs", "top_logprobs", "receivers", "locations", "version"}
 """Read-only calls, which need no owner."""
-CANCELLED = {"generate", "logprobs", "info"}
+CANCELLED = {"generate", "logprobs", "top_logprobs", "info"}
 """Calls that are cancelled when their caller disconnects; others are completed."""
 
 

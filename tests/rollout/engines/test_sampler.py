@@ -112,7 +112,7 @@ def test_weight_change_between_tokens_shows_in_logprobs_and_versions(model: Any)
     try:
         sample(model, rows, step)
         for row in rows:
-            new = sequence_logprobs(model, [*row.prompt, *row.tokens])[len(row.prompt) - 1 :]
+            new = sequence_logprobs(model, [*row.prompt, *row.tokens]).logprobs[len(row.prompt) - 1 :]
             assert row.logprobs[3:] == pytest.approx(new[3:], abs=3e-5)
             assert row.versions == [0, 0, 0, 1, 1, 1, 1]
             assert (row.completion().first_version, row.completion().last_version) == (0, 1)
@@ -120,6 +120,6 @@ def test_weight_change_between_tokens_shows_in_logprobs_and_versions(model: Any)
         for name, parameter in model.named_parameters():
             parameter.data = before[name]
     for row in rows:
-        old = sequence_logprobs(model, [*row.prompt, *row.tokens])[len(row.prompt) - 1 :]
+        old = sequence_logprobs(model, [*row.prompt, *row.tokens]).logprobs[len(row.prompt) - 1 :]
         assert row.logprobs[:3] == pytest.approx(old[:3], abs=3e-5)
         assert row.logprobs[3:] != pytest.approx(old[3:], abs=1e-3)

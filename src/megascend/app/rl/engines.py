@@ -42,12 +42,14 @@ def make_engines(config: RlConfig, servers: EngineServers | None = None) -> list
     return [make_engine(config, index, address, servers) for index, address in enumerate(config.engines)]
 
 
-def check_engines(engines: Sequence[str], controller: str | None = None) -> None:
-    """Check the settings ``engines`` and ``rollout.controller`` without a request."""
+def check_engines(engines: Sequence[str], controller: str | None = None, teacher: str = "local") -> None:
+    """Check the settings ``engines``, ``rollout.controller`` and ``teacher.engine`` without a request."""
     check_addresses(engines)
     servers = [f"engines: {address}" for address in engines if address not in ("local", VLLM)]
     if controller is not None:
         servers = [f"rollout.controller: {controller}"]
+    if teacher != "local":
+        servers.append(f"teacher.engine: {teacher}")
     if servers:
         try:
             load_key()

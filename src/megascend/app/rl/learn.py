@@ -15,6 +15,7 @@ from megascend.rollout.group import TrajectoryGroup
 from megascend.rollout.mismatch import Mismatch, measure, total, truncated_weights
 
 if TYPE_CHECKING:
+    from megascend.app.rl.teacher import TeacherScores
     from megascend.backend import Backend
     from megascend.batch.results import ForwardBackwardResult
 
@@ -39,13 +40,17 @@ def learn(
     objective: Objective,
     adapter: str | None = None,
     measured: bool = True,
+    teacher: TeacherScores | None = None,
 ) -> Learned:
     """Accumulate the gradients of one batch of groups. Collective; every rank passes the same groups.
 
     Args:
         measured: measure the mismatch also with ``objective.correction: none``; costs a forward pass.
+        teacher: its scores of these groups, to learn.
     """
     samples = [sample for group in groups for sample in group_samples(group, objective)]
+    if teacher is not None:
+        samples = teacher.taught(samples)
     shard = backend.shard(samples)
     mismatch = None
     if objective.correction == "truncated" or measured:
@@ -61,7 +66,8 @@ def learn(
         mismatch = total(backend.gather_by_data_rank(total(parts)))
         if objective.correction == "truncated":
             shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]
-    return Learned(backend.forward_backward(shard, loss=objective.loss, adapter=adapter), mismatch)
+    loss = objective.loss if teacher is None else teacher.loss(objective.loss)
+    return Learned(backend.forward_backward(shard, loss=loss, adapter=adapter), mismatch)
 
 
 def group_samples(group: TrajectoryGroup, objective: Objective) -> list[Sample]:
@@ -109,4 +115,5 @@ def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:
         advantages=torch.where(sampled, weights * sample.advantages, 0.0),
         old_logprobs=torch.where(sampled, trainer, 0.0),
         routed_experts=sample.routed_experts,
+        candidates=sample.candidates,
     )

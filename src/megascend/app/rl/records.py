@@ -41,6 +41,10 @@ class RlRecord(MetricsRecord):
         float | None, Metric("nats", "KL(engine || trainer) per token, by the k3 estimator, which is never negative")
     ]
     truncated: Annotated[float | None, Metric("fraction", "tokens whose importance weight was cut to objective.cap")]
+    teacher_kl: Annotated[
+        float | None,
+        Metric("nats", "mean log p_engine - log p_teacher of sampled tokens: estimates KL(model || teacher)"),
+    ]
     router_replay_changed: Annotated[
         float | None,
         Metric(

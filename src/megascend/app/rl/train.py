@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.servers import EngineServers
     from megascend.app.rl.set_up import PromptData
+    from megascend.app.rl.teacher import Teacher
     from megascend.app.rl.trial import EpisodeTrial
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
@@ -124,6 +125,7 @@ class ReinforcementLearning(Training[RlConfig]):
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
         self._servers: EngineServers | None = None
+        self._teacher: Teacher | None = None
         self.totals = Totals()
         self._offset = self._version = 0
         self._since = 0.0
@@ -135,7 +137,7 @@ class ReinforcementLearning(Training[RlConfig]):
 
         # Only rank 0 talks to engines, and only it needs their key.
         if self._make_engines is None and launch.rank == 0:
-            check_engines(config.engines, config.rollout.controller)
+            check_engines(config.engines, config.rollout.controller, config.teacher_engine)
             check_servers(config)
 
     def start(self, plan: RunPlan[RlConfig], launch: Launch, stack: ExitStack) -> None:
@@ -175,6 +177,7 @@ class ReinforcementLearning(Training[RlConfig]):
         from megascend.app.rl.engines import make_engines
         from megascend.app.rl.rollouts import SharedRollouts
         from megascend.app.rl.set_up import check_router_replay, fingerprint, make_collector
+        from megascend.app.rl.teacher import make_teacher
         from megascend.data.order import Batches
         from megascend.weightsync import WeightSync
 
@@ -202,6 +205,10 @@ class ReinforcementLearning(Training[RlConfig]):
             run.stack.callback(collector.close)
             if progress is not None:
                 collector.load_state_dict(progress["rollouts"])
+        self._teacher = make_teacher(config, backend, self._tokenizer, main_rank=run.main_rank)
+        if self._teacher is not None:
+            run.stack.callback(self._teacher.close)
+            self._teacher.check()
         environment = config.rollout.environment
         # An episode may take its time between two responses.
         patience_s = config.rollout.timeout_s + (environment.timeout_s if environment is not None else 0)
@@ -256,8 +263,9 @@ class ReinforcementLearning(Training[RlConfig]):
         interval = config.objective.measure_every
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
         measured = interval > 0 and number % interval == 0
+        scores = None if self._teacher is None else self._teacher.scores(batch)
         with self._engines_asleep():
-            learned = learn(backend, batch, config.objective, run.adapter, measured=measured)
+            learned = learn(backend, batch, config.objective, run.adapter, measured=measured, teacher=scores)
             step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
@@ -287,6 +295,7 @@ class ReinforcementLearning(Training[RlConfig]):
             grad_norm=step.grad_norm,
             lr=step.lr,
             version=self._version,
+            teacher_kl=None if scores is None else scores.divergence(batch),
             router_replay_changed=learned.result.metrics.get("router_replay_changed"),
             tokens=learned.result.tokens,
             tokens_per_s=learned.result.tokens / seconds,

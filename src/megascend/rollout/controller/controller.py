@@ -18,7 +18,7 @@ from megascend.rollout.availability import Availability
 from megascend.rollout.controller.engines import Engines, Pauses, Updates
 from megascend.rollout.controller.ownership import Claim, Clock, LoopClock, Ownership, Timer
 from megascend.rollout.controller.tasks import RolloutTasks
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.errors import UnsupportedCallError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
@@ -357,6 +357,11 @@ class OwnedEngines(InferenceEngine):
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
         return await self._controller._sample(self._claim, lambda engine: engine.logprobs(tokens, adapter), 1)
+
+    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
+        return await self._controller._sample(
+            self._claim, lambda engine: engine.top_logprobs(tokens, count, adapter), 1
+        )
 
     async def receivers(self) -> int:
         return sum((await self._do(self._updates.members)).values())

@@ -18,7 +18,7 @@ PREFIX = "/v1/"
 MAX_NAMES = 8192
 MAX_RESULTS_BYTES = 32 * 2**20
 """Maximum bytes of results in one answer, unless a single result is larger."""
-WITHOUT_EFFECT = {"generate", "logprobs", "receivers", "locations", "version"}
+WITHOUT_EFFECT = {"generate", "logprobs", "top_logprobs", "receivers", "locations", "version"}
 """Calls of an engine without side effects, which are executed in every attempt."""
 
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[!-~]([ -~]*[!-~])?$")]

@@ -22,7 +22,7 @@ from megascend.huggingface.architectures import make_known_to_transformers
 from megascend.huggingface.files import tensor_headers
 from megascend.huggingface.padding_rows import restore_padding_rows
 from megascend.rollout.engines.sampler import Row, make_rows, sample, sequence_logprobs
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.errors import ManifestError, UnsupportedCallError
 from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
@@ -94,11 +94,14 @@ class LocalModel(InferenceEngine):
         return await asyncio.wrap_future(future)
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+        return list((await self.top_logprobs(tokens, 0, adapter)).logprobs)
+
+    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
         self._require_no_adapter(adapter)
 
-        def compute() -> list[float]:
+        def compute() -> TopLogprobs:
             with self._weights:
-                return sequence_logprobs(self._model, tokens)
+                return sequence_logprobs(self._model, tokens, count)
 
         return await asyncio.to_thread(compute)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megascend.sampling.choice import Draw, choose, uniform
-from weightwire.engine import Completion, Sampling
+from weightwire.engine import Completion, Sampling, TopLogprobs
 
 
 @dataclass
@@ -131,8 +131,13 @@ def draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
 
 
 @torch.no_grad()
-def sequence_logprobs(model: Any, tokens: Sequence[int]) -> list[float]:
-    """Compute log p(token | preceding tokens) of all tokens but the first."""
+def sequence_logprobs(model: Any, tokens: Sequence[int], count: int = 0) -> TopLogprobs:
+    """Compute log p(token | preceding tokens) of all tokens but the first, and the ``count`` likeliest tokens at each."""
     ids = torch.tensor([list(tokens)], device=next(model.parameters()).device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
+    logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    top = logprobs.topk(min(count, logprobs.shape[1]))
+    return TopLogprobs(
+        tuple(logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()),
+        tuple(map(tuple, top.indices.tolist())),
+        tuple(map(tuple, top.values.tolist())),
+    )

@@ -1,0 +1,226 @@
+"""On-policy distillation: a teacher's distributions over what the model has sampled, as advantages or as targets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megascend.app.rl.rollouts import SLICE_S
+from megascend.batch.candidates import Candidates
+from megascend.batch.losses import BUILT_IN, Loss
+from megascend.batch.sample import Sample
+from megascend.config.rl import RlConfig, TeacherSettings
+from megascend.errors import ConfigError, EngineError
+from megascend.rollout.group import Trajectory, TrajectoryGroup
+from weightwire.engine import TopLogprobs
+from weightwire.engine_calls import LoopThread
+from weightwire.errors import WireError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megascend.backend import Backend
+    from weightwire.engine import InferenceEngine
+
+CONCURRENCY = 64
+"""Trajectories that the teacher is asked about at a time."""
+
+
+@dataclass(frozen=True)
+class TeacherScores:
+    """A teacher's scores of a batch's trajectories, in the order of groups and trajectories.
+
+    Attributes:
+        settings: how they are learned.
+        logprobs: float32 [tokens], log-probabilities of the tokens after each prompt.
+        candidates: candidates for these tokens; None for the loss ``policy``.
+    """
+
+    settings: TeacherSettings
+    logprobs: list[Tensor]
+    candidates: list[Candidates] | None
+
+    def taught(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Set the samples' candidates, or their advantages to those of the teacher: -(log p_engine - log p_teacher).
+
+        That is the policy gradient of the reverse divergence KL(model || teacher) with each token's own term as its reward.
+        """
+        for index, (sample, logprobs) in enumerate(zip(samples, self.logprobs, strict=True)):
+            prompt = len(sample) - len(logprobs)  # targets in the prompt
+            if self.candidates is not None:
+                response = self.candidates[index]
+                width = response.ids.shape[1]
+                sample.candidates = Candidates(
+                    torch.cat([torch.full((prompt, width), -1, dtype=torch.int32), response.ids]),
+                    torch.cat([torch.zeros(prompt, width), response.logprobs]),
+                )
+                continue
+            divergence = sample.old_logprobs - torch.cat([torch.zeros(prompt), logprobs])
+            earned = sample.advantages if self.settings.rewards else torch.zeros(len(sample))
+            advantages = earned - self.settings.coefficient * divergence
+            sample.advantages = torch.where(sample.weights > 0, advantages, 0.0)
+        return list(samples)
+
+    def loss(self, policy: str) -> str | Loss:
+        """Return the loss of the step; ``policy``: that of advantages."""
+        if self.candidates is None:
+            return policy
+        loss = BUILT_IN[self.settings.loss]
+        return loss.with_settings(beta=self.settings.beta) if self.settings.loss == "jsd" else loss
+
+    def divergence(self, groups: Sequence[TrajectoryGroup]) -> float:
+        """Return the mean of log p_engine - log p_teacher over all sampled tokens: an estimate of KL(model || teacher)."""
+        total, count = 0.0, 0
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        for trajectory, logprobs in zip(trajectories, self.logprobs, strict=True):
+            sampled = torch.tensor(trajectory.mask)
+            difference = torch.tensor(trajectory.logprobs, dtype=torch.float64) - logprobs.double()
+            total += float(difference[sampled].sum())
+            count += int(sampled.sum())
+        return total / count
+
+
+class Teacher:
+    """The teacher of a run. Rank 0 asks its engine; :meth:`scores` and :meth:`check` are collective.
+
+    Args:
+        engine: None on all ranks but rank 0.
+    """
+
+    def __init__(self, backend: Backend, settings: TeacherSettings, engine: InferenceEngine | None) -> None:
+        self._backend, self._settings, self._engine = backend, settings, engine
+        self._loop = None if engine is None else LoopThread("teacher")
+
+    def close(self) -> None:
+        """Close the engine."""
+        if self._loop is not None and self._engine is not None:
+            # A server that is gone holds nothing of this run.
+            with contextlib.suppress(EngineError, WireError):
+                self._loop.run(self._engine.close())
+            self._loop.close()
+
+    def check(self) -> None:
+        """Ask for a sequence of two tokens: a teacher that does not answer is found before the first rollout."""
+        self._collect([[0, 0]])
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
+        """Return the teacher's scores of all trajectories, on every rank.
+
+        Raises:
+            EngineError: the teacher failed, did not answer in time, or gave a sampled token the probability 0.
+        """
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        rows = self._collect([[*trajectory.prompt_tokens, *trajectory.tokens] for trajectory in trajectories])
+        logprobs = [_response(part, trajectory) for (part, _), trajectory in zip(rows, trajectories, strict=True)]
+        for trajectory, part in zip(trajectories, logprobs, strict=True):
+            if not bool(part[torch.tensor(trajectory.mask)].isfinite().all()):
+                raise EngineError(f"teacher.engine: {self._settings.engine} gave a sampled token a probability of 0")
+        candidates = None
+        if self._settings.loss != "policy":
+            candidates = [
+                Candidates(_response(top.ids, trajectory), _response(top.logprobs, trajectory))
+                for (_, top), trajectory in zip(rows, trajectories, strict=True)
+                if top is not None
+            ]
+        return TeacherScores(self._settings, logprobs, candidates)
+
+    def _collect(self, sequences: list[list[int]]) -> list[tuple[Tensor, Candidates | None]]:
+        """Return on every rank the teacher's log-probabilities and candidates of all tokens but each sequence's first."""
+        running: list[Future[list[tuple[Tensor, Candidates | None]]]] = []
+        # The others wait in a collective, whose deadline a slow teacher must not reach.
+        slice_s = min(SLICE_S, self._backend.groups.timeout_s / 4)
+
+        def wait() -> list[tuple[Tensor, Candidates | None]] | None:
+            assert self._loop is not None
+            if not running:
+                running.append(self._loop.submit(self._ask(sequences)))
+            try:
+                return running[0].result(slice_s)
+            except NotYet:
+                if running[0].done():  # the engine's own timeout, of the same class as that of this wait
+                    raise
+                return None
+
+        with self._backend.groups.monitor.phase("teacher"):
+            while (rows := self._backend.from_rank_0(wait)) is None:
+                pass
+        return rows
+
+    async def _ask(self, sequences: list[list[int]]) -> list[tuple[Tensor, Candidates | None]]:
+        slots = asyncio.Semaphore(CONCURRENCY)
+
+        async def ask(tokens: list[int]) -> tuple[Tensor, Candidates | None]:
+            assert self._engine is not None
+            async with slots:
+                if self._settings.loss == "policy":
+                    return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
+                top = await self._engine.top_logprobs(tokens, self._settings.top)
+                return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
+
+        return list(await asyncio.gather(*map(ask, sequences)))
+
+
+def _candidates(top: TopLogprobs) -> Candidates:
+    return Candidates.from_rows(top.ids, top.top_logprobs)
+
+
+def _response(values: Any, trajectory: Trajectory) -> Tensor:
+    """Return the rows of the tokens after the prompt, of values [prompt + tokens - 1, ...]."""
+    expected = len(trajectory.prompt_tokens) + len(trajectory.tokens) - 1
+    if len(values) != expected:
+        raise EngineError(f"the teacher returned log-probabilities of {len(values)} tokens instead of {expected}")
+    return values[len(trajectory.prompt_tokens) - 1 :]
+
+
+def make_teacher(
+    config: RlConfig, backend: Backend, tokenizer: PreTrainedTokenizerBase, *, main_rank: bool
+) -> Teacher | None:
+    """Build the teacher that the settings name, and see that it answers. Collective.
+
+    Raises:
+        ConfigError: the teacher's directory has another tokenizer.
+        EngineError: it does not answer.
+    """
+    settings = config.teacher
+    if settings is None:
+        return None
+    engines: list[InferenceEngine] = []
+
+    def make() -> None:
+        if settings.model is not None:
+            check_same_tokenizer(settings, tokenizer)
+        engines.append(teacher_engine(config, settings))
+
+    backend.from_rank_0(make)
+    return Teacher(backend, settings, engines[0] if main_rank else None)
+
+
+def check_same_tokenizer(settings: TeacherSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if the teacher's directory has a tokenizer with another vocabulary: its scores would mean nothing."""
+    from transformers import AutoTokenizer
+
+    teacher: Any = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
+    if teacher.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"teacher.model: {settings.model} has another vocabulary than the model; a teacher scores the model's own token ids"
+        )
+
+
+def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngine:
+    """Build the client of the teacher's engine."""
+    timeout_s = config.rollout.timeout_s
+    if settings.model is not None:
+        from megascend.rollout.engines.local import LocalEngine
+
+        return LocalEngine(settings.model, name="the teacher", timeout_s=timeout_s, precision=config.precision)
+    from megascend.rollout.engines.vllm import VllmEngine
+
+    return VllmEngine(settings.engine, generate_timeout_s=timeout_s)

@@ -1,0 +1,225 @@
+"""On-policy distillation: the loss of recorded rollouts against plain PyTorch, and a student that learns its teacher."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.rl.test_learn import recorded
+from megascend.app.rl.learn import learn
+from megascend.app.rl.teacher import TeacherScores, check_same_tokenizer
+from megascend.app.rl.train import train_rl
+from megascend.batch.candidates import Candidates
+from megascend.config.rl import Objective, RlConfig, TeacherSettings
+from megascend.errors import ConfigError, EngineError
+from megascend.rollout.engines.local import LocalEngine
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, case_backend
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+TRAJECTORIES = [trajectory for group in recorded() for trajectory in group.trajectories]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Write student and teacher: tiny models with one tokenizer."""
+    from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
+
+    folder = tmp_path_factory.mktemp("teacher")
+    for seed, name in enumerate(("student", "teacher")):
+        write_checkpoint(folder / name, ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), seed)
+    teacher = load(folder / "teacher").float()
+    with torch.no_grad():  # sure of some tokens, while a random model is of none
+        teacher.lm_head.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    teacher.save_pretrained(folder / "teacher")
+    return folder / "student", folder / "teacher"
+
+
+def load(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+
+
+def distributions(model: Any, trajectory: Any) -> torch.Tensor:
+    """Return log-probabilities [tokens, vocabulary] in the places of the tokens after the prompt."""
+    ids = torch.tensor([[*trajectory.prompt_tokens, *trajectory.tokens]])
+    return model(ids).logits[0, len(trajectory.prompt_tokens) - 1 : -1].log_softmax(-1)
+
+
+@pytest.mark.parametrize("loss", ["policy", "policy and rewards", "forward_kl", "reverse_kl"])
+def test_step_on_recorded_rollouts_is_that_of_plain_pytorch(loss: str, models: tuple[Path, Path]) -> None:
+    student, teacher = map(load, models)
+    rewards, name = loss.endswith("rewards"), loss.split()[0]
+    settings = TeacherSettings(model=models[1], loss=name, coefficient=0.5, rewards=rewards, top=5)
+    terms, logprobs, candidates = [], [], []
+    for group in recorded():
+        values = torch.tensor(group.rewards, dtype=torch.float64)
+        earned = (values - values.mean()) / (values.std() + 1e-6)
+        for trajectory, advantage in zip(group.trajectories, earned, strict=True):
+            p, tokens, mask = (
+                distributions(student, trajectory),
+                torch.tensor(trajectory.tokens),
+                torch.tensor(trajectory.mask),
+            )
+            with torch.no_grad():
+                q = distributions(teacher, trajectory)
+            logprobs.append(q.gather(1, tokens[:, None])[:, 0].float())
+            top = q.topk(5)
+            candidates.append(Candidates(top.indices, top.values))
+            now, engine = p.gather(1, tokens[:, None])[:, 0], torch.tensor(trajectory.logprobs, dtype=torch.float64)
+            advantages = -0.5 * (engine - q.gather(1, tokens[:, None])[:, 0]) + (advantage if rewards else 0.0)
+            a, b = (values.exp().gather(1, top.indices) for values in (q, p))
+            a, b = (torch.cat([values, 1 - values.sum(1, keepdim=True)], 1) for values in (a, b))
+            by_loss = {
+                "policy": -(now - engine).exp() * advantages,
+                "forward_kl": (a * (a / b).log()).sum(1),
+                "reverse_kl": (b * (b / a).log()).sum(1),
+            }
+            terms.append(by_loss[name][mask])
+    expected = torch.cat(terms).mean()
+    expected.backward()
+    norm = float(torch.nn.utils.get_total_norm([value.grad for value in student.parameters()]))
+    scores = TeacherScores(settings, logprobs, None if name == "policy" else candidates)
+    total = sum(
+        float((torch.tensor(t.logprobs) - part)[torch.tensor(t.mask)].sum())
+        for t, part in zip(TRAJECTORIES, logprobs, strict=True)
+    )
+    assert scores.divergence(recorded()) == pytest.approx(total / sum(t.sampled_tokens for t in TRAJECTORIES))
+    objective = Objective(loss="importance_sampling", correction="none", measure_every=0)
+
+    def on_rank() -> tuple[float, float]:
+        with case_backend(Case("single"), models[0]) as backend:
+            learned = learn(backend, recorded(), objective, measured=False, teacher=scores)
+            return learned.result.loss, backend.optimizer_step().grad_norm
+
+    for world_size in (1, 2):
+        for result in run_distributed(on_rank, world_size, init=False, timeout_s=120):
+            assert result == pytest.approx((float(expected.detach()), norm), rel=2e-4)
+
+
+def test_engine_returns_the_likeliest_tokens_of_every_position(models: tuple[Path, Path]) -> None:
+    tokens = [3, 50, 7, 7, 120]
+    with torch.no_grad():
+        logprobs = load(models[1])(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+
+    async def ask() -> Any:
+        engine = LocalEngine(models[1], own_process=False)
+        try:
+            return await engine.top_logprobs(tokens, 4), await engine.logprobs(tokens)
+        finally:
+            await engine.close()
+
+    top, plain = asyncio.run(ask())
+    assert (
+        plain
+        == list(top.logprobs)
+        == pytest.approx(logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
+    )
+    assert [list(row) for row in top.ids] == logprobs.topk(4).indices.tolist()
+    assert [list(row) for row in top.top_logprobs] == [
+        pytest.approx(row, abs=1e-5) for row in logprobs.topk(4).values.tolist()
+    ]
+
+
+def settings(models: tuple[Path, Path], folder: Path, **changes: Any) -> dict[str, Any]:
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"say {number}:"}) + "\n" for number in range(7)), encoding="utf-8"
+    )
+    values = {
+        "model": models[0],
+        "output": folder / "out",
+        "steps": 30,
+        "self_check": False,
+        "platform": "cpu",
+        "precision": "fp32",
+        "optimizer": {"lr": 0.01},
+        "rollout": {"prompts": prompts, "prompts_per_step": 4, "group_size": 4, "max_tokens": 6, "max_lag": 0},
+        "teacher": {"model": models[1]},
+        "objective": {"correction": "none", "measure_every": 0, "loss": "importance_sampling"},
+        "plot": False,
+        "export": False,
+        "timeout_s": 60,
+    }
+    return values | changes
+
+
+@pytest.mark.parametrize(
+    ("teacher", "responses", "bound"),
+    [({"loss": "policy"}, 16, 0.92), ({"loss": "reverse_kl", "top": 32}, 4, 0.7)],
+    ids=["policy", "reverse_kl"],
+)
+def test_student_learns_a_teacher_without_rewards(
+    teacher: dict[str, Any], responses: int, bound: float, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A policy gradient sees one token of a distribution, and a divergence all of it: the bounds differ."""
+    values = settings(models, tmp_path, teacher={"model": models[1], **teacher})
+    values["rollout"] |= {"prompts_per_step": responses, "group_size": responses}
+    config = RlConfig(**values)
+
+    def run() -> None:
+        # In this process, for speed; the run starts the teacher.
+        train_rl(config, engines=lambda config: [LocalEngine(config.model, name="engine", own_process=False, seed=1)])
+
+    run_distributed(run, 1, init=False, timeout_s=240)
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    divergences = [row["teacher_kl"] for row in rows]
+    assert len(divergences) == 30
+    assert sum(divergences[-5:]) < bound * sum(divergences[:5])
+    assert all(row["equal"] == 0 for row in rows)
+
+
+class Silent(LocalEngine):
+    async def logprobs(self, *_: Any, **__: Any) -> list[float]:
+        raise EngineError("the teacher is out of order")
+
+
+def test_teacher_that_fails_ends_the_run_on_every_rank(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megascend.rollout.engines.local.LocalEngine", Silent)
+    config = RlConfig(**settings(models, tmp_path))
+
+    def run() -> None:
+        with pytest.raises(EngineError, match="the teacher is out of order"):
+            train_rl(config, engines=lambda config: [LocalEngine(config.model, name="engine", own_process=False)])
+
+    run_distributed(run, 2, init=False, timeout_s=240)
+
+
+def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(models[0])
+    check_same_tokenizer(TeacherSettings(model=models[1]), tokenizer)
+    tokenizer.add_tokens(["another"])
+    with pytest.raises(ConfigError, match=r"teacher has another vocabulary than the model"):
+        check_same_tokenizer(TeacherSettings(model=models[1]), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"teacher": {"engine": "local"}}, "set teacher.model with engine local"),
+        ({"teacher": {"engine": "http://h:1", "model": "m"}}, "set teacher.model with engine local, and only with it"),
+        ({"teacher": {"engine": "vllm"}}, "neither local nor the address of a server"),
+        (
+            {"teacher": {"model": "m", "loss": "jsd", "rewards": True}},
+            "teacher.rewards: true needs teacher.loss: policy, got jsd",
+        ),
+        ({"teacher": {"model": "m", "rewards": True}}, "set either rollout.reward or rollout.environment"),
+        ({"teacher": None}, "set either rollout.reward or rollout.environment"),
+        ({"evaluation": {"prompts": "p"}}, "evaluation measures rewards"),
+    ],
+)
+def test_settings_that_contradict_are_refused(
+    changes: dict[str, Any], message: str, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RlConfig(**settings(models, tmp_path, **changes))
