@@ -1,9 +1,10 @@
 """Loss and gradients of distillation from candidates, in float64 by transformers and plain formulas. A script:
 
-    python distilled_gradients.py CHECKPOINT JOB.safetensors BETA RESULT.safetensors
+    python distilled_gradients.py CHECKPOINT JOB.safetensors BETA TEMPERATURE RESULT.safetensors
 
-JOB holds for each sample ``tokens.N`` [n + 1], ``weights.N`` [n], ``ids.N`` and ``teacher.N`` [n, K]; unused ids are -1.
-RESULT has ``LOSS`` and ``LOSS/parameter`` for forward_kl, reverse_kl and jsd.
+JOB holds for each sample ``tokens.N`` [n + 1], ``weights.N`` [n], ``ids.N`` and ``teacher.N`` [n, K], ``allowed.N`` [n, A]; an
+unused id is -1. RESULT has ``LOSS`` and ``LOSS/parameter`` for forward_kl, reverse_kl and jsd, and for policy: -log p - 0.1 entropy of
+the distribution at TEMPERATURE over the allowed tokens, or over all where none is listed.
 
 Imports no megascend. All other tokens than the candidates are one outcome, whose probability is summed over the vocabulary.
 """
@@ -31,17 +32,35 @@ def divergence(name: str, q: Tensor, p: Tensor, beta: float) -> Tensor:
     return {"forward_kl": kl(q, p), "reverse_kl": kl(p, q), "jsd": beta * kl(q, m) + (1 - beta) * kl(p, m)}[name]
 
 
-def main(checkpoint: str, job: str, beta: float, result: str) -> None:
+def policy(logits: Tensor, targets: Tensor, allowed: Tensor) -> Tensor:
+    """Return -log p - 0.1 entropy of each row of ``logits``, token by token."""
+    values = []
+    for row, target, ids in zip(logits, targets, allowed, strict=True):
+        used = ids[ids >= 0]
+        used = used if len(used) else torch.arange(len(row))
+        logprobs = row[used].log_softmax(-1)
+        values.append(-logprobs[used == target].sum() + 0.1 * (logprobs.exp() * logprobs).sum())
+    return torch.stack(values)
+
+
+def main(checkpoint: str, job: str, beta: float, temperature: float, result: str) -> None:
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager").double()
     tensors, results = load_file(job), {}
-    for name in ("forward_kl", "reverse_kl", "jsd"):
+    for name in ("forward_kl", "reverse_kl", "jsd", "policy"):
         total, weight = torch.zeros((), dtype=torch.float64), 0.0
-        for index in range(len(tensors) // 4):
+        for index in range(len(tensors) // 5):
             tokens, weights, ids, teacher = (
                 tensors[f"{part}.{index}"] for part in ("tokens", "weights", "ids", "teacher")
             )
-            probabilities = model(tokens[None, :-1]).logits[0].softmax(-1)
+            logits = model(tokens[None, :-1]).logits[0]
+            rows = weights > 0
+            weight += float(weights.sum())
+            if name == "policy":
+                values = policy(logits[rows] / temperature, tokens[1:][rows], tensors[f"allowed.{index}"][rows])
+                total = total + (weights[rows] * values).sum()
+                continue
+            probabilities = logits.softmax(-1)
             used = ids >= 0
             q = torch.where(used, teacher.double().exp(), 0.0)
             p = torch.where(used, probabilities.gather(1, ids.clamp_min(0)), 0.0)
@@ -50,9 +69,7 @@ def main(checkpoint: str, job: str, beta: float, result: str) -> None:
             rest[(ids == 0).any(1), 0] = 0.0
             q = torch.cat([q, 1 - q.sum(1, keepdim=True)], 1)
             p = torch.cat([p, (probabilities * rest).sum(1, keepdim=True)], 1)
-            rows = weights > 0
             total = total + (weights[rows] * divergence(name, q[rows], p[rows], beta)).sum()
-            weight += float(weights.sum())
         model.zero_grad()
         loss = total / weight
         loss.backward()
@@ -62,4 +79,4 @@ def main(checkpoint: str, job: str, beta: float, result: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]), sys.argv[5])

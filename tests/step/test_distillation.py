@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend import Candidates, Sample
+from megascend import Candidates, Loss, LossInputs, Sample
 from megascend.batch.losses import BUILT_IN
 from megascend.config import Parallel
 from megascend.errors import DataError
@@ -24,9 +25,20 @@ from support.gradients import Gradients, differences, reduced_gradients
 pytestmark = [pytest.mark.usefixtures("megatron_imported")]
 PROGRAM = Path(__file__).with_name("distilled_gradients.py")
 BETA = 0.3
-LOSSES = {name: BUILT_IN[name].with_settings(beta=BETA) if name == "jsd" else BUILT_IN[name] for name in (
-    "forward_kl", "reverse_kl", "jsd"
-)}  # fmt: skip
+TEMPERATURE = 0.7
+
+
+def policy(logprobs: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    assert inputs.entropy is not None
+    return -logprobs - 0.1 * inputs.entropy
+
+
+LOSSES = {
+    "forward_kl": BUILT_IN["forward_kl"],
+    "reverse_kl": BUILT_IN["reverse_kl"],
+    "jsd": BUILT_IN["jsd"].with_settings(beta=BETA),
+    "policy": Loss("policy", policy, entropy=True),
+}
 CASES = [
     Case("single"),
     Case("padded", packing=False, micro_batch_tokens=200),
@@ -37,8 +49,32 @@ CASES = [
 ]
 
 
-def samples() -> list[Sample]:
-    """Samples whose candidates are of 2 to 6 slots, some unused; prompts have none, and a token has the weight 0.5."""
+def samples(name: str = "forward_kl") -> list[Sample]:
+    """Build samples for a loss."""
+    return masked() if name == "policy" else distilled()
+
+
+def masked() -> list[Sample]:
+    """Build samples of a temperature, with 1 to 4 allowed tokens for most targets, the target among them, and all for others."""
+    generator = torch.Generator().manual_seed(4)
+    batch = []
+    for number, tokens in enumerate(token_lists()):
+        sample = Sample.causal(tokens, PROMPT)
+        sample.weights[-1] = 0.5
+        sample.temperature = TEMPERATURE
+        if number % 4 != 3:
+            others = torch.rand(len(sample), TINY_VOCABULARY, generator=generator)
+            others.scatter_(1, sample.target_ids[:, None], 2.0)  # first
+            allowed = others.topk(1 + number % 4).indices.int()
+            allowed[::3, 1:] = -1
+            allowed[1::3] = -1
+            sample.allowed = allowed.flip(1)
+        batch.append(sample)
+    return batch
+
+
+def distilled() -> list[Sample]:
+    """Build samples whose candidates are of 2 to 6 slots, some unused; prompts have none, and a token has the weight 0.5."""
     generator = torch.Generator().manual_seed(2)
     batch = []
     for number, tokens in enumerate(token_lists()):
@@ -69,8 +105,19 @@ def expected(parity_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> d
             f"ids.{index}": sample.candidates.ids.long(),
             f"teacher.{index}": sample.candidates.logprobs,
         }
+        sampled = masked()[index].allowed
+        whole = torch.full((len(tokens) - 1, 1), -1)
+        tensors[f"allowed.{index}"] = whole if sampled is None else sampled.long()
     save_file(tensors, job)
-    command = [sys.executable, PROGRAM, case_checkpoint(parity_folder, "qwen3"), job, str(BETA), result]
+    command = [
+        sys.executable,
+        PROGRAM,
+        case_checkpoint(parity_folder, "qwen3"),
+        job,
+        str(BETA),
+        str(TEMPERATURE),
+        result,
+    ]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
     return load_file(result)
@@ -90,9 +137,9 @@ def test_gradients_of_all_parameters_are_those_of_plain_float64(
     def on_rank() -> dict[str, tuple[Gradients, float]]:
         results = {}
         for name, loss in LOSSES.items():
-            gradients = reduced_gradients(case, checkpoint, samples(), loss)
+            gradients = reduced_gradients(case, checkpoint, samples(name), loss)
             with case_backend(case, checkpoint) as backend:
-                results[name] = gradients, backend.forward_backward(backend.shard(samples()), loss).loss
+                results[name] = gradients, backend.forward_backward(backend.shard(samples(name)), loss).loss
         return results
 
     ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=240)
@@ -120,7 +167,7 @@ gradients = {}
 with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform="cpu", batching=batching,
                             optimizer=megascend.Adam(lr=0.0, max_grad_norm=1e9), self_check=False) as backend:
     for name, loss in LOSSES.items():
-        gradients[name] = backend.forward_backward(backend.shard(samples()), loss).loss
+        gradients[name] = backend.forward_backward(backend.shard(samples(name)), loss).loss
         for key, parameter in backend.engine.model.named_parameters():
             gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             gradients[f"{name}/{key}"] = gradient.clone()
@@ -165,6 +212,60 @@ def test_batch_that_cannot_be_distilled_is_refused(change: Any, message: str, pa
         change(batch)
         with case_backend(Case("single"), checkpoint) as backend, pytest.raises(DataError, match=message):
             backend.forward_backward(batch, "forward_kl")
+
+    run_distributed(on_rank, 1, init=False)
+
+
+def test_forward_scores_the_policy_that_was_sampled(parity_folder: Path) -> None:
+    """Log-probabilities and entropies equal those that plain PyTorch computes from the logits of another call."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank() -> None:
+        batch = masked()
+        plain = [replace(sample, temperature=1.0, allowed=None) for sample in batch]
+        with case_backend(Case("single"), checkpoint) as backend:
+            scores, logits = backend.forward(batch, entropy=True), backend.forward(plain, logits=True).logits
+        assert scores.entropy is not None
+        assert logits is not None
+        for sample, logprobs, entropies, whole in zip(batch, scores.logprobs, scores.entropy, logits, strict=True):
+            possible = torch.ones_like(whole, dtype=torch.bool)
+            if sample.allowed is not None:
+                possible = torch.zeros_like(possible).scatter(
+                    1, sample.allowed.long().clamp_min(0), sample.allowed >= 0
+                )
+                possible |= (sample.allowed < 0).all(1)[:, None]
+            policy = (whole.double() / TEMPERATURE).masked_fill(~possible, -1e30).log_softmax(-1)
+            chosen = policy.gather(1, sample.target_ids[:, None])[:, 0].float()
+            trained = sample.weights > 0
+            torch.testing.assert_close(logprobs[trained], chosen[trained], atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(entropies.double(), -(policy.exp() * policy).sum(1), atol=5e-6, rtol=1e-5)
+
+    run_distributed(on_rank, 1, init=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda batch: setattr(batch[1], "temperature", 1.0),
+            "sample 1 has the temperature 1, and sample 0 0.7; one call has",
+        ),
+        (
+            lambda batch: setattr(batch[0], "candidates", distilled()[0].candidates),
+            "sample 0 has candidates and allowed",
+        ),
+        (lambda batch: batch[0].allowed.fill_(5000), r"sample 0 allows the token 5000, outside the vocabulary"),
+        (lambda batch: batch[0].allowed.fill_(batch[0].target_ids.max() + 1), "is not among its allowed tokens"),
+    ],
+)
+def test_policy_that_cannot_have_sampled_is_refused(change: Any, message: str, parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+
+    def on_rank() -> None:
+        batch = masked()
+        change(batch)
+        with case_backend(Case("single"), checkpoint) as backend, pytest.raises(DataError, match=message):
+            backend.forward(batch)
 
     run_distributed(on_rank, 1, init=False)
 

@@ -92,6 +92,10 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
     if sample.candidates is not None:
         for values in (sample.candidates.ids, sample.candidates.logprobs):
             yield "candidates", index.to_bytes(8, "little") + values.numpy().tobytes()
+    if sample.allowed is not None:
+        yield "allowed", index.to_bytes(8, "little") + sample.allowed.numpy().tobytes()
+    if sample.temperature != 1:
+        yield "temperature", f"{index} {sample.temperature}".encode()
     for label, values in sample.image_fields().items():
         yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     yield "adapter", f"{index} {name}".encode()

@@ -131,6 +131,8 @@ class MicroBatch:
         images: pictures of the samples, or None.
         candidate_ids: int64 [n, K], a teacher's candidates, -1 at unused slots; None unless all samples have them.
         teacher_logprobs: float32 [n, K], its log-probabilities of them.
+        temperature: divides the logits.
+        allowed: int64 [n, A], tokens that each target was drawn from, -1 at unused slots; None: the whole vocabulary everywhere.
     """
 
     members: list[int]
@@ -156,6 +158,8 @@ class MicroBatch:
     images: ImageBatch | None = None
     candidate_ids: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    temperature: float = 1.0
+    allowed: Tensor | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -261,6 +265,10 @@ def build(
         else None,
         candidate_ids=rows([entry.ids for entry in candidates], -1).long() if candidates else None,
         teacher_logprobs=rows([entry.logprobs for entry in candidates], 0) if candidates else None,
+        temperature=selected[0].temperature,
+        allowed=rows([_allowed(sample) for sample in selected], -1).long()
+        if not dummy and any(sample.allowed is not None for sample in selected)
+        else None,
         images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
 
@@ -313,6 +321,11 @@ def routed_columns(samples: Sequence[Sample]) -> list[Tensor] | None:
         first.new_full((len(sample), *first.shape[1:]), -1) if sample.routed_experts is None else sample.routed_experts
         for sample in samples
     ]
+
+
+def _allowed(sample: Sample) -> Tensor:
+    """Return a sample's allowed tokens; one unused slot for the whole vocabulary."""
+    return torch.full((len(sample), 1), -1, dtype=torch.int32) if sample.allowed is None else sample.allowed
 
 
 def layout_for_lengths(layout: SequenceLayout, lengths: Sequence[int]) -> SequenceLayout:

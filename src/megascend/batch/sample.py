@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.batch.candidates import Candidates
+from megascend.batch.candidates import Candidates, id_rows
 from megascend.batch.images import SampleImages
 from megascend.batch.picture_sources import PictureSources
 from megascend.errors import DataError
@@ -41,6 +42,9 @@ class Sample:
             returns them: of all layers, or of those with experts. -1 in all k: not known, the router chooses.
         images: pictures, for models that take them; ``input_ids`` has a token for each of their features.
         candidates: a teacher's likeliest tokens at each position, with its log-probabilities.
+        temperature: divides the logits: log-probabilities, entropies and losses are those of the policy at this temperature.
+        allowed: integers [length, A], the tokens from which each target was drawn (top-k, top-p), -1 at unused slots: the
+            policy is the distribution renormalised over them. A row of -1 only: the whole vocabulary.
     """
 
     input_ids: Any
@@ -58,6 +62,8 @@ class Sample:
     routed_experts: Any = None
     images: SampleImages | PictureSources | None = None
     candidates: Candidates | None = None
+    temperature: float = 1.0
+    allowed: Any = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -75,6 +81,11 @@ class Sample:
             if not isinstance(self.candidates, Candidates):
                 raise DataError(f"candidates must be megascend.Candidates, got {type(self.candidates).__name__}")
             lengths["candidates"] = len(self.candidates)
+        if self.allowed is not None:
+            self.allowed = id_rows(self.allowed, "allowed")
+            lengths["allowed"] = len(self.allowed)
+        if not 0 < self.temperature < math.inf:
+            raise DataError(f"temperature is {self.temperature}; it must be above 0 and finite")
         if len(set(lengths.values())) != 1:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
@@ -92,7 +103,9 @@ class Sample:
         """Return all fields with a number for each token that are set, by name (``extra`` fields under their own names)."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         tensors = {
-            name: value for name, value in values.items() if isinstance(value, Tensor) and name != "routed_experts"
+            name: value
+            for name, value in values.items()
+            if isinstance(value, Tensor) and name not in ("routed_experts", "allowed")
         }
         return tensors | self.extra
 

@@ -31,6 +31,7 @@ class PlainOutput:
         targets: int64 [n].
         vocab_size: rows of the weight that stand for tokens; the others are padding.
         down, lora_delta: ``A x`` [n, r] of this layer's adapters, and their contribution to the logits; or both None.
+        temperature: divides the logits of log-probabilities.
     """
 
     hidden: Tensor
@@ -39,6 +40,7 @@ class PlainOutput:
     vocab_size: int
     down: Tensor | None = None
     lora_delta: LowRank | None = None
+    temperature: float = 1.0
 
     @property
     def shard(self) -> VocabShard:
@@ -65,6 +67,7 @@ class PlainOutput:
             direct_weight_gradient=True,
             down=self.down,
             lora_delta=self.lora_delta,
+            temperature=self.temperature,
         )
 
     def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -78,6 +81,7 @@ class PlainOutput:
             down=self.down,
             lora_delta=self.lora_delta,
             candidates=candidates,
+            temperature=self.temperature,
         )
 
     def logits(self, rows: Tensor | None = None) -> Tensor:

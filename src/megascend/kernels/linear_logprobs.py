@@ -39,15 +39,27 @@ def chunk_size(rows: int, element_size: int) -> int:
 
 
 def chunks(
-    hidden: Tensor, rows: Tensor, down: Tensor | None = None, lora_delta: LowRank | None = None
+    hidden: Tensor,
+    rows: Tensor,
+    down: Tensor | None = None,
+    lora_delta: LowRank | None = None,
+    temperature: float = 1.0,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield every chunk of ``hidden`` [n, h] with its logits [chunk, rows], which reuse one buffer."""
+    """Yield every chunk of ``hidden`` [n, h] with its logits [chunk, rows], which reuse one buffer.
+
+    They are divided by ``temperature`` before they are rounded to the model's dtype.
+    """
+    if down is not None and temperature != 1:
+        down = down / temperature
     size = min(chunk_size(len(rows), hidden.element_size()), len(hidden))
     buffer = hidden.new_empty(size, len(rows))
     for start in range(0, len(hidden), size):
         part = slice(start, min(start + size, len(hidden)))
         logits = buffer[: part.stop - part.start]
-        torch.mm(hidden[part], rows.t(), out=logits)
+        if temperature == 1:
+            torch.mm(hidden[part], rows.t(), out=logits)
+        else:  # with beta=0 the buffer's content has no effect
+            torch.addmm(logits, hidden[part], rows.t(), beta=0, alpha=1 / temperature, out=logits)
         if lora_delta is not None and down is not None:
             lora_delta.add_(logits, down, part)
         yield part, logits
@@ -129,13 +141,14 @@ class _LinearLogprobs(torch.autograd.Function):
         entropy: bool,
         direct: bool,
         lora_delta: LowRank | None,
+        temperature: float,
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
         local_candidates = None if candidates is None else shard.local(candidates)
         parts: list[Statistics] = []
         selected: list[Tensor] = []
-        for part, logits in chunks(hidden, rows, down, lora_delta):
+        for part, logits in chunks(hidden, rows, down, lora_delta, temperature):
             parts.append(statistics(logits, local_targets[part], shard, entropy))
             if local_candidates is not None:
                 selected.append(_selected(logits, local_candidates[part]))
@@ -160,7 +173,7 @@ class _LinearLogprobs(torch.autograd.Function):
             entropies,
             logprobs,
         )
-        ctx.shard, ctx.direct, ctx.lora_delta = shard, direct, lora_delta
+        ctx.shard, ctx.direct, ctx.lora_delta, ctx.temperature = shard, direct, lora_delta, temperature
         return target - log_sum, entropies, logprobs
 
     @staticmethod
@@ -170,6 +183,10 @@ class _LinearLogprobs(torch.autograd.Function):
         log_sum, target, entropies, logprobs = saved
         rows = weight[: ctx.shard.rows]
         gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.lora_delta)
+        # Through the coefficients: logits are the projection divided by the temperature.
+        grad_logprobs, grad_entropy, grad_candidates = (
+            None if grad is None else grad / ctx.temperature for grad in (grad_logprobs, grad_entropy, grad_candidates)
+        )
         scale = torch.zeros_like(log_sum) if grad_logprobs is None else -grad_logprobs
         if candidates is not None:
             # As if no token were selected, and then the selected columns, in fp32: the two parts of a column's gradient nearly
@@ -183,14 +200,14 @@ class _LinearLogprobs(torch.autograd.Function):
             if grad_entropy is not None and entropies is not None:
                 factor = factor - grad_entropy[:, None] * (log_p + entropies[:, None])
             slot_values = log_p.exp() * factor + slot_grads
-        for part, logits in chunks(hidden, rows, down, ctx.lora_delta):
+        for part, logits in chunks(hidden, rows, down, ctx.lora_delta, ctx.temperature):
             softmax = Statistics(log_sum[part], target[part], None if entropies is None else entropies[part])
             entropy_scale = None if grad_entropy is None else grad_entropy[part]
             gradient_(logits, local_targets[part], softmax, scale[part], entropy_scale)
             if candidates is not None:
                 set_columns_(logits, local_slots[part], slot_values[part])
             gradients.add(logits, part)
-        return *gradients.for_autograd(), None, None, None, None, None, None
+        return *gradients.for_autograd(), None, None, None, None, None, None, None
 
 
 def _selected(logits: Tensor, local_ids: Tensor) -> Tensor:
@@ -224,13 +241,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         shard: VocabShard,
         direct: bool,
         lora_delta: LowRank | None,
+        temperature: float,
     ):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, lora_delta)
-        scale = coefficients * loss_grad
-        for part, logits in chunks(hidden, rows, down, lora_delta):
+        scale = coefficients * (loss_grad / temperature)
+        for part, logits in chunks(hidden, rows, down, lora_delta, temperature):
             softmax = statistics(logits, local_targets[part], shard, entropy=False)
             logprobs[part] = softmax.logprobs
             gradient_(logits, local_targets[part], softmax, scale[part], None)
@@ -251,7 +269,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     f"linear_cross_entropy was called with loss_grad={ctx.loss_grad}, but received gradient {received}"
                 )
         gradients, ctx.gradients = ctx.gradients, None  # frees them as soon as autograd has used them
-        return *gradients, None, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None, None
 
 
 def linear_logprobs(
@@ -264,6 +282,7 @@ def linear_logprobs(
     down: Tensor | None = None,
     lora_delta: LowRank | None = None,
     candidates: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the log-probability of each target and, if requested, the entropy of each distribution and further tokens' ones.
 
@@ -278,12 +297,13 @@ def linear_logprobs(
         down: [n, r], equal on all ranks of the group like ``hidden``; its gradient is this rank's part, too.
         lora_delta: the low-rank term that ``down`` adds to the logits; both or neither.
         candidates: int64 [n, K], further tokens of each position, each once; -1: none.
+        temperature: divides the logits.
 
     Returns:
         fp32 [n]; fp32 [n] or None; and the candidates' log-probabilities, fp32 [n, K], 0 at -1, or None.
     """
     return _LinearLogprobs.apply(
-        hidden, weight, down, targets, candidates, shard, entropy, direct_weight_gradient, lora_delta
+        hidden, weight, down, targets, candidates, shard, entropy, direct_weight_gradient, lora_delta, temperature
     )
 
 
@@ -297,11 +317,12 @@ def linear_cross_entropy(
     direct_weight_gradient: bool = False,
     down: Tensor | None = None,
     lora_delta: LowRank | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``sum(-coefficients * logprobs)``, with the gradient computed in the forward pass.
 
     Args:
-        hidden, weight, targets, shard, direct_weight_gradient, down, lora_delta: as for :func:`linear_logprobs`.
+        hidden, weight, targets, shard, direct_weight_gradient, down, lora_delta, temperature: as for :func:`linear_logprobs`.
         coefficients: fp32 [n], not negative: the factor of each token's negative log-likelihood.
         loss_grad: the gradient that this sum will receive in the backward pass, which has to be known in advance.
 
@@ -309,7 +330,7 @@ def linear_cross_entropy(
         The fp32 sum, and the log-probabilities fp32 [n] without a gradient.
     """
     return _LinearCrossEntropy.apply(
-        hidden, weight, down, targets, coefficients, loss_grad, shard, direct_weight_gradient, lora_delta
+        hidden, weight, down, targets, coefficients, loss_grad, shard, direct_weight_gradient, lora_delta, temperature
     )
 
 

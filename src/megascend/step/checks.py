@@ -38,8 +38,35 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
                 f"sample {index} has the candidate {int(sample.candidates.ids.max())}, outside the vocabulary [0, {vocab_size}); "
                 "teacher and student must have one tokenizer"
             )
+        check_policy(sample, index, samples[0].temperature, vocab_size)
         if problem := images.problem(sample.input_ids, sample.images, engine.info.image_layout):
             raise DataError(f"sample {index} {problem}")
+
+
+def check_policy(sample: Sample, index: int, temperature: float, vocab_size: int) -> None:
+    """Raise DataError for a sample of another temperature than the first, or whose targets its mask excludes."""
+    if sample.temperature != temperature:
+        raise DataError(
+            f"sample {index} has the temperature {sample.temperature:g}, and sample 0 {temperature:g}; one call has one"
+        )
+    if sample.allowed is None:
+        return
+    if sample.candidates is not None:
+        raise DataError(
+            f"sample {index} has candidates and allowed; a teacher's candidates are of the whole vocabulary"
+        )
+    if int(sample.allowed.max()) >= vocab_size:
+        raise DataError(
+            f"sample {index} allows the token {int(sample.allowed.max())}, outside the vocabulary [0, {vocab_size})"
+        )
+    masked = (sample.allowed >= 0).any(1) & (sample.weights != 0)
+    excluded = masked & (sample.allowed != sample.target_ids[:, None]).all(1)
+    if bool(excluded.any()):
+        position = int(excluded.nonzero()[0])
+        raise DataError(
+            f"sample {index}: the target {int(sample.target_ids[position])} at position {position} is not among its allowed "
+            "tokens"
+        )
 
 
 def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str) -> None:

@@ -18,6 +18,7 @@ from megascend.distributed.objects import gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError
 from megascend.kernels.host_copy import to_device
+from megascend.step.policy import policy_output
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,6 +95,7 @@ class MicroBatchLoss:
         loss, normalizer = self._loss, self._normalizer
         if isinstance(output, ScalarOutput):
             return self._evaluate(batch, output.values)
+        output = policy_output(batch, output)
         # The fused head computes log-probabilities and gradients in one pass, without keeping logits.
         if (loss.is_cross_entropy or loss.function is cross_entropy) and output.fuses_loss:
             coefficients = batch.weights * normalizer.token_factors(batch)

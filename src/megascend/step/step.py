@@ -24,6 +24,7 @@ from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
 from megascend.step.checks import check_fields, check_pairs, check_requirements, check_samples, require_head
 from megascend.step.loss import MicroBatchLoss, normalizer_of
+from megascend.step.policy import policy_output
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -156,7 +157,8 @@ class Step:
         """Compute log-probabilities of the targets; see ``Backend.forward``."""
 
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
-            logprobs, entropies, selected = output.logprobs(entropy, batch.candidate_ids if candidates else None)
+            policy = policy_output(batch, output)
+            logprobs, entropies, selected = policy.logprobs(entropy, batch.candidate_ids if candidates else None)
             return {
                 "logprobs": logprobs,
                 "entropy": entropies,

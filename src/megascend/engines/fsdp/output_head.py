@@ -80,6 +80,7 @@ class LossHead:
             self._vocab_size,
             None if down is None else down.flatten(0, 1),
             lora_delta,
+            batch.temperature,
         )
         self._result = on_output(batch, head)
         return self._result[0]

@@ -354,9 +354,9 @@ class MegatronEngine(Engine):
         if batch.mtp is not None:
             hidden, prediction_hidden = mtp.split(hidden)
             prediction = HeadOutput(self.head, prediction_hidden, batch.mtp.targets, None)
-            return HeadOutput(self.head, hidden, batch.targets, None, prediction)
+            return HeadOutput(self.head, hidden, batch.targets, None, prediction, batch.temperature)
         lora_delta = None if self.adapters is None else self.adapters.layers.lora_delta(batch.segments)
-        return HeadOutput(self.head, hidden, batch.targets, lora_delta)
+        return HeadOutput(self.head, hidden, batch.targets, lora_delta, temperature=batch.temperature)
 
     def _forward_chunk(self, chunk: Any, batch: MicroBatch) -> torch.Tensor:
         """Run one model chunk on a micro batch. Masks stay implicit: every sequence is causal, padding comes last."""

@@ -208,6 +208,8 @@ class GraphedSteps:
             return "micro batches of sizes beside whose captures memory ran out"
         if batch.candidate_ids is not None:
             return "micro batches with candidates of a teacher"
+        if batch.allowed is not None or batch.temperature != 1:
+            return "micro batches of a policy with a temperature or a sampling mask"
         if batch.segments is not None and batch.segments.keys is not None:
             return "adapters with dropout"
         mixed = stacked is not None and len(stacked.adapters) > 1

@@ -64,6 +64,7 @@ class OutputHead:
         entropy: bool,
         lora_delta: LowRank | None = None,
         candidates: Tensor | None = None,
+        temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Compute fp32 [n] log-probabilities (and entropies) of ``targets`` [n] from ``hidden`` [batch, sequence, h (+ r)].
 
@@ -71,7 +72,7 @@ class OutputHead:
         """
         states, down = self._split(hidden, lora_delta)
         return linear_logprobs(
-            states, self.weight, targets, self.shard, entropy, self._direct, down, lora_delta, candidates
+            states, self.weight, targets, self.shard, entropy, self._direct, down, lora_delta, candidates, temperature
         )
 
     def cross_entropy(
@@ -81,11 +82,21 @@ class OutputHead:
         coefficients: Tensor,
         loss_grad: float,
         lora_delta: LowRank | None = None,
+        temperature: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Compute ``sum(-coefficients * logprobs)``, which will receive the gradient ``loss_grad``, and log-probabilities."""
         states, down = self._split(hidden, lora_delta)
         return linear_cross_entropy(
-            states, self.weight, targets, coefficients, self.shard, loss_grad, self._direct, down, lora_delta
+            states,
+            self.weight,
+            targets,
+            coefficients,
+            self.shard,
+            loss_grad,
+            self._direct,
+            down,
+            lora_delta,
+            temperature,
         )
 
     def logits(self, hidden: Tensor, lora_delta: LowRank | None = None, rows: Tensor | None = None) -> Tensor:
@@ -111,6 +122,7 @@ class HeadOutput:
         targets: int64 [n].
         lora_delta: those adapters' contribution to the logits, or None.
         prediction: of the head for multi-token prediction, which shares the projection; or None.
+        temperature: divides the logits of log-probabilities.
     """
 
     head: OutputHead
@@ -118,16 +130,19 @@ class HeadOutput:
     targets: Tensor
     lora_delta: LowRank | None
     prediction: HeadOutput | None = None
+    temperature: float = 1.0
 
     @property
     def fuses_loss(self) -> bool:
         return self.head.can_fuse
 
     def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
-        return self.head.cross_entropy(self.hidden, self.targets, coefficients, loss_grad, self.lora_delta)
+        return self.head.cross_entropy(
+            self.hidden, self.targets, coefficients, loss_grad, self.lora_delta, self.temperature
+        )
 
     def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self.head.logprobs(self.hidden, self.targets, entropy, self.lora_delta, candidates)
+        return self.head.logprobs(self.hidden, self.targets, entropy, self.lora_delta, candidates, self.temperature)
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         return self.head.logits(self.hidden, self.lora_delta, rows)

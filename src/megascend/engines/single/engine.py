@@ -128,7 +128,8 @@ class SingleEngine(TransformersEngine):
         layer = output_layer(self.model)
         if self.info.scalar_head is not None:
             return ScalarOutput(values_of(layer, self.model.dropout(hidden)))
-        return PlainOutput(hidden.flatten(0, 1), layer.weight, batch.targets, self.info.shape.vocab_size)
+        vocab_size, temperature = self.info.shape.vocab_size, batch.temperature
+        return PlainOutput(hidden.flatten(0, 1), layer.weight, batch.targets, vocab_size, temperature=temperature)
 
     def cache_unsupported_reason(self) -> str | None:
         return cached_attention.unsupported_reason(self.model)

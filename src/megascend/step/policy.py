@@ -1,0 +1,60 @@
+"""The policy that was sampled from: a model's distribution renormalised over the tokens that sampling allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megascend.batch.micro_batch import MicroBatch
+from megascend.engines.base import Output
+
+
+@dataclass(frozen=True)
+class MaskedOutput:
+    """Output whose log-probabilities and entropies are of the distribution over the allowed tokens.
+
+    See :class:`megascend.engines.base.Output`.
+
+    Attributes:
+        output: of the model, for all of its vocabulary.
+        allowed: int64 [n, A], -1 at unused slots; a row without any: the whole vocabulary.
+    """
+
+    output: Output
+    allowed: Tensor
+
+    @property
+    def fuses_loss(self) -> bool:
+        return False
+
+    @property
+    def prediction(self) -> Output | None:
+        return self.output.prediction
+
+    def cross_entropy(self, coefficients: Tensor, loss_grad: float) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("fuses_loss is False")
+
+    def logprobs(self, entropy: bool, candidates: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        assert candidates is None, "samples have candidates or a mask, not both"
+        logprobs, entropies, selected = self.output.logprobs(entropy, self.allowed)
+        assert selected is not None
+        used = self.allowed >= 0
+        masked = used.any(1)
+        # Rows of the whole vocabulary keep their slots, which are 0: minus infinity everywhere would have no gradient.
+        total = selected.masked_fill(~used & masked[:, None], -torch.inf).logsumexp(1)
+        total = torch.where(masked, total, 0.0)
+        if entropies is not None:
+            within = selected - total[:, None]
+            over_allowed = -torch.where(used, within.exp() * within, 0.0).sum(1)
+            entropies = torch.where(masked, over_allowed, entropies)
+        return logprobs - total, entropies, None
+
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        return self.output.logits(rows)
+
+
+def policy_output(batch: MicroBatch, output: Output) -> Output:
+    """Return the output of the policy that sampled the micro batch."""
+    return output if batch.allowed is None else MaskedOutput(output, batch.allowed)
