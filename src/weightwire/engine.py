@@ -40,6 +40,8 @@ class Sampling:
         stop_token_ids: a response ends with the first of them, which is included.
         seed: seed of the request's samples; None: chosen by the engine.
         routed_experts: also return the experts to which a mixture of experts has sent each token.
+        top_p, top_k: sample from the fewest likeliest tokens of the ``top_k`` likeliest (0: of all) that together have the
+            probability ``top_p``. The response then says for each token from which it was drawn.
     """
 
     max_tokens: int
@@ -47,6 +49,13 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     routed_experts: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+
+    @property
+    def truncates(self) -> bool:
+        """Check whether some tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 EXPERT_WIDTHS = {"uint8": 1, "uint16": 2}
@@ -128,6 +137,7 @@ class Completion:
         first_version, last_version: versions of the weights that sampled the first and the last token. They differ if an
             update was committed in between.
         routed_experts: experts of each token, where :class:`Sampling` asks for them.
+        allowed: the token ids from which each token was drawn, if ``top_p`` or ``top_k`` exclude some.
     """
 
     tokens: tuple[int, ...]
@@ -136,6 +146,7 @@ class Completion:
     first_version: int
     last_version: int
     routed_experts: RoutedExperts | None = None
+    allowed: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,8 +185,13 @@ class TopLogprobs:
 def response_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a response from JSON: tuples for lists, and :class:`RoutedExperts` for its JSON."""
     tuples = {name: tuple(fields[name]) for name in ("tokens", "logprobs")}
-    experts = fields.get("routed_experts")
-    return {**fields, **tuples, "routed_experts": None if experts is None else RoutedExperts.from_json(experts)}
+    experts, allowed = fields.get("routed_experts"), fields.get("allowed")
+    return {
+        **fields,
+        **tuples,
+        "routed_experts": None if experts is None else RoutedExperts.from_json(experts),
+        "allowed": None if allowed is None else tuple(tuple(row) for row in allowed),
+    }
 
 
 class InferenceEngine(ABC):

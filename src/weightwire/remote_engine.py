@@ -53,8 +53,11 @@ class RemoteEngine(InferenceEngine):
         arguments = {"prompt": list(prompt), "n": n, "adapter": adapter, **asdict(sampling)}
         # The parser expects a list, and a transport that does not encode JSON would hand it the tuple.
         arguments["stop_token_ids"] = list(sampling.stop_token_ids)
+        # Unknown to servers of an earlier version.
         if not sampling.routed_experts:
-            del arguments["routed_experts"]  # unknown to servers of an earlier version
+            del arguments["routed_experts"]
+        if not sampling.truncates:
+            del arguments["top_p"], arguments["top_k"]
         answer = await self.ask("generate", arguments, self.answer_s)
         try:
             return [Completion(**response_fields(fields)) for fields in answer["completions"]]
@@ -211,6 +214,8 @@ def _generate(arguments: Arguments) -> Run:
         stop_token_ids=tuple(arguments.tokens("stop_token_ids", 0, MAX_STOP_TOKENS, ())),
         seed=arguments.integer("seed", -(2**63), 2**64, None),
         routed_experts=arguments.flag("routed_experts", False),
+        top_p=arguments.number("top_p", 1.0, 1.0),
+        top_k=arguments.integer("top_k", 0, 2**31 - 1, 0),
     )
 
     async def run(engine: InferenceEngine) -> dict[str, Any]:
@@ -224,6 +229,8 @@ def _completion_json(completion: Completion) -> dict[str, Any]:
     fields, experts = {**vars(completion)}, completion.routed_experts
     # Only sent if requested: a client of an earlier version could not construct its Completion with an unknown field.
     del fields["routed_experts"]
+    if completion.allowed is None:
+        del fields["allowed"]
     return fields if experts is None else {**fields, "routed_experts": experts.to_json()}
 
 

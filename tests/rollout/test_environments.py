@@ -30,6 +30,7 @@ from megascend.rollout.environments import (
 from megascend.rollout.group import Trajectory
 from rollout.test_collector import DEADLINE_S, Engine, Prompts
 from weightwire.engine import Completion, RoutedExperts, Sampling
+from weightwire.errors import UnsupportedCallError
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
 STRIPS_REASONING = (
@@ -47,6 +48,7 @@ class ScriptedEngine(Engine):
         super().__init__("scripted")
         self.replies, self.tokenizer, self.contexts = list(replies), tokenizer, []
         self.samplings: list[Sampling] = []
+        self.truncates = True
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Completion]:
         self.contexts.append(list(tokens))
@@ -55,18 +57,38 @@ class ScriptedEngine(Engine):
         cut = reply[: sampling.max_tokens]
         reason = "stop" if len(cut) == len(reply) else "length"
         logprobs = tuple(-0.25 * (index + 1) for index in range(len(cut)))
-        return [Completion(tuple(cut), logprobs, reason, self.version, self.version)]
+        allowed = tuple((token, 300) for token in cut) if sampling.truncates and self.truncates else None
+        return [Completion(tuple(cut), logprobs, reason, self.version, self.version, allowed=allowed)]
 
 
 def play(
-    environment: Any, engine: Any, tokenizer: Any, max_length: int = 400, max_tokens: int = 100
+    environment: Any,
+    engine: Any,
+    tokenizer: Any,
+    max_length: int = 400,
+    max_tokens: int = 100,
+    sampling: Sampling | None = None,
 ) -> list[Trajectory]:
     """Run one episode of an environment."""
     episodes = EnvironmentEpisodes(environment, PromptRenderer(tokenizer), EpisodeLimits(20, 4, 0.2, max_length))
     try:
-        return asyncio.run(episodes.run(engine, {"prompt": 0}, Sampling(max_tokens, seed=3), 1))
+        return asyncio.run(episodes.run(engine, {"prompt": 0}, sampling or Sampling(max_tokens, seed=3), 1))
     finally:
         episodes.close()
+
+
+def test_trajectory_has_the_tokens_that_were_allowed_and_the_temperature() -> None:
+    tokenizer, sampling = byte_tokenizer(4096), Sampling(100, temperature=0.5, top_k=2)
+    engine = ScriptedEngine("one<|im_end|>", "4<|im_end|>", tokenizer=tokenizer)
+    [trajectory] = play(TwoTurns(), engine, tokenizer, sampling=sampling)
+    assert trajectory.allowed == tuple(
+        (token, 300) if mark else () for token, mark in zip(trajectory.tokens, trajectory.mask, strict=True)
+    )
+    assert trajectory.temperature == 0.5
+    engine = ScriptedEngine("one<|im_end|>", tokenizer=tokenizer)
+    engine.truncates = False
+    with pytest.raises(UnsupportedCallError, match="scripted does not return which tokens top_p and top_k allowed"):
+        play(TwoTurns(), engine, tokenizer, sampling=sampling)
 
 
 class TwoTurns:

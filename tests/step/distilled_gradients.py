@@ -3,8 +3,8 @@
     python distilled_gradients.py CHECKPOINT JOB.safetensors BETA TEMPERATURE RESULT.safetensors
 
 JOB holds for each sample ``tokens.N`` [n + 1], ``weights.N`` [n], ``ids.N`` and ``teacher.N`` [n, K], ``allowed.N`` [n, A]; an
-unused id is -1. RESULT has ``LOSS`` and ``LOSS/parameter`` for forward_kl, reverse_kl and jsd, and for policy: -log p - 0.1 entropy of
-the distribution at TEMPERATURE over the allowed tokens, or over all where none is listed.
+unused id is -1. RESULT has ``LOSS`` and ``LOSS/parameter`` for forward_kl, reverse_kl and jsd, and for policy: -log p - 0.1
+entropy of the distribution at TEMPERATURE over the allowed tokens, or over all where none is listed.
 
 Imports no megascend. All other tokens than the candidates are one outcome, whose probability is summed over the vocabulary.
 """

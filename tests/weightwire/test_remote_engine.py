@@ -76,6 +76,16 @@ def test_call_and_result_survive_json(name: str) -> None:
     assert recording.called == [(name, arguments)]
 
 
+def test_allowed_tokens_survive_json() -> None:
+    class Truncating(Recording):
+        async def generate(self, prompt: Any, sampling: Sampling, n: int, adapter: Any) -> list[Completion]:
+            assert sampling == Sampling(8, top_p=0.5, top_k=4)
+            return [Completion((5, 6), (-0.5, 0.0), "stop", 1, 2, allowed=((5, 7), (6,)))]
+
+    (completion,) = asyncio.run(OverJson(Truncating()).generate([1], Sampling(8, top_p=0.5, top_k=4)))
+    assert completion.allowed == ((5, 7), (6,))
+
+
 def test_every_method_of_the_contract_is_a_remote_call() -> None:
     methods = {name for name, member in vars(InferenceEngine).items() if callable(member) and not name.startswith("_")}
     assert methods - {"paused", "close"} == set(CALLS)

@@ -60,6 +60,22 @@ class Rollout(Section):
     prompts_per_step: Size = Field(16, description="prompts (groups) per optimizer step")
     group_size: int = Field(8, ge=2, description="responses per prompt")
     max_tokens: Size = Field(256, description="longest response in tokens; of an environment, of one turn")
+    temperature: float = Field(
+        1.0, gt=0, le=100, description="sampling temperature of training responses, and of the policy that is trained"
+    )
+    top_k: int = Field(
+        0,
+        ge=0,
+        le=224,
+        description="sample training responses from this many likeliest tokens; 0: all. The policy that is trained is the "
+        "distribution over the tokens that each was drawn from",
+    )
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="sample training responses from the fewest of the top_k tokens that have this probability",
+    )
     max_lag: Count = Field(
         1,
         description="largest number of steps between the weights that sampled a response and those that learn from it; 0: "
@@ -93,6 +109,15 @@ class Rollout(Section):
         description="rollout controller whose engines are used in place of engines: HOST:PORT, or the file in which it "
         "publishes its address",
     )
+
+    @model_validator(mode="after")
+    def _bounded_mask(self) -> Rollout:
+        if self.top_p < 1 and not self.top_k:
+            raise ValueError(
+                f"rollout.top_p: {self.top_p:g} needs rollout.top_k: engines return the tokens that were allowed, which top_k "
+                "bounds"
+            )
+        return self
 
     @property
     def max_equal_groups(self) -> int:
@@ -257,6 +282,12 @@ class RlConfig(TrainerConfig):
         graders = (self.rollout.reward is not None) + (self.rollout.environment is not None)
         if graders == 2 or (graders == 0 and self.learns_from_rewards):
             raise ValueError("set either rollout.reward or rollout.environment")
+        rollout = self.rollout
+        if self.teacher is not None and self.teacher.loss != "policy" and (rollout.temperature != 1 or rollout.top_k):
+            raise ValueError(
+                f"teacher.loss: {self.teacher.loss} compares whole distributions at temperature 1; set rollout.temperature: 1 "
+                "and leave top_k and top_p out, or use teacher.loss: policy"
+            )
         if graders == 0 and self.evaluation is not None:
             raise ValueError("evaluation measures rewards: set rollout.reward or rollout.environment, or leave it out")
         return self

@@ -51,7 +51,7 @@ class Task:
     Attributes:
         episodes: what happens between a prompt and its trajectories.
         decode: returns the text of token ids, for messages.
-        sampling: sampling parameters of training rollouts, at temperature 1; ``seed`` is the run's.
+        sampling: sampling parameters of training rollouts; ``seed`` is the run's.
         group_size: episodes of one prompt.
         drop_equal: drop groups whose rewards are all equal, and sample other prompts instead.
         max_equal_groups: number of them in a row that ends the run; half of it logs a warning; 0: no limit.
@@ -67,10 +67,10 @@ class Task:
     learns_from_rewards: bool = True
 
     def __post_init__(self) -> None:
-        if self.sampling.temperature != 1:
+        if self.sampling.temperature <= 0:
             raise ConfigError(
-                f"training rollouts are sampled at temperature 1, not {self.sampling.temperature}: at another one the engine "
-                "would sample from a policy that is not the one trained"
+                f"training rollouts are sampled at a temperature above 0, not {self.sampling.temperature}: greedy responses have "
+                "no probability to learn from"
             )
         if self.group_size < 2:
             raise ConfigError(f"group_size must be 2 or more to compare responses, got {self.group_size}")
@@ -344,7 +344,7 @@ class RolloutCollector:
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[TrajectoryGroup]:
         def seeded(number: int) -> Sampling:
-            return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False)
+            return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False, top_p=1.0, top_k=0)
 
         groups = (self._group(number, prompt, seeded(number), n) for number, prompt in enumerate(prompts))
         return [group for group in await asyncio.gather(*groups) if group is not None]

@@ -228,6 +228,7 @@ class Conversation:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._sampled: list[bool] = []
+        self._allowed: list[tuple[int, ...]] = []
         self._completions: list[Completion] = []
         self.replies: list[str] = []
 
@@ -250,7 +251,7 @@ class Conversation:
             EngineError: as :meth:`Policy.generate`.
         """
         completion = await self._policy.generate(self.tokens, max_tokens)
-        self._extend(completion.tokens, completion.logprobs, sampled=True)
+        self._extend(completion.tokens, completion.logprobs, sampled=True, allowed=completion.allowed)
         self._completions.append(completion)
         self.replies.append(self._renderer.decode(completion.tokens))
         return self.replies[-1]
@@ -302,12 +303,22 @@ class Conversation:
             turns=len(self._completions),
             engine=self._policy.engine,
             routed_experts=joined_experts([completion.routed_experts for completion in self._completions]),
+            temperature=self._policy.sampling.temperature,
+            allowed=tuple(self._allowed[:count]) if self._policy.sampling.truncates else None,
         )
 
-    def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+    def _extend(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        sampled: bool,
+        allowed: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
         self._tokens += tokens
         self._logprobs += logprobs
         self._sampled += [sampled] * len(tokens)
+        self._allowed += [()] * len(tokens) if allowed is None else allowed
 
 
 def joined_experts(turns: Sequence[RoutedExperts | None]) -> RoutedExperts | None:

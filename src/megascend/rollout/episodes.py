@@ -73,6 +73,8 @@ async def sample(engine: ResponseSampler, tokens: Sequence[int], sampling: Sampl
         raise EngineError(f"{engine.name} gave {len(completions)} responses instead of {n}")
     if sampling.routed_experts and any(completion.routed_experts is None for completion in completions):
         raise UnsupportedCallError(f"{engine.name} returned no routed experts")
+    if sampling.truncates and any(completion.allowed is None for completion in completions):
+        raise UnsupportedCallError(f"{engine.name} does not return which tokens top_p and top_k allowed")
     return completions
 
 
@@ -114,6 +116,8 @@ class GradedResponses(Episodes):
                     completion.last_version,
                     engine=engine.name,
                     routed_experts=completion.routed_experts,
+                    temperature=sampling.temperature,
+                    allowed=completion.allowed,
                 )
                 for completion in completions
             ]

@@ -27,6 +27,9 @@ class Trajectory:
         turns: number of responses.
         engine: name of the engine that sampled it.
         routed_experts: experts of all tokens except for the last one; None: not requested.
+        temperature: at which the tokens were sampled.
+        allowed: ids from which each of ``tokens`` was drawn, none for tokens that were not sampled or drawn from all; None: no
+            ``top_p`` or ``top_k`` excluded any.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -41,6 +44,8 @@ class Trajectory:
     turns: int = 1
     engine: str = ""
     routed_experts: RoutedExperts | None = None
+    temperature: float = 1.0
+    allowed: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         # An engine that returns no log-probabilities would make importance weights wrong without an error.
@@ -51,6 +56,8 @@ class Trajectory:
             )
         if not self.prompt_tokens:
             raise DataError("a trajectory must begin with a prompt of at least one token")
+        if self.allowed is not None and len(self.allowed) != len(self.tokens):
+            raise DataError(f"{len(self.tokens)} tokens were drawn from {len(self.allowed)} sets of allowed ones")
         if self.sampled is not None and (len(self.sampled) != len(self.tokens) or not any(self.sampled)):
             raise DataError(
                 f"a trajectory must say of each token whether it was sampled, and one must be; got {len(self.tokens)} tokens and "

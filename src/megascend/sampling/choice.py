@@ -35,11 +35,13 @@ class ChosenTokens:
         logprobs: log-probabilities under the model's distribution (temperature 1, full vocabulary).
         drawn_logprobs: log-probabilities under the distribution that the token was drawn from; 0 for the likeliest token at
             temperature 0.
+        allowed: for each row with a ``top_p`` or ``top_k`` that excludes tokens the others' ids, ascending; None for others.
     """
 
     tokens: list[int]
     logprobs: list[float]
     drawn_logprobs: list[float]
+    allowed: list[tuple[int, ...] | None]
 
 
 def uniform(seed: int, sample: int, position: int) -> float:
@@ -62,9 +64,11 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
     greedy = temperature == 0
     # Divided by 1 at temperature 0, where argmax chooses below.
     drawn_distribution = (wide / torch.where(greedy, 1.0, temperature)[:, None]).log_softmax(-1)
+    allowed: list[tuple[int, ...] | None] = [None] * len(draws)
     for row, draw in enumerate(draws):
         if draw.temperature > 0 and (draw.top_p < 1 or 0 < draw.top_k < logits.shape[-1]):
             drawn_distribution[row] = truncated(drawn_distribution[row], draw.top_k, draw.top_p)
+            allowed[row] = tuple((drawn_distribution[row] > -torch.inf).nonzero()[:, 0].tolist())
     cumulative = drawn_distribution.exp().cumsum(-1)
     # The last sum differs from 1 by rounding; a threshold beyond it would select no token.
     thresholds = uniforms[:, None] * cumulative[:, -1:]
@@ -73,7 +77,8 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
     model_logprobs, drawn_logprobs = (
         logprobs.gather(1, tokens[:, None])[:, 0] for logprobs in (model_distribution, drawn_distribution)
     )
-    return ChosenTokens(tokens.tolist(), model_logprobs.tolist(), torch.where(greedy, 0.0, drawn_logprobs).tolist())
+    drawn = torch.where(greedy, 0.0, drawn_logprobs).tolist()
+    return ChosenTokens(tokens.tolist(), model_logprobs.tolist(), drawn, allowed)
 
 
 def truncated(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from typing import Any
 from weightwire.engine import Completion, RoutedExperts, Sampling, TopLogprobs
 from weightwire.errors import UnsupportedCallError, WireError
 from weightwire.vllm import contract
+
+TIES = 32
+"""Tokens beyond top_k that are requested: vLLM allows all that are as likely as the last one."""
+MASS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,23 @@ async def generate(
         raise UnsupportedCallError(
             "generate: this vLLM does not return routed experts: start it with --enable-return-routed-experts"
         )
+    if sampling.truncates:
+        mode = str(getattr(engine.vllm_config.model_config, "logprobs_mode", ""))
+        if "processed_logprobs" not in mode:
+            raise UnsupportedCallError(
+                f"generate: top_p and top_k need --logprobs-mode processed_logprobs, which says what was allowed; it is {mode}"
+            )
+        if not sampling.top_k:
+            raise UnsupportedCallError("generate: top_p needs top_k, which bounds the allowed tokens that are returned")
     params = SamplingParams(
         n=n,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
         stop_token_ids=list(sampling.stop_token_ids),
         seed=sampling.seed,
-        logprobs=0,
+        logprobs=sampling.top_k + TIES if sampling.truncates else 0,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -70,7 +85,7 @@ async def generate(
     if sampling.routed_experts:
         experts = [_routed_experts(output, len(prompt)) for output in final.outputs]
     return [
-        _completion(output, before, after, adapter, routed)
+        _completion(output, before, after, adapter, routed, sampling)
         for output, routed in zip(final.outputs, experts, strict=True)
     ]
 
@@ -142,9 +157,30 @@ def _routed_experts(output: Any, prompt_length: int) -> RoutedExperts:
 
 
 def _completion(
-    output: Any, before: int, after: int, adapter: LoadedAdapter | None, experts: RoutedExperts | None
+    output: Any,
+    before: int,
+    after: int,
+    adapter: LoadedAdapter | None,
+    experts: RoutedExperts | None,
+    sampling: Sampling,
 ) -> Completion:
     first, last = (before, after) if adapter is not None else contract.first_and_last_version(output, before, after)
     tokens = tuple(output.token_ids)
     logprobs = tuple(row[token].logprob for token, row in zip(tokens, output.logprobs, strict=True))
-    return Completion(tokens, logprobs, output.finish_reason, first, last, experts)
+    allowed = tuple(map(_allowed, output.logprobs)) if sampling.truncates else None
+    return Completion(tokens, logprobs, output.finish_reason, first, last, experts, allowed)
+
+
+def _allowed(row: dict[int, Any]) -> tuple[int, ...]:
+    """Return the tokens that could be drawn: vLLM gives all others the log-probability minus infinity.
+
+    Raises:
+        WireError: the row lacks some of them: more than TIES tokens are as likely as the last of the likeliest.
+    """
+    possible = {token: entry.logprob for token, entry in row.items() if entry.logprob > -math.inf}
+    mass = math.fsum(map(math.exp, possible.values()))
+    if abs(mass - 1) > MASS_TOLERANCE:
+        raise WireError(
+            f"generate: the {len(possible)} tokens that vLLM reports as allowed have the probability {mass:.4f} together, not 1"
+        )
+    return tuple(sorted(possible))

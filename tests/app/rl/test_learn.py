@@ -157,6 +157,31 @@ def test_samples_carry_the_experts_of_every_input_token() -> None:
         assert torch.equal(replayed.routed_experts, sample.routed_experts)
 
 
+def test_allowed_tokens_and_temperature_go_with_their_targets() -> None:
+    """The tokens of an environment, between sampled ones, may be any of the vocabulary."""
+    allowed = ((7, 8), (), (9,))
+    response = Trajectory(
+        (4, 5, 6),
+        (7, 8, 9),
+        (-1.0, 0.0, -3.0),
+        1.0,
+        "stop",
+        0,
+        0,
+        (True, False, True),
+        temperature=0.5,
+        allowed=allowed,
+    )
+    responses = (response, replace(response, reward=0.0))
+    group = TrajectoryGroup.from_json(json.loads(json.dumps(TrajectoryGroup(0, responses).to_json())))
+    assert group.trajectories == responses
+    for sample in group_samples(group, Objective()):
+        for same in (sample, corrected(sample, torch.full((5,), -1.0), 2.0)):
+            assert same.temperature == 0.5
+            assert same.target_ids.tolist() == [5, 6, 7, 8, 9]
+            assert same.allowed.tolist() == [[-1, -1], [-1, -1], [7, 8], [-1, -1], [9, -1]]
+
+
 def test_rollout_experts_are_replayed_token_by_token(tmp_path: Path) -> None:
     """Take the choices of transformers, as an engine makes them: equal weights choose alike, so none changes a choice here."""
     checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe")

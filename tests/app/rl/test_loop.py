@@ -142,6 +142,16 @@ def test_lag_is_bounded_and_engines_have_the_reported_weights(folder: Path, lag:
     assert all(row["mismatch_max"] > 1e-4 for row in metric_rows if row["lag"] == row["max_lag"] > 0)
 
 
+@pytest.mark.parametrize("changes", [{"temperature": 0.6}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}], ids=str)
+def test_trained_policy_is_the_one_that_sampled(folder: Path, changes: dict[str, Any]) -> None:
+    """Without lag, engine and trainer agree on the log-probability of every token at this temperature and mask."""
+    config = settings(folder, f"policy-{len(changes)}", rollout={"max_lag": 0, **changes})
+    in_a_fork(lambda: run(config))
+    metric_rows = rows(config)
+    assert len(metric_rows) == 5
+    assert all(row["mismatch_max"] < 1e-5 for row in metric_rows)
+
+
 def test_updates_every_second_step_alternate_the_lag(folder: Path) -> None:
     config = settings(folder, "every-2", rollout={"max_lag": 1}, sync={"every": 2}, steps=6)
     in_a_fork(lambda: run(config))

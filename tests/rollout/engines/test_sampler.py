@@ -50,6 +50,28 @@ def test_logprobs_of_a_batch_match_single_sequences(model: Any) -> None:
             assert len(completion.tokens) == 9
 
 
+def test_response_says_from_which_tokens_each_was_drawn(model: Any) -> None:
+    sampling = Sampling(max_tokens=9, temperature=0.7, seed=3, top_k=12, top_p=0.6)
+    rows = make_rows(PROMPTS[0], sampling, 2, 0)
+    sample(model, rows, version_0)
+    for row in rows:
+        completion = row.completion()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*row.prompt, *completion.tokens]])).logits[0].double()
+        assert completion.allowed is not None
+        for index, (token, allowed) in enumerate(zip(completion.tokens, completion.allowed, strict=True)):
+            logprobs = (logits[len(row.prompt) + index - 1] / 0.7).log_softmax(-1)
+            top = logprobs.topk(12)
+            mass = top.values.softmax(0).cumsum(0)
+            count = int((mass < 0.6).sum()) + 1
+            assert list(allowed) == sorted(top.indices[:count].tolist())
+            expected = float(logprobs[token] - logprobs[list(allowed)].logsumexp(0))
+            assert completion.logprobs[index] == pytest.approx(expected, abs=1e-5)
+    plain = make_rows(PROMPTS[0], Sampling(max_tokens=2, seed=3), 1, 0)
+    sample(model, plain, version_0)
+    assert plain[0].completion().allowed is None
+
+
 def test_sampling_uses_no_deprecated_name_of_the_cache(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(generic.logger, "warning_once", warnings.append)
@@ -87,7 +109,8 @@ def test_greedy_takes_the_likeliest_and_stop_tokens_stop(model: Any) -> None:
 def test_token_frequencies_match_probabilities() -> None:
     probabilities = torch.tensor([0.1, 0.0, 0.6, 0.3])
     rows = make_rows([1], Sampling(max_tokens=1, seed=11), 20_000, 0)
-    tokens, logprobs = draw(probabilities.log().expand(len(rows), 4), rows)
+    choice = draw(probabilities.log().expand(len(rows), 4), rows)
+    tokens, logprobs = choice.tokens, choice.drawn_logprobs
     shares = torch.bincount(torch.tensor(tokens), minlength=4) / len(rows)
     # Four standard deviations of a share of 20 000 draws.
     assert float((shares - probabilities).abs().max()) < 4 * (0.25 / len(rows)) ** 0.5

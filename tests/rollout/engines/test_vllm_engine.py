@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from megascend.errors import ConfigError, EngineError, EngineLostError, WeightSy
 from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.engines.vllm import VllmAscendEngine, VllmEngine
 from megascend.weightsync.delivery import Delivery
-from weightwire.engine import Completion, RoutedExperts, Sampling
+from weightwire.engine import Completion, RoutedExperts, Sampling, TopLogprobs
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import OwnerError, UnsupportedCallError, WireError
 from weightwire.keys import ENVIRONMENT, Key, generate_key
@@ -49,6 +50,12 @@ class SamplingEngine(Engine):
         self.requests: list[Any] = []
         self.vllm_config.model_config = SimpleNamespace(enable_return_routed_experts=False)
         self.experts: np.ndarray | None = None
+        self.allowed = {3: math.log(1 - math.exp(-0.5))}
+
+    def others(self, count: int) -> dict[int, Any]:
+        """Return the entries of tokens that were not drawn: one that was allowed, and others that were not."""
+        logprobs = {**self.allowed, 1: -math.inf, 2: -math.inf}
+        return {token: SimpleNamespace(logprob=logprob) for token, logprob in list(logprobs.items())[:count]}
 
     async def generate(self, prompt: Any, params: Any, request: str, lora_request: Any) -> AsyncIterator[Any]:
         self.requests.append(params)
@@ -56,9 +63,17 @@ class SamplingEngine(Engine):
         if params.max_tokens > 100:
             raise ValueError("the prompt is too long")
         sampled = [tokens[-1] + 1 + number for number in range(params.max_tokens)]
-        rows = [{token: SimpleNamespace(logprob=-0.5)} for token in sampled]
+        rows = [
+            {token: SimpleNamespace(logprob=-0.5), **self.others(getattr(params, "logprobs", 0))} for token in sampled
+        ]
         output = SimpleNamespace(token_ids=sampled, logprobs=rows, finish_reason="length", routed_experts=self.experts)
-        scores = [None, *({token: SimpleNamespace(logprob=-float(token))} for token in tokens[1:])]
+        scores: list[Any] = [None]
+        for token in tokens[1:]:  # the likeliest of all, and the sequence's own token, which is of rank 9
+            top = {
+                90 + rank: SimpleNamespace(logprob=-rank / 2, rank=rank)
+                for rank in (2, 1)[: getattr(params, "prompt_logprobs", 0)]
+            }
+            scores.append({token: SimpleNamespace(logprob=-float(token), rank=9), **top})
         yield SimpleNamespace(finished=True, outputs=[output] * getattr(params, "n", 1), prompt_logprobs=scores)
 
 
@@ -268,3 +283,37 @@ def test_an_engine_without_routed_experts_refuses_to_replay(address: str, double
 def test_malformed_routed_experts_raise_wire_error(fields: Any) -> None:
     with pytest.raises(WireError, match="routed experts"):
         RoutedExperts.from_json(fields)
+
+
+def test_likeliest_tokens_come_by_rank_without_the_sequences_own(address: str) -> None:
+    top = asyncio.run(client(address).top_logprobs([5, 6, 7], 2))
+    assert top == TopLogprobs((-6.0, -7.0), ((91, 92),) * 2, ((-0.5, -1.0),) * 2)
+
+
+def test_allowed_tokens_are_those_with_a_probability(address: str, double: SamplingEngine) -> None:
+    double.vllm_config.model_config.logprobs_mode = "processed_logprobs"
+    sampling = Sampling(2, top_k=3, top_p=0.9)
+    (completion,) = asyncio.run(client(address).generate([5, 6], sampling))
+    assert completion == Completion((7, 8), (-0.5, -0.5), "length", 0, 0, allowed=((3, 7), (3, 8)))
+    request = double.requests[-1]
+    assert (request.top_k, request.top_p, request.logprobs) == (3, 0.9, 35)
+    double.allowed = {}
+    with pytest.raises(
+        EngineError, match=r"the 1 tokens that vLLM reports as allowed have the probability 0.6065 together"
+    ):
+        asyncio.run(client(address).generate([5, 6], sampling))
+
+
+@pytest.mark.parametrize(
+    ("mode", "sampling", "message"),
+    [
+        ("raw_logprobs", Sampling(2, top_k=3), "need --logprobs-mode processed_logprobs, .* it is raw_logprobs"),
+        ("processed_logprobs", Sampling(2, top_p=0.5), "top_p needs top_k, which bounds"),
+    ],
+)
+def test_truncation_whose_mask_is_unknown_is_refused(
+    address: str, double: SamplingEngine, mode: str, sampling: Sampling, message: str
+) -> None:
+    double.vllm_config.model_config.logprobs_mode = mode
+    with pytest.raises(UnsupportedCallError, match=message):
+        asyncio.run(client(address).generate([5, 6], sampling))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megascend.batch.candidates import id_rows
 from megascend.batch.sample import Sample
 from megascend.config.rl import Objective
 from megascend.rollout.advantages import advantages
@@ -91,10 +92,20 @@ def group_samples(group: TrajectoryGroup, objective: Objective) -> list[Sample]:
         sample.weights = sample.weights * sampled
         sample.old_logprobs = torch.cat([before, torch.tensor(trajectory.logprobs, dtype=torch.float32)])
         sample.advantages = advantage * sampled
+        sample.temperature = trajectory.temperature
+        if trajectory.allowed is not None:
+            sample.allowed = allowed_rows(prompt - 1, trajectory.allowed)
         if objective.average == "responses":
             sample.weights = sample.weights / trajectory.sampled_tokens
         samples.append(sample)
     return samples
+
+
+def allowed_rows(before: int, allowed: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the ids that each target was drawn from, int32 [before + targets, A]; -1: unused slots, and whole rows before."""
+    width = max(1, *(len(ids) for ids in allowed))
+    rows = [[-1] * width] * before + [[*ids, *[-1] * (width - len(ids))] for ids in allowed]
+    return id_rows(rows, "allowed")
 
 
 def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:
@@ -116,4 +127,6 @@ def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:
         old_logprobs=torch.where(sampled, trainer, 0.0),
         routed_experts=sample.routed_experts,
         candidates=sample.candidates,
+        temperature=sample.temperature,
+        allowed=sample.allowed,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.sampling.choice import Draw, choose, uniform
+from megascend.sampling.choice import ChosenTokens, Draw, choose, uniform
 from weightwire.engine import Completion, Sampling, TopLogprobs
 
 
@@ -37,6 +37,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    allowed: list[tuple[int, ...]] = field(default_factory=list)
     stopped: bool = False
 
     @property
@@ -44,17 +45,20 @@ class Row:
         """Check whether the response is complete or has reached its maximum length."""
         return self.stopped or len(self.tokens) >= self.sampling.max_tokens
 
-    def add(self, token: int, logprob: float, version: int) -> None:
-        """Append the next token."""
+    def add(self, token: int, logprob: float, version: int, allowed: tuple[int, ...] | None) -> None:
+        """Append the next token, drawn from the ``allowed`` ones; None or all of the vocabulary."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+        self.allowed.append(allowed or ())
         self.stopped = token in self.sampling.stop_token_ids
 
     def completion(self) -> Completion:
         """Return the finished response."""
         reason = "stop" if self.stopped else "length"
-        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, self.versions[0], self.versions[-1])
+        allowed = tuple(self.allowed) if self.sampling.truncates else None
+        versions = self.versions[0], self.versions[-1]
+        return Completion(tuple(self.tokens), tuple(self.logprobs), reason, *versions, allowed=allowed)
 
 
 def make_rows(prompt: Sequence[int], sampling: Sampling, n: int, seed: int) -> list[Row]:
@@ -97,10 +101,12 @@ def sample(model: Any, rows: Sequence[Row], step: Callable[[], AbstractContextMa
                 past = {argument: cache}
                 output = model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=True, **past)
             cache = output["cache" if "cache" in output else "past_key_values"]
-            tokens, logprobs = draw(output.logits[:, -1], rows)
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+            choice = draw(output.logits[:, -1], rows)
+        for row, token, logprob, allowed in zip(
+            rows, choice.tokens, choice.drawn_logprobs, choice.allowed, strict=True
+        ):
             if not row.finished:
-                row.add(token, logprob, current)
+                row.add(token, logprob, current, allowed)
 
 
 def left_padded(rows: Sequence[Row], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -118,16 +124,23 @@ def positions(mask: Tensor) -> Tensor:
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
-def draw(logits: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[float]]:
-    """Sample the next token of every row; return tokens and their log-probabilities.
+def draw(logits: Tensor, rows: Sequence[Row]) -> ChosenTokens:
+    """Sample the next token of every row.
 
     Args:
         logits: [rows, vocabulary], of the preceding position.
     """
     # A draw depends on request, row and position alone: other rows of the batch do not change it.
-    draws = [Draw(row.sampling.temperature, uniform(row.seed, row.number, len(row.tokens))) for row in rows]
-    choice = choose(logits, draws)
-    return choice.tokens, choice.drawn_logprobs
+    draws = [
+        Draw(
+            row.sampling.temperature,
+            uniform(row.seed, row.number, len(row.tokens)),
+            row.sampling.top_p,
+            row.sampling.top_k,
+        )
+        for row in rows
+    ]
+    return choose(logits, draws)
 
 
 @torch.no_grad()

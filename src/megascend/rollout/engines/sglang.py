@@ -83,6 +83,10 @@ class SglangEngine(InferenceEngine):
             raise UnsupportedCallError(
                 f"{self.name} does not return routed experts: use a vLLM server for router replay"
             )
+        if sampling.truncates:
+            raise UnsupportedCallError(
+                f"{self.name} does not return which tokens top_p and top_k allowed: use a vLLM server"
+            )
         before = self._versions["model"]
         params: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
