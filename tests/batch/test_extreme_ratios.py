@@ -271,10 +271,10 @@ def test_candidates_of_weight_0_contribute_nothing(name: str, junk: float) -> No
     teacher, student = torch.randn(2, 4, 5, generator=generator).log_softmax(-1)[..., :3].masked_fill(ids < 0, 0.0)
 
     def gradient(value: float) -> Tensor:
-        given = torch.where(weights[:, None] != 0, student, value)
+        logprobs = torch.where(weights[:, None] != 0, student, value)
         inputs = inputs_of(4, weights=weights, candidate_ids=ids, teacher_logprobs=teacher)
         call = LossCall(BUILT_IN[name])
-        result = call.evaluate(torch.zeros(4), None, inputs, 1.0, torch.tensor([False, False, False, True]), given)
+        result = call.evaluate(torch.zeros(4), None, inputs, 1.0, torch.tensor([False, False, False, True]), logprobs)
         assert result is not None, call.problem
         assert result.candidates is not None
         assert result.scores.count_nonzero() == 0

@@ -39,18 +39,18 @@ import sys, torch
 from pyarrow import parquet
 from transformers import AutoModelForCausalLM
 teacher, student = (AutoModelForCausalLM.from_pretrained(path).double() for path in sys.argv[1:3])
-bound = whole = count = 0.0
+bound = exact = count = 0.0
 for row in parquet.read_table(sys.argv[3]).to_pylist():
     ids = torch.tensor(row["token_ids"])
     with torch.no_grad():
         q, p = (model(ids[None]).logits[0].softmax(-1) for model in (teacher, student))
     for position in range(row["prompt_length"], len(ids)):
         a, b, top = q[position - 1], p[position - 1], torch.tensor(row["top_ids"][position])
-        whole += float((a * (a / b).log()).sum())
+        exact += float((a * (a / b).log()).sum())
         rest = 1 - a[top].sum(), 1 - b[top].sum()
         bound += float((a[top] * (a[top] / b[top]).log()).sum() + rest[0] * (rest[0] / rest[1]).log())
         count += 1
-print(bound / count, whole / count)
+print(bound / count, exact / count)
 """
 
 
@@ -58,8 +58,8 @@ print(bound / count, whole / count)
 def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a directory with a teacher, its distributions, and a run file."""
     path = tmp_path_factory.mktemp("distillation")
-    made = run_reference(TEACHER, small_model, path / "teacher", path)
-    assert made.returncode == 0, made.stderr[-4000:]
+    completed = run_reference(TEACHER, small_model, path / "teacher", path)
+    assert completed.returncode == 0, completed.stderr[-4000:]
     settings = {
         "model": str(small_model),
         "output": "out",
@@ -80,8 +80,8 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scores(folder: Path, student: Path) -> tuple[float, float]:
     scored = run_reference(SCORE, folder / "teacher", student, folder / "held_out.parquet")
     assert scored.returncode == 0, scored.stderr[-4000:]
-    bound, whole = scored.stdout.split()[-2:]
-    return float(bound), float(whole)
+    bound, exact = scored.stdout.split()[-2:]
+    return float(bound), float(exact)
 
 
 @pytest.mark.parametrize("engine", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])

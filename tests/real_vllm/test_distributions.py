@@ -49,8 +49,8 @@ def test_likeliest_tokens_are_those_of_transformers(server: Server, checkpoint: 
     """More than vLLM's own limit of 20."""
     top = asyncio.run(server.engine().top_logprobs(TOKENS, 40))
     expected = logprobs_of(checkpoint, TOKENS)
-    own = expected.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(top.logprobs, dtype=torch.float64), own, atol=BOUND, rtol=0)
+    target = expected.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(top.logprobs, dtype=torch.float64), target, atol=BOUND, rtol=0)
     values = torch.tensor(top.top_logprobs, dtype=torch.float64)
     torch.testing.assert_close(values, expected.topk(40).values, atol=BOUND, rtol=0)
     torch.testing.assert_close(expected.gather(1, torch.tensor(top.ids)), values, atol=BOUND, rtol=0)

@@ -63,9 +63,9 @@ def masked() -> list[Sample]:
         sample.weights[-1] = 0.5
         sample.temperature = TEMPERATURE
         if number % 4 != 3:
-            others = torch.rand(len(sample), TINY_VOCABULARY, generator=generator)
-            others.scatter_(1, sample.target_ids[:, None], 2.0)  # first
-            allowed = others.topk(1 + number % 4).indices.int()
+            scores = torch.rand(len(sample), TINY_VOCABULARY, generator=generator)
+            scores.scatter_(1, sample.target_ids[:, None], 2.0)  # first
+            allowed = scores.topk(1 + number % 4).indices.int()
             allowed[::3, 1:] = -1
             allowed[1::3] = -1
             sample.allowed = allowed.flip(1)
@@ -106,8 +106,8 @@ def expected(parity_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> d
             f"teacher.{index}": sample.candidates.logprobs,
         }
         sampled = masked()[index].allowed
-        whole = torch.full((len(tokens) - 1, 1), -1)
-        tensors[f"allowed.{index}"] = whole if sampled is None else sampled.long()
+        unmasked = torch.full((len(tokens) - 1, 1), -1)
+        tensors[f"allowed.{index}"] = unmasked if sampled is None else sampled.long()
     save_file(tensors, job)
     command = [
         sys.executable,
@@ -227,14 +227,14 @@ def test_forward_scores_the_policy_that_was_sampled(parity_folder: Path) -> None
             scores, logits = backend.forward(batch, entropy=True), backend.forward(plain, logits=True).logits
         assert scores.entropy is not None
         assert logits is not None
-        for sample, logprobs, entropies, whole in zip(batch, scores.logprobs, scores.entropy, logits, strict=True):
-            possible = torch.ones_like(whole, dtype=torch.bool)
+        for sample, logprobs, entropies, row_logits in zip(batch, scores.logprobs, scores.entropy, logits, strict=True):
+            possible = torch.ones_like(row_logits, dtype=torch.bool)
             if sample.allowed is not None:
                 possible = torch.zeros_like(possible).scatter(
                     1, sample.allowed.long().clamp_min(0), sample.allowed >= 0
                 )
                 possible |= (sample.allowed < 0).all(1)[:, None]
-            policy = (whole.double() / TEMPERATURE).masked_fill(~possible, -1e30).log_softmax(-1)
+            policy = (row_logits.double() / TEMPERATURE).masked_fill(~possible, -1e30).log_softmax(-1)
             chosen = policy.gather(1, sample.target_ids[:, None])[:, 0].float()
             trained = sample.weights > 0
             torch.testing.assert_close(logprobs[trained], chosen[trained], atol=2e-6, rtol=1e-5)

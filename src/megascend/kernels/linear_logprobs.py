@@ -189,6 +189,7 @@ class _LinearLogprobs(torch.autograd.Function):
         )
         scale = torch.zeros_like(log_sum) if grad_logprobs is None else -grad_logprobs
         if candidates is not None:
+            assert grad_candidates is not None, "autograd makes zeros of outputs that are not used"
             # As if no token were selected, and then the selected columns, in fp32: the two parts of a column's gradient nearly
             # cancel, and 16 bits would keep the rounding of the first.
             slot_grads = _slot_gradients(scale, grad_candidates, targets, candidates)

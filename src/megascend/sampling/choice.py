@@ -77,8 +77,8 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> ChosenTokens:
     model_logprobs, drawn_logprobs = (
         logprobs.gather(1, tokens[:, None])[:, 0] for logprobs in (model_distribution, drawn_distribution)
     )
-    drawn = torch.where(greedy, 0.0, drawn_logprobs).tolist()
-    return ChosenTokens(tokens.tolist(), model_logprobs.tolist(), drawn, allowed)
+    drawn_logprobs = torch.where(greedy, 0.0, drawn_logprobs)
+    return ChosenTokens(tokens.tolist(), model_logprobs.tolist(), drawn_logprobs.tolist(), allowed)
 
 
 def truncated(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -129,9 +129,9 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
                 f"sample {index} has weight 0 at its last token, where the loss {loss.name!r} reads its score; set it to 1"
             )
         if "candidates" in loss.requires and sample.candidates is not None:
-            without = (sample.weights != 0) & (sample.candidates.ids < 0).all(1)
-            if bool(without.any()):
+            bare = (sample.weights != 0) & (sample.candidates.ids < 0).all(1)
+            if bool(bare.any()):
                 raise DataError(
-                    f"sample {index} has no candidate at position {int(without.nonzero()[0])}, whose target has a weight in the "
+                    f"sample {index} has no candidate at position {int(bare.nonzero()[0])}, whose target has a weight in the "
                     f"loss {loss.name!r}; set the weight to 0 there"
                 )

@@ -46,8 +46,8 @@ class MaskedOutput:
         total = selected.masked_fill(~used & masked[:, None], -torch.inf).logsumexp(1)
         total = torch.where(masked, total, 0.0)
         if entropies is not None:
-            within = selected - total[:, None]
-            over_allowed = -torch.where(used, within.exp() * within, 0.0).sum(1)
+            policy_logprobs = selected - total[:, None]
+            over_allowed = -torch.where(used, policy_logprobs.exp() * policy_logprobs, 0.0).sum(1)
             entropies = torch.where(masked, over_allowed, entropies)
         return logprobs - total, entropies, None
 

@@ -144,7 +144,7 @@ def test_lag_is_bounded_and_engines_have_the_reported_weights(folder: Path, lag:
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.6}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}], ids=str)
 def test_trained_policy_is_the_one_that_sampled(folder: Path, changes: dict[str, Any]) -> None:
-    """Without lag, engine and trainer agree on the log-probability of every token at this temperature and mask."""
+    """Compare without lag: engine and trainer agree on every token's log-probability at this temperature and mask."""
     config = settings(folder, f"policy-{len(changes)}", rollout={"max_lag": 0, **changes})
     in_a_fork(lambda: run(config))
     metric_rows = rows(config)

@@ -52,7 +52,7 @@ class SamplingEngine(Engine):
         self.experts: np.ndarray | None = None
         self.allowed = {3: math.log(1 - math.exp(-0.5))}
 
-    def others(self, count: int) -> dict[int, Any]:
+    def rest_of_row(self, count: int) -> dict[int, Any]:
         """Return the entries of tokens that were not drawn: one that was allowed, and others that were not."""
         logprobs = {**self.allowed, 1: -math.inf, 2: -math.inf}
         return {token: SimpleNamespace(logprob=logprob) for token, logprob in list(logprobs.items())[:count]}
@@ -64,7 +64,8 @@ class SamplingEngine(Engine):
             raise ValueError("the prompt is too long")
         sampled = [tokens[-1] + 1 + number for number in range(params.max_tokens)]
         rows = [
-            {token: SimpleNamespace(logprob=-0.5), **self.others(getattr(params, "logprobs", 0))} for token in sampled
+            {token: SimpleNamespace(logprob=-0.5), **self.rest_of_row(getattr(params, "logprobs", 0))}
+            for token in sampled
         ]
         output = SimpleNamespace(token_ids=sampled, logprobs=rows, finish_reason="length", routed_experts=self.experts)
         scores: list[Any] = [None]

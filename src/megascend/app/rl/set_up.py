@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
@@ -112,7 +112,7 @@ def load_grader(config: RlConfig) -> Reward | Environment:
     return no_reward if config.rollout.reward is None else load_reward(config.rollout.reward)
 
 
-def no_reward(response: str, example: Prompt) -> float:
+def no_reward(response: str, example: Mapping[str, Any]) -> float:
     """Return 0: a teacher takes the place of rewards."""
     return 0.0
 
