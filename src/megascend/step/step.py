@@ -169,7 +169,7 @@ class Step:
 
         flags = {"logprobs": True, "entropy": entropy, "logits": logits, "candidates": candidates}
         names = [name for name, requested in flags.items() if requested]
-        call = f"forward({entropy=}, {logits=}, {reference=}, {candidates=})"
+        call = f"forward({entropy=}, {logits=}, {reference=}{', candidates=True' if candidates else ''})"
         return ForwardResult(
             **self.token_scores(
                 call,
