@@ -217,8 +217,9 @@ SEGMENTS = ((2, slice(10, 70)), (0, slice(100, 150)))
 """Matrix and tokens; some tokens have no segment, one matrix has no tokens, and segments cross the borders of chunks."""
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("fused", [True, False])
-def test_adapters_add_to_the_logits_of_their_segments(fused):
+def test_adapters_add_to_the_logits_of_their_segments(fused, temperature):
     """Freeze a weight with padding rows; compare gradients with autograd through the full logits."""
     hidden, weight, targets, _ = inputs()
     generator = torch.Generator().manual_seed(4)
@@ -232,7 +233,7 @@ def test_adapters_add_to_the_logits_of_their_segments(fused):
         mask = torch.zeros(TOKENS, 1, dtype=torch.float64)
         mask[segment] = 1
         logits = logits + mask * (leaves[1] @ leaves[2][number])
-    (logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] * -coefficients).sum().backward()
+    ((logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0] * -coefficients).sum().backward()
 
     padded = torch.cat([weight, torch.full((3, HIDDEN), 9.0)])
     grads = torch.ones_like(up)  # of an earlier micro batch
@@ -241,11 +242,24 @@ def test_adapters_add_to_the_logits_of_their_segments(fused):
     shard = VocabShard(0, VOCABULARY)
     if fused:
         total, _ = linear_cross_entropy(
-            inputs_with_grad[0], padded, targets, coefficients, shard, down=inputs_with_grad[1], lora_delta=lora_delta
+            inputs_with_grad[0],
+            padded,
+            targets,
+            coefficients,
+            shard,
+            down=inputs_with_grad[1],
+            lora_delta=lora_delta,
+            temperature=temperature,
         )
     else:
         logprobs, *_ = linear_logprobs(
-            inputs_with_grad[0], padded, targets, shard, down=inputs_with_grad[1], lora_delta=lora_delta
+            inputs_with_grad[0],
+            padded,
+            targets,
+            shard,
+            down=inputs_with_grad[1],
+            lora_delta=lora_delta,
+            temperature=temperature,
         )
         total = (logprobs * -coefficients).sum()
     total.backward()
