@@ -96,7 +96,8 @@ class Loss:
         entropy: True if ``inputs.entropy`` is needed.
         reduction: ``mean``: the sum of weighted values is divided by the weights of the global batch (or its pairs). ``sum``: it
             is not; then weights may also be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
-        divisor: number that the sum of weighted values is divided by in place of the weights of the global batch.
+        divisor: number by which the sum of weighted values is divided in place of the weights (or pairs) of the global batch;
+            weights may then be 0 everywhere.
         settings: keyword arguments of ``function``; see :meth:`with_settings`.
         is_cross_entropy: the values are the negative log-probabilities, and the function only adds metrics. If the head can, it
             computes the gradient with the logits, as for ``cross_entropy``; the function is then called without a graph.

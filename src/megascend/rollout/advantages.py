@@ -128,4 +128,4 @@ def overlong_penalty(tokens: int, length: int, share: float) -> float:
         length: longest response, at which it is -1.
         share: last part of ``length`` within which it falls from 0; 0: no penalty.
     """
-    return -min(max(tokens - (1 - share) * length, 0.0) / (share * length), 1.0) if share else 0.0
+    return min(max(((1 - share) * length - tokens) / (share * length), -1.0), 0.0) if share else 0.0

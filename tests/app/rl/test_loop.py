@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
 from megascend.app.rl.train import RlResult, train_rl
 from megascend.config.rl import RlConfig
@@ -22,7 +24,9 @@ from megascend.errors import ConfigError, DataError, EngineError, EngineTimeoutE
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.local import LocalEngine
+from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import faults, run_distributed
+from support.objective_formulas import Formula, expected_advantages, reference
 from support.run_directory import snapshot
 from weightwire.engine import Completion, Sampling
 from weightwire.engine_calls import LoopThread
@@ -174,6 +178,66 @@ def test_killed_and_resumed_run_is_bitwise_equal(folder: Path) -> None:
     learned = [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(reference)]
     assert [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(broken)] == learned
     assert len({row["loss"] for row in learned}) == 7
+
+
+def learned_groups(config: RlConfig, step: int) -> list[TrajectoryGroup]:
+    """Return what a step learned from, as the run's records have it."""
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    learned = [line for line in lines if line["step"] == step and line["outcome"] == "learned"]
+    groups: dict[int, list[Trajectory]] = {}
+    for line in learned:
+        trajectory = Trajectory(
+            tuple(line["prompt_tokens"]),
+            tuple(line["tokens"]),
+            tuple(line["logprobs"]),
+            line["reward"],
+            line["finish_reason"],
+            *line["versions"],
+        )
+        groups.setdefault(line["prompt_number"], []).append(trajectory)
+    return [TrajectoryGroup(number, tuple(trajectories)) for number, trajectories in groups.items()]
+
+
+PRESETS = {
+    "dapo": ({"clip_high": 0.4}, Formula(high=1.4, cache=1.0, length=5)),
+    "dr_grpo": ({}, Formula(normalised="none", average="fixed", length=5)),
+    "reinforce++": ({"dual_clip": 1.5}, Formula(dual=1.5, baseline="step", normalised="step", average="responses")),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_reaches_the_step_and_a_resumed_run_keeps_it(folder: Path, preset: str) -> None:
+    """Compute the first loss from the run's records, its model and the paper's formula."""
+    from transformers import AutoModelForCausalLM
+
+    changes, formula = PRESETS[preset]
+
+    def config(output: str, steps: int) -> RlConfig:
+        rollout = {"in_order": True, "records": {"tokens": True}}
+        objective = {"preset": preset, "measure_every": 0} | changes
+        return settings(folder, output, steps=steps, rollout=rollout, objective=objective, checkpoint={"every": 1})
+
+    whole, stopped, resumed = config(f"{preset}-whole", 4), config(f"{preset}-parts", 2), config(f"{preset}-parts", 4)
+    in_a_fork(lambda: run(whole, RecordedEngine))
+    in_a_fork(lambda: run(stopped, RecordedEngine))
+    in_a_fork(lambda: run(resumed, RecordedEngine, resume="auto"))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    groups = learned_groups(whole, 1)
+    loss, _ = reference(model, groups, formula)
+    assert rows(whole)[0]["loss"] == pytest.approx(loss, abs=2e-6)
+    assert [row["loss"] for row in rows(resumed)] == [row["loss"] for row in rows(whole)]
+    for output in (whole.output, resumed.output):
+        stored = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
+        assert RlConfig(**stored).objective == whole.objective
+        assert stored["objective"] == whole.objective.model_dump(mode="json")
+    # The records show what the objective has added, and the advantages that were learned.
+    lines = [json.loads(line) for line in (whole.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    learned = [line for line in lines if line["step"] == 1 and line["outcome"] == "learned"]
+    assert [line["advantage"] for line in learned] == pytest.approx(
+        torch.cat(expected_advantages(groups, formula)).tolist(), abs=1e-6
+    )
+    penalties = [{"overlong": -float(line["sampled_tokens"] == 5)} if formula.cache else {} for line in learned]
+    assert [line["rewards"] for line in learned] == [pytest.approx(parts) for parts in penalties]
 
 
 def test_updates_by_changes_learn_the_same_and_report_their_bytes(folder: Path) -> None:

@@ -129,7 +129,9 @@ def objective_loss(objective: Objective) -> Loss:
 def describe_objective(objective: Objective) -> str:
     """Describe an objective in a line, with the values that count: for a dry run."""
     preset = "" if objective.preset is None else f"{objective.preset}: "
-    options = {name: value for name, value in objective_loss(objective).effective_settings().items() if value is not None}
+    options = {
+        name: value for name, value in objective_loss(objective).effective_settings().items() if value is not None
+    }
     correction = "no correction"
     if objective.correction == "truncated":
         # At a ratio of 1 the options have no effect.
