@@ -181,8 +181,6 @@ def ppo(
     With ``dual_clip`` c > 1, a negative advantage gives at most -c A (Ye et al. 2020, arXiv:1912.09729, eq. 5): without it, the
     loss of such a token grows with its ratio, beyond all bounds.
     """
-    if dual_clip is not None and not dual_clip > 1:
-        raise ConfigError(f"loss 'ppo': dual_clip must be above 1, got {dual_clip}")
     log_ratio = logprobs - inputs.old_logprobs
     surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high, dual_clip)
     return -surrogate, {
