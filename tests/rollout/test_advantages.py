@@ -54,10 +54,10 @@ def test_a_constant_added_to_all_rewards_changes_nothing(rewards: list[float], s
 @given(GROUPS)
 def test_reinforce_pp_normalises_over_all_responses_of_the_step(groups: list[list[float]]) -> None:
     parts = [torch.tensor(rewards, dtype=torch.float64) for rewards in groups]
-    whole = torch.cat(parts)
+    rewards = torch.cat(parts)
     for scaled in (None, False):
-        std = 1.0 if scaled is False else whole.std() + STD_EPSILON
-        expected = ((whole - whole.mean()) / std).tolist()
+        std = 1.0 if scaled is False else rewards.std() + STD_EPSILON
+        expected = ((rewards - rewards.mean()) / std).tolist()
         results = step_advantages(groups, "reinforce++", scaled)
         assert [len(group) for group in results] == [len(group) for group in groups]
         assert list(chain(*results)) == pytest.approx(expected, rel=1e-6, abs=1e-6)

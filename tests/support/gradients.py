@@ -53,12 +53,12 @@ def step_gradients(backend: Any, accumulate: Callable[[], Any]) -> Gradients:
     norm = backend.optimizer_step().grad_norm
     optimizer._update = update
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    kept = [parameter.data.clone() for parameter in parameters]
+    weights = [parameter.data.clone() for parameter in parameters]
     # Gradients have their parameters' shapes: exported in their places, they are gathered and renamed as weights are.
     for parameter, gradient in zip(parameters, (gradient for part in reduced for gradient in part), strict=True):
         parameter.data.copy_(gradient)
     values = {name: tensor.clone() for name, tensor in backend.engine.named_weights()}
-    for parameter, data in zip(parameters, kept, strict=True):
+    for parameter, data in zip(parameters, weights, strict=True):
         parameter.data.copy_(data)
     return Gradients(values, norm)
 

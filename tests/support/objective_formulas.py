@@ -50,8 +50,8 @@ def expected_advantages(groups: list[TrajectoryGroup], formula: Formula) -> list
     step = torch.cat(rewards).mean()
     results = []
     for values in rewards:
-        others = (values.sum() - values) / (len(values) - 1)
-        results.append(values - {"group": values.mean(), "others": others, "step": step}[formula.baseline])
+        leave_one_out = (values.sum() - values) / (len(values) - 1)
+        results.append(values - {"group": values.mean(), "others": leave_one_out, "step": step}[formula.baseline])
     scales = {
         "group": [values.std() + 1e-6 for values in rewards],
         "step": [torch.cat(results).std() + 1e-6] * len(rewards),
@@ -86,7 +86,7 @@ def reference(model: Any, groups: list[TrajectoryGroup], formula: Formula) -> tu
     Returns the loss, and ratio and sign of the advantage of every token in it [2, tokens].
     """
     responses: list[torch.Tensor] = []
-    seen: list[torch.Tensor] = []
+    ratios: list[torch.Tensor] = []
     for group, group_advantages in zip(groups, expected_advantages(groups, formula), strict=True):
         for response, advantage in zip(group.trajectories, group_advantages, strict=True):
             if formula.filtered and response.finish_reason == "length":
@@ -101,7 +101,7 @@ def reference(model: Any, groups: list[TrajectoryGroup], formula: Formula) -> tu
                 old = now.detach()
                 factor = torch.clamp(torch.exp(old - engine), max=formula.cap)
             responses.append(token_objectives(now, old, advantage * factor, formula))
-            seen.append(torch.stack([torch.exp(now.detach() - old), (advantage * factor).sign()]))
+            ratios.append(torch.stack([torch.exp(now.detach() - old), (advantage * factor).sign()]))
     if formula.average == "tokens":
         objective = torch.cat(responses).mean()
     elif formula.average == "responses":
@@ -110,4 +110,4 @@ def reference(model: Any, groups: list[TrajectoryGroup], formula: Formula) -> tu
         divisor = {"fixed": formula.length, "sums": 1}[formula.average]
         objective = torch.stack([values.sum() / divisor for values in responses]).mean()
     (-objective).backward()
-    return -float(objective.detach()), torch.cat(seen, 1)
+    return -float(objective.detach()), torch.cat(ratios, 1)

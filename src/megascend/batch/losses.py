@@ -140,7 +140,8 @@ class Loss:
 
     def effective_settings(self) -> dict[str, Any]:
         """Return the keyword arguments of the function with their values, defaults included."""
-        return self._arguments() | dict(self.settings)
+        defaults = {name: value for name, value in self._arguments().items() if value is not inspect.Parameter.empty}
+        return defaults | dict(self.settings)
 
     def _arguments(self) -> dict[str, Any]:
         """Return the names and defaults of the function's keyword arguments."""
@@ -293,8 +294,8 @@ def _clipped_surrogate(
     above, below = (advantages > 0) & (ratio > bound), (advantages < 0) & (ratio < bound)
     was_clipped = above | below
     if dual is not None:
-        beyond = (advantages < 0) & (ratio > dual)
-        bound, was_clipped = torch.where(beyond, dual, bound), was_clipped | beyond
+        over_dual = (advantages < 0) & (ratio > dual)
+        bound, was_clipped = torch.where(over_dual, dual, bound), was_clipped | over_dual
     unclipped = _ratio_times(log_ratio, torch.where(was_clipped, 0.0, advantages))
     return torch.where(was_clipped, bound * advantages, unclipped), was_clipped
 

@@ -307,9 +307,9 @@ class RlConfig(TrainerConfig):
             )
         # The sections are frozen; these are the defaults that depend on another section.
         if objective.length is None:
-            self.__dict__["objective"] = objective.model_copy(update={"length": rollout.max_tokens})
+            vars(self)["objective"] = objective.model_copy(update={"length": rollout.max_tokens})
         if objective.compares_groups and "drop_equal" not in rollout.model_fields_set:
-            self.__dict__["rollout"] = rollout.model_copy(update={"drop_equal": False})
+            vars(self)["rollout"] = rollout.model_copy(update={"drop_equal": False})
         return self
 
     @model_validator(mode="after")

@@ -45,7 +45,7 @@ def recorded(seed: int = 0) -> list[TrajectoryGroup]:
         responses = []
         for index in range(4):
             tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, LENGTH)))
-            logprobs = tuple(-draw.uniform(2.5, 8.0) for _ in tokens)
+            logprobs = tuple(-draw.randint(2500, 8000) / 1024 for _ in tokens)  # exact in fp32, as an engine's are
             # Every second one has several turns: what an environment wrote before the last token is not learned.
             mask = (*(draw.random() < 0.5 for _ in tokens[1:]), True) if index % 2 else None
             logprobs = tuple(value * (mask is None or mask[i]) for i, value in enumerate(logprobs))
@@ -170,6 +170,7 @@ def test_objectives_equal_their_formulas_in_float64(case: str, exact_model: Any,
         old_logprobs=torch.cat([sample.old_logprobs for sample in samples]).double(),
     )
     loss = step_loss(groups, objective)
+    assert loss.divisor is not None
     values = loss(torch.cat(logprobs), inputs)[0]
     total = torch.where(weights > 0, values * weights, 0.0).sum() / loss.divisor
     total.backward()
@@ -217,7 +218,8 @@ def test_gradients_on_ranks_equal_plain_pytorch(
             for case in ON_RANKS:
                 objective, learned = Objective(**CASES[case][0], **SETTINGS), []
                 gradients = step_gradients(
-                    backend, lambda chosen=objective, done=learned: done.append(learn(backend, recorded(), chosen))
+                    backend,
+                    lambda chosen=objective, results=learned: results.append(learn(backend, recorded(), chosen)),
                 )
                 assert learned[0].result.micro_batches > 1
                 results[case] = (learned[0].result.loss, gradients.values), gradients.norm

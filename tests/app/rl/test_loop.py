@@ -12,6 +12,7 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,21 +218,27 @@ def test_a_preset_reaches_the_step_and_a_resumed_run_keeps_it(folder: Path, pres
         objective = {"preset": preset, "measure_every": 0} | changes
         return settings(folder, output, steps=steps, rollout=rollout, objective=objective, checkpoint={"every": 1})
 
-    whole, stopped, resumed = config(f"{preset}-whole", 4), config(f"{preset}-parts", 2), config(f"{preset}-parts", 4)
-    in_a_fork(lambda: run(whole, RecordedEngine))
+    uninterrupted, stopped, resumed = (
+        config(f"{preset}-uninterrupted", 4),
+        config(f"{preset}-parts", 2),
+        config(f"{preset}-parts", 4),
+    )
+    in_a_fork(lambda: run(uninterrupted, RecordedEngine))
     in_a_fork(lambda: run(stopped, RecordedEngine))
     in_a_fork(lambda: run(resumed, RecordedEngine, resume="auto"))
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
-    groups = learned_groups(whole, 1)
+    groups = learned_groups(uninterrupted, 1)
     loss, _ = reference(model, groups, formula)
-    assert rows(whole)[0]["loss"] == pytest.approx(loss, abs=2e-6)
-    assert [row["loss"] for row in rows(resumed)] == [row["loss"] for row in rows(whole)]
-    for output in (whole.output, resumed.output):
+    assert rows(uninterrupted)[0]["loss"] == pytest.approx(loss, abs=2e-6)
+    assert [row["loss"] for row in rows(resumed)] == [row["loss"] for row in rows(uninterrupted)]
+    for output in (uninterrupted.output, resumed.output):
         stored = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
-        assert RlConfig(**stored).objective == whole.objective
-        assert stored["objective"] == whole.objective.model_dump(mode="json")
+        assert RlConfig(**stored).objective == uninterrupted.objective
+        assert stored["objective"] == uninterrupted.objective.model_dump(mode="json")
     # The records show what the objective has added, and the advantages that were learned.
-    lines = [json.loads(line) for line in (whole.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in (uninterrupted.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     learned = [line for line in lines if line["step"] == 1 and line["outcome"] == "learned"]
     assert [line["advantage"] for line in learned] == pytest.approx(
         torch.cat(expected_advantages(groups, formula)).tolist(), abs=1e-6
@@ -540,6 +547,33 @@ def test_records_rotate_by_size_and_are_read_in_order(folder: Path, capsys: pyte
     assert f"2 of {len(steps)} trajectories; the next with --offset 2" in printed
     with pytest.raises(ConfigError, match="has no rollouts"):
         rollouts_command(folder)
+
+
+def test_dropped_groups_have_no_advantage_where_it_depends_on_the_step(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megascend.app.rl.rollout_log import RolloutLog
+    from megascend.cli.rollouts import read_rollouts, rollouts_command
+
+    def group(number: int, *rewards: float) -> TrajectoryGroup:
+        return TrajectoryGroup(
+            number, tuple(Trajectory((1,), (2,), (-1.0,), reward, "stop", 0, 0) for reward in rewards)
+        )
+
+    learned, stale = [group(0, 1.0, 1.0), group(1, 0.0, 1.0)], group(2, 0.0, 1.0)
+    for advantages, expected in (
+        ("reinforce++", [0.5, 0.5, -1.5, 0.5, None, None]),
+        ("centered", [0.0, 0.0, -0.5, 0.5, -0.5, 0.5]),
+    ):
+        config = settings(folder, str(tmp_path / advantages), objective={"advantages": advantages})
+        config.output.mkdir()
+        log: Any = SimpleNamespace(writes=True)
+        records = RolloutLog(config, str, log, 0)
+        records.write(1, learned, [("stale", stale)])
+        records.close()
+        assert [row["advantage"] for row in read_rollouts(config.output)] == pytest.approx(expected, abs=1e-5)
+    rollouts_command(tmp_path / "reinforce++", sort="advantage", ascending=True)  # type: ignore[arg-type]
+    assert re.findall(r"advantage (\S+)", capsys.readouterr().out) == ["-", "-", "-1.5", "+0.5", "+0.5", "+0.5"]
 
 
 def dry(config: RlConfig) -> Any:

@@ -172,7 +172,7 @@ RL = {
     "no such loss": rl("objective.loss=pppo", says="objective.loss | 'pppo' | ppo, cispo"),
     "a loss of pairs": rl("objective.loss=dpo", says="objective.loss: dpo | ref_logprobs | old_logprobs and advantages"),
     "no such preset": rl("objective.preset=papo", says="objective.preset | 'papo' | 'dapo'"),
-    "a clip range without a ratio": rl("objective.clip_high=0.28", says="objective.clip_high: 0.28 | correction: truncated | none"),
+    "a clip range at a ratio of 1": rl("objective.clip_high=0.3", says="objective.clip_high: 0.3 | correction: truncated | none"),
     "an option of another loss": rl(
         "objective={preset: gspo, dual_clip: 3}", says="objective.dual_clip: 3 | 'gspo' | clip_low, clip_high"
     ),

@@ -99,11 +99,13 @@ def step_loss(groups: Sequence[TrajectoryGroup], objective: Objective) -> Loss:
     loss = objective_loss(objective)
     if loss.reduction == "sum":  # a registered loss that is not to be divided
         return loss
-    counted = [trajectory for group in groups for trajectory in group.trajectories if _counts(trajectory, objective)]
+    trajectories = [
+        trajectory for group in groups for trajectory in group.trajectories if _counts(trajectory, objective)
+    ]
     if objective.average == "tokens":
-        divisor = sum(trajectory.sampled_tokens for trajectory in counted)
+        divisor = sum(trajectory.sampled_tokens for trajectory in trajectories)
     else:
-        divisor = len(counted) * (response_length(objective) if objective.average == "fixed" else 1)
+        divisor = len(trajectories) * (response_length(objective) if objective.average == "fixed" else 1)
     # Not 0: a step whose responses are all left out has the loss 0.
     return replace(loss, divisor=float(divisor or 1))
 
@@ -136,11 +138,11 @@ def describe_objective(objective: Objective) -> str:
     if objective.correction == "truncated":
         # At a ratio of 1 the options have no effect.
         options, correction = {}, f"weights truncated at {objective.cap:g}"
-    listed = ", ".join(f"{name} {value:g}" for name, value in options.items())
+    values = ", ".join(f"{name} {value}" for name, value in options.items())
     divided = {None: "", True: " divided by std", False: " not divided by std"}[objective.divide_by_std]
     length = f" {objective.length}" if objective.average == "fixed" else ""
     parts = [
-        f"loss {objective.loss}{f' ({listed})' if listed else ''}",
+        f"loss {objective.loss}{f' ({values})' if values else ''}",
         f"advantages {objective.advantages}{divided}",
         f"average {objective.average}{length}",
         correction,

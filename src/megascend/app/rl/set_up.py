@@ -126,6 +126,10 @@ def check_objective(objective: Objective) -> None:
         raise ConfigError(
             f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(RESPONSE_FIELDS)}, token by token"
         )
+    if loss.reduction == "sum" and objective.average == "fixed":
+        raise ConfigError(
+            f"objective.average: fixed divides by a length, and loss {loss.name!r} (reduction='sum') is not divided"
+        )
 
 
 @dataclass(frozen=True)
