@@ -45,7 +45,7 @@ def recorded(seed: int = 0) -> list[TrajectoryGroup]:
         responses = []
         for index in range(4):
             tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, LENGTH)))
-            logprobs = tuple(-draw.randint(2500, 8000) / 1024 for _ in tokens)  # exact in fp32, as an engine's are
+            logprobs = tuple(-round(1024 * draw.uniform(2.5, 8.0)) / 1024 for _ in tokens)  # exact in fp32
             # Every second one has several turns: what an environment wrote before the last token is not learned.
             mask = (*(draw.random() < 0.5 for _ in tokens[1:]), True) if index % 2 else None
             logprobs = tuple(value * (mask is None or mask[i]) for i, value in enumerate(logprobs))
