@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("megatron_imported")
 WORKER = Path(__file__).with_name("gradients_without_megatron.py")
 VOCABULARY = 120
 FP32_BOUND = 2e-5
-"""Of engines in fp32, relative to float64: they round log-probabilities and sums over layers to 6e-8 each."""
+"""Of engines in fp32, relative to float64: 6e-6 is the largest that was seen, in a norm's gradient, which cancels."""
 
 
 LENGTH = 9
@@ -142,7 +142,7 @@ def assert_close(case: str, computed: Computed, exact: Computed, bound: float) -
     assert gradients.keys() >= exact[1].keys()
     for name, gradient in exact[1].items():
         largest = float((gradients[name].double() - gradient).abs().max())
-        assert largest <= bound * float(gradient.abs().max()) + bound * 1e-4, (case, name, largest)
+        assert largest <= bound * float(gradient.abs().max()), (case, name, largest)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -42,6 +42,10 @@ def vowels(response, example):
 def broken(response, example):
     raise KeyError("no such thing")
 
+def settled(response, example):
+    even = int(example["prompt"].strip("say :")) % 2 == 0
+    return 1.0 if even else vowels(response, example)
+
 calls = 0
 
 def fading(response, example):
@@ -547,6 +551,18 @@ def test_records_rotate_by_size_and_are_read_in_order(folder: Path, capsys: pyte
     assert f"2 of {len(steps)} trajectories; the next with --offset 2" in printed
     with pytest.raises(ConfigError, match="has no rollouts"):
         rollouts_command(folder)
+
+
+def test_dynamic_sampling_compares_rewards_without_the_length_penalty(folder: Path) -> None:
+    rollout = {"reward": f"{folder / 'reward.py'}:settled", "in_order": True}
+    config = settings(folder, "settled", steps=3, rollout=rollout, objective={"preset": "dapo"})
+    in_a_fork(lambda: run(config, RecordedEngine))
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    solved = [line for line in lines if int(line["prompt"][-2]) % 2 == 0]
+    assert {(line["outcome"], line["reward"]) for line in solved} == {("equal", 1.0)}
+    # Their responses differ in length, so that their penalties do.
+    assert {line["rewards"]["overlong"] for line in solved} == {0.0, -1.0}
+    assert sum(line["outcome"] == "learned" for line in lines) == 3 * 2 * 3
 
 
 def test_dropped_groups_have_no_advantage_where_it_depends_on_the_step(
