@@ -27,6 +27,7 @@ from megascend.bootstrap.mindspeed.tree import BRANCHES
 from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
+from megascend.config.rl_presets import PRESETS
 from megascend.config.serve import ServeConfig
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import stages
@@ -144,6 +145,18 @@ def text_of(value: Any) -> str:
 def sentence(text: str) -> str:
     """Convert reStructuredText's literals to Markdown's, and remove a full stop at the end."""
     return text.replace("``", "`").removesuffix(".")
+
+
+def presets() -> str:
+    """Format the presets of ``objective``: what each sets, with its paper."""
+    rows = []
+    for name, preset in PRESETS.items():
+        values = ", ".join(
+            f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in preset.settings.items()
+        )
+        rows.append([f"`{name}`", values, f"{preset.paper}{f'; {preset.remark}' if preset.remark else ''}"])
+    return table(["preset", "sets", "source"], rows)
 
 
 # --- metrics ---
@@ -355,6 +368,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings of train and rl": lambda: settings(TrainerConfig),
     "settings of train": lambda: settings(RunConfig, base=TrainerConfig),
     "settings of rl": lambda: settings(RlConfig, base=TrainerConfig),
+    "presets": presets,
     "settings of serve": lambda: settings(ServeConfig),
     "metrics of train": lambda: metrics(declared_metrics(StepRecord)),
     "metrics of losses": lambda: metrics(LOSS_METRICS),

@@ -24,7 +24,7 @@ from driving import ROOT, TOKENS, Reference, Server, far, vllm_python
 from safetensors.torch import load_file
 
 from megascend import Adam, Batching
-from megascend.app.rl.learn import group_samples, learn
+from megascend.app.rl.learn import learn, step_samples
 from megascend.app.rl.train import train_rl
 from megascend.config.rl import Objective, RlConfig
 from megascend.errors import EngineError
@@ -263,7 +263,7 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
                 assert first is not None
                 fresh = learn(backend, first, objective)
                 norm = backend.optimizer_step().grad_norm
-                samples = [sample for group in first for sample in group_samples(group, objective)]
+                samples = step_samples(first, objective)
                 plain = [replace(sample, routed_experts=None) for sample in samples]
                 stale = backend.forward_backward(samples).metrics["router_replay_changed"]
                 logprobs = [

@@ -141,8 +141,9 @@ def test_a_reward_whose_advantage_would_overflow_raises(value: object) -> None:
         checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
     for estimator in ESTIMATORS:
         with pytest.raises(DataError, match=r"response 1 is .*; beyond 1e\+18"):
-            advantages([0.0, float(value)], estimator)  # type: ignore[arg-type]
-        assert all(abs(advantage) < 3e38 for advantage in advantages([1e18, -1e18, 0.0], estimator))
+            advantages([[0.0, float(value)]], estimator)  # type: ignore[arg-type]
+        (values,) = advantages([[1e18, -1e18, 0.0]], estimator)
+        assert all(abs(advantage) < 3e38 for advantage in values)
 
 
 def test_reward_exception_is_reported_with_function_and_response(code: Path) -> None:

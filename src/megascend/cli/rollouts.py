@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
@@ -33,7 +34,7 @@ class RolloutOutcome(str, Enum):
 FIGURES: dict[RolloutOrder, Callable[[dict[str, Any]], float]] = {
     RolloutOrder.step: lambda row: row["step"],
     RolloutOrder.reward: lambda row: row["reward"],
-    RolloutOrder.advantage: lambda row: row["advantage"],
+    RolloutOrder.advantage: lambda row: -math.inf if row["advantage"] is None else row["advantage"],
     RolloutOrder.length: lambda row: row["sampled_tokens"],
     RolloutOrder.lag: lambda row: row["lag"],
     RolloutOrder.turns: lambda row: row["turns"],
@@ -122,7 +123,7 @@ def trajectory_text(row: dict[str, Any], *, full: bool) -> str:
         f"step {row['step']}",
         f"prompt {row['prompt_number']}",
         f"reward {row['reward']:g}{f' ({parts})' if parts else ''}",
-        f"advantage {row['advantage']:+.3g}",
+        f"advantage {'-' if row['advantage'] is None else format(row['advantage'], '+.3g')}",
         f"lag {row['lag']}",
         versions,
         f"{row['turns']} turn{'s' * (row['turns'] != 1)}",

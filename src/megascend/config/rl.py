@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
+from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
 
 VLLM = "vllm"
 """Entry of ``engines`` for a vLLM server that the run starts."""
@@ -66,7 +67,9 @@ class Rollout(Section):
         "engines and trainer take turns",
     )
     drop_equal: bool = Field(
-        True, description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts"
+        True,
+        description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts; with "
+        "objective.advantages: reinforce++ false unless set",
     )
     max_groups_without_signal: Count | None = Field(
         None,
@@ -106,12 +109,33 @@ class Rollout(Section):
 class Objective(Section):
     """Objective that a step minimises."""
 
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce++", "rloo"] | None = Field(
+        None, description="published objective, whose settings are those that are not set here"
+    )
     loss: str = Field(
         "ppo",
         description="loss function: ppo, cispo, gspo, dro, stable_reinforce, importance_sampling, or a registered one",
     )
-    advantages: Literal["grpo", "rloo", "centered"] = Field(
-        "grpo", description="advantage estimator over a group; centered is that of Dr. GRPO"
+    clip_low: float | None = Field(
+        None, ge=0, description="the ratio is clipped to at least 1 - clip_low; default: that of the loss"
+    )
+    clip_high: float | None = Field(
+        None, ge=0, description="the ratio is clipped to at most 1 + clip_high; default: that of the loss"
+    )
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="upper bound of the ratio of tokens with a negative advantage (Ye et al. 2020, arXiv:1912.09729); default: "
+        "none",
+    )
+    advantages: Literal["grpo", "rloo", "centered", "reinforce++", "reinforce++_baseline"] = Field(
+        "grpo",
+        description="advantage estimator; centered is that of Dr. GRPO, reinforce++ compares all responses of a step",
+    )
+    divide_by_std: bool | None = Field(
+        None,
+        description="divide advantages by the standard deviation of the group, with reinforce++ and reinforce++_baseline of the "
+        "step; default: true, with rloo and centered false",
     )
     correction: Literal["truncated", "none"] = Field(
         "truncated",
@@ -122,9 +146,60 @@ class Objective(Section):
     measure_every: Count = Field(
         10, description="with correction none: interval of mismatch measurements in steps; 0: never"
     )
-    average: Literal["tokens", "responses"] = Field(
-        "tokens", description="give equal weight to tokens, or to responses whatever their length"
+    average: Literal["tokens", "responses", "fixed", "sums"] = Field(
+        "tokens",
+        description="tokens: mean over all tokens of the step; responses: mean over responses of each one's mean; fixed: of each "
+        "one's sum, divided by length; sums: of each one's sum",
     )
+    length: Size | None = Field(
+        None,
+        description="longest response in tokens, for average: fixed and overlong_share; default: rollout.max_tokens",
+    )
+    overlong_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="last share of length within which a response's reward falls, by up to 1 (DAPO's soft overlong punishment); "
+        "0: none",
+    )
+    drop_truncated: bool = Field(
+        False,
+        description="leave responses that were cut off out of the loss and its average; their rewards still count for the "
+        "advantages of others",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
+            return values
+        if values["preset"] not in PRESETS:
+            return values  # refused as any other choice
+        settings = dict(PRESETS[values["preset"]].settings)
+        # Clip ranges are those of the preset's own loss, and clip nothing at a ratio of 1.
+        if values.get("loss", settings["loss"]) != settings["loss"] or values.get("correction") == "truncated":
+            settings = {name: value for name, value in settings.items() if name not in LOSS_OPTIONS}
+        return settings | values
+
+    @model_validator(mode="after")
+    def _clips(self) -> Objective:
+        if self.correction == "truncated" and (options := self.loss_options):
+            name, value = next(iter(options.items()))
+            raise ValueError(
+                f"objective.{name}: {value:g} has no effect with objective.correction: truncated, where the ratio to the old "
+                "policy is 1; set correction: none"
+            )
+        return self
+
+    @property
+    def loss_options(self) -> dict[str, float]:
+        """Return the arguments of the loss function that are set."""
+        return {name: value for name in LOSS_OPTIONS if (value := getattr(self, name)) is not None}
+
+    @property
+    def compares_groups(self) -> bool:
+        """Return whether a group whose rewards are all equal has advantages: those of responses to other prompts differ."""
+        return self.advantages == "reinforce++"
 
 
 class Sync(Section):
@@ -220,6 +295,21 @@ class RlConfig(TrainerConfig):
     def _graded(self) -> RlConfig:
         if (self.rollout.reward is None) == (self.rollout.environment is None):
             raise ValueError("set either rollout.reward or rollout.environment")
+        return self
+
+    @model_validator(mode="after")
+    def _objective_complete(self) -> RlConfig:
+        objective, rollout = self.objective, self.rollout
+        if objective.overlong_share and rollout.environment is not None:
+            raise ValueError(
+                f"objective.overlong_share: {objective.overlong_share:g} is a penalty on single responses, and an episode of "
+                "rollout.environment has several; set it to 0, and let the environment's reward depend on length"
+            )
+        # The sections are frozen; these are the defaults that depend on another section.
+        if objective.length is None:
+            vars(self)["objective"] = objective.model_copy(update={"length": rollout.max_tokens})
+        if objective.compares_groups and "drop_equal" not in rollout.model_fields_set:
+            vars(self)["rollout"] = rollout.model_copy(update={"drop_equal": False})
         return self
 
     @model_validator(mode="after")

@@ -12,9 +12,12 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
 from megascend.app.rl.train import RlResult, train_rl
 from megascend.config.rl import RlConfig
@@ -22,7 +25,9 @@ from megascend.errors import ConfigError, DataError, EngineError, EngineTimeoutE
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.local import LocalEngine
+from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import faults, run_distributed
+from support.objective_formulas import Formula, expected_advantages, reference
 from support.run_directory import snapshot
 from weightwire.engine import Completion, Sampling
 from weightwire.engine_calls import LoopThread
@@ -36,6 +41,10 @@ def vowels(response, example):
 
 def broken(response, example):
     raise KeyError("no such thing")
+
+def settled(response, example):
+    even = int(example["prompt"].strip("say :")) % 2 == 0
+    return 1.0 if even else vowels(response, example)
 
 calls = 0
 
@@ -174,6 +183,72 @@ def test_killed_and_resumed_run_is_bitwise_equal(folder: Path) -> None:
     learned = [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(reference)]
     assert [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(broken)] == learned
     assert len({row["loss"] for row in learned}) == 7
+
+
+def learned_groups(config: RlConfig, step: int) -> list[TrajectoryGroup]:
+    """Return what a step learned from, as the run's records have it."""
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    learned = [line for line in lines if line["step"] == step and line["outcome"] == "learned"]
+    groups: dict[int, list[Trajectory]] = {}
+    for line in learned:
+        trajectory = Trajectory(
+            tuple(line["prompt_tokens"]),
+            tuple(line["tokens"]),
+            tuple(line["logprobs"]),
+            line["reward"],
+            line["finish_reason"],
+            *line["versions"],
+        )
+        groups.setdefault(line["prompt_number"], []).append(trajectory)
+    return [TrajectoryGroup(number, tuple(trajectories)) for number, trajectories in groups.items()]
+
+
+PRESETS = {
+    "dapo": ({"clip_high": 0.4}, Formula(high=1.4, cache=1.0, length=5)),
+    "dr_grpo": ({}, Formula(normalised="none", average="fixed", length=5)),
+    "reinforce++": ({"dual_clip": 1.5}, Formula(dual=1.5, baseline="step", normalised="step", average="responses")),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_reaches_the_step_and_a_resumed_run_keeps_it(folder: Path, preset: str) -> None:
+    """Compute the first loss from the run's records, its model and the paper's formula."""
+    from transformers import AutoModelForCausalLM
+
+    changes, formula = PRESETS[preset]
+
+    def config(output: str, steps: int) -> RlConfig:
+        rollout = {"in_order": True, "records": {"tokens": True}}
+        objective = {"preset": preset, "measure_every": 0} | changes
+        return settings(folder, output, steps=steps, rollout=rollout, objective=objective, checkpoint={"every": 1})
+
+    uninterrupted, stopped, resumed = (
+        config(f"{preset}-uninterrupted", 4),
+        config(f"{preset}-parts", 2),
+        config(f"{preset}-parts", 4),
+    )
+    in_a_fork(lambda: run(uninterrupted, RecordedEngine))
+    in_a_fork(lambda: run(stopped, RecordedEngine))
+    in_a_fork(lambda: run(resumed, RecordedEngine, resume="auto"))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    groups = learned_groups(uninterrupted, 1)
+    loss, _ = reference(model, groups, formula)
+    assert rows(uninterrupted)[0]["loss"] == pytest.approx(loss, abs=2e-6)
+    assert [row["loss"] for row in rows(resumed)] == [row["loss"] for row in rows(uninterrupted)]
+    for output in (uninterrupted.output, resumed.output):
+        stored = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
+        assert RlConfig(**stored).objective == uninterrupted.objective
+        assert stored["objective"] == uninterrupted.objective.model_dump(mode="json")
+    # The records show what the objective has added, and the advantages that were learned.
+    lines = [
+        json.loads(line) for line in (uninterrupted.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    learned = [line for line in lines if line["step"] == 1 and line["outcome"] == "learned"]
+    assert [line["advantage"] for line in learned] == pytest.approx(
+        torch.cat(expected_advantages(groups, formula)).tolist(), abs=1e-6
+    )
+    penalties = [{"overlong": -float(line["sampled_tokens"] == 5)} if formula.cache else {} for line in learned]
+    assert [line["rewards"] for line in learned] == [pytest.approx(parts) for parts in penalties]
 
 
 def test_updates_by_changes_learn_the_same_and_report_their_bytes(folder: Path) -> None:
@@ -476,6 +551,45 @@ def test_records_rotate_by_size_and_are_read_in_order(folder: Path, capsys: pyte
     assert f"2 of {len(steps)} trajectories; the next with --offset 2" in printed
     with pytest.raises(ConfigError, match="has no rollouts"):
         rollouts_command(folder)
+
+
+def test_dynamic_sampling_compares_rewards_without_the_length_penalty(folder: Path) -> None:
+    rollout = {"reward": f"{folder / 'reward.py'}:settled", "in_order": True}
+    config = settings(folder, "settled", steps=3, rollout=rollout, objective={"preset": "dapo"})
+    in_a_fork(lambda: run(config, RecordedEngine))
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    solved = [line for line in lines if int(line["prompt"][-2]) % 2 == 0]
+    assert {(line["outcome"], line["reward"]) for line in solved} == {("equal", 1.0)}
+    # Their responses differ in length, so that their penalties do.
+    assert {line["rewards"]["overlong"] for line in solved} == {0.0, -1.0}
+    assert sum(line["outcome"] == "learned" for line in lines) == 3 * 2 * 3
+
+
+def test_dropped_groups_have_no_advantage_where_it_depends_on_the_step(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megascend.app.rl.rollout_log import RolloutLog
+    from megascend.cli.rollouts import read_rollouts, rollouts_command
+
+    def group(number: int, *rewards: float) -> TrajectoryGroup:
+        return TrajectoryGroup(
+            number, tuple(Trajectory((1,), (2,), (-1.0,), reward, "stop", 0, 0) for reward in rewards)
+        )
+
+    learned, stale = [group(0, 1.0, 1.0), group(1, 0.0, 1.0)], group(2, 0.0, 1.0)
+    for advantages, expected in (
+        ("reinforce++", [0.5, 0.5, -1.5, 0.5, None, None]),
+        ("centered", [0.0, 0.0, -0.5, 0.5, -0.5, 0.5]),
+    ):
+        config = settings(folder, str(tmp_path / advantages), objective={"advantages": advantages})
+        config.output.mkdir()
+        log: Any = SimpleNamespace(writes=True)
+        records = RolloutLog(config, str, log, 0)
+        records.write(1, learned, [("stale", stale)])
+        records.close()
+        assert [row["advantage"] for row in read_rollouts(config.output)] == pytest.approx(expected, abs=1e-5)
+    rollouts_command(tmp_path / "reinforce++", sort="advantage", ascending=True)  # type: ignore[arg-type]
+    assert re.findall(r"advantage (\S+)", capsys.readouterr().out) == ["-", "-", "-1.5", "+0.5", "+0.5", "+0.5"]
 
 
 def dry(config: RlConfig) -> Any:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from megascend.app.rl.step_advantages import response_length, step_advantages
+from megascend.batch.losses import Loss, resolve
 from megascend.batch.sample import Sample
 from megascend.config.rl import Objective
-from megascend.rollout.advantages import advantages
-from megascend.rollout.group import TrajectoryGroup
+from megascend.errors import ConfigError
+from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.rollout.mismatch import Mismatch, measure, total, truncated_weights
 
 if TYPE_CHECKING:
@@ -45,8 +47,8 @@ def learn(
     Args:
         measured: measure the mismatch also with ``objective.correction: none``; costs a forward pass.
     """
-    samples = [sample for group in groups for sample in group_samples(group, objective)]
-    shard = backend.shard(samples)
+    # Over all groups, before ranks and micro batches divide them: no average and no advantage depends on the layout.
+    shard = backend.shard(step_samples(groups, objective))
     mismatch = None
     if objective.correction == "truncated" or measured:
         # Before the gradients: with the weights that the step begins with.
@@ -61,34 +63,100 @@ def learn(
         mismatch = total(backend.gather_by_data_rank(total(parts)))
         if objective.correction == "truncated":
             shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]
-    return Learned(backend.forward_backward(shard, loss=objective.loss, adapter=adapter), mismatch)
+    return Learned(backend.forward_backward(shard, loss=step_loss(groups, objective), adapter=adapter), mismatch)
 
 
-def group_samples(group: TrajectoryGroup, objective: Objective) -> list[Sample]:
-    """Convert the trajectories of a group to samples, with advantages and the engine's own log-probabilities as the old ones.
+def step_samples(groups: Sequence[TrajectoryGroup], objective: Objective) -> list[Sample]:
+    """Convert the trajectories of a step to samples, with advantages and the engine's own log-probabilities as the old ones.
 
-    A trajectory of n sampled tokens has n targets with a weight: 1 each, or 1 / n where every trajectory counts alike. What an
-    environment wrote between them has weight 0.
+    A trajectory of n sampled tokens has n targets with a weight: 1 each, or 1 / n where every response counts alike. What an
+    environment wrote between them has weight 0, as have all targets of a trajectory that the objective leaves out.
     """
     samples = []
-    for trajectory, advantage in zip(group.trajectories, advantages(group.rewards, objective.advantages), strict=True):
-        prompt = len(trajectory.prompt_tokens)
-        sample = Sample.causal(
-            [*trajectory.prompt_tokens, *trajectory.tokens],
-            prompt_length=prompt,
-            routed_experts=None
-            if trajectory.routed_experts is None
-            else trajectory.routed_experts.numbers().astype("int16"),
-        )
-        before = torch.zeros(prompt - 1)  # targets that belong to the prompt
-        sampled = torch.cat([before, torch.tensor(trajectory.mask, dtype=torch.float32)])
-        sample.weights = sample.weights * sampled
-        sample.old_logprobs = torch.cat([before, torch.tensor(trajectory.logprobs, dtype=torch.float32)])
-        sample.advantages = advantage * sampled
-        if objective.average == "responses":
-            sample.weights = sample.weights / trajectory.sampled_tokens
-        samples.append(sample)
+    for group, group_advantages in zip(groups, step_advantages(groups, objective), strict=True):
+        for trajectory, advantage in zip(group.trajectories, group_advantages, strict=True):
+            prompt = len(trajectory.prompt_tokens)
+            sample = Sample.causal(
+                [*trajectory.prompt_tokens, *trajectory.tokens],
+                prompt_length=prompt,
+                routed_experts=None
+                if trajectory.routed_experts is None
+                else trajectory.routed_experts.numbers().astype("int16"),
+            )
+            before = torch.zeros(prompt - 1)  # targets that belong to the prompt
+            sampled = torch.cat([before, torch.tensor(trajectory.mask, dtype=torch.float32)])
+            sample.weights = sample.weights * sampled * _counts(trajectory, objective)
+            sample.old_logprobs = torch.cat([before, torch.tensor(trajectory.logprobs, dtype=torch.float32)])
+            sample.advantages = advantage * sampled
+            if objective.average == "responses":
+                sample.weights = sample.weights / trajectory.sampled_tokens
+            samples.append(sample)
     return samples
+
+
+def step_loss(groups: Sequence[TrajectoryGroup], objective: Objective) -> Loss:
+    """Return the loss of a step on the samples of ``groups``, which divides by the tokens or responses of all of them."""
+    loss = objective_loss(objective)
+    if loss.reduction == "sum":  # a registered loss that is not to be divided
+        return loss
+    trajectories = [
+        trajectory for group in groups for trajectory in group.trajectories if _counts(trajectory, objective)
+    ]
+    if objective.average == "tokens":
+        divisor = sum(trajectory.sampled_tokens for trajectory in trajectories)
+    else:
+        divisor = len(trajectories) * (response_length(objective) if objective.average == "fixed" else 1)
+    # Not 0: a step whose responses are all left out has the loss 0.
+    return replace(loss, divisor=float(divisor or 1))
+
+
+def objective_loss(objective: Objective) -> Loss:
+    """Return the objective's loss function with its options.
+
+    Raises:
+        ConfigError: the loss is unknown, or does not have an option that is set.
+    """
+    try:
+        loss = resolve(objective.loss)
+    except ConfigError as error:
+        raise ConfigError(f"objective.loss: {error}") from None
+    for name, value in objective.loss_options.items():
+        try:
+            loss = loss.with_settings(**{name: value})
+        except ConfigError as error:
+            raise ConfigError(f"objective.{name}: {value:g}, but {error}") from None
+    return loss
+
+
+def describe_objective(objective: Objective) -> str:
+    """Describe an objective in a line, with the values that count: for a dry run."""
+    preset = "" if objective.preset is None else f"{objective.preset}: "
+    options = {
+        name: value for name, value in objective_loss(objective).effective_settings().items() if value is not None
+    }
+    correction = "no correction"
+    if objective.correction == "truncated":
+        # At a ratio of 1 the options have no effect.
+        options, correction = {}, f"weights truncated at {objective.cap:g}"
+    values = ", ".join(f"{name} {value}" for name, value in options.items())
+    divided = {None: "", True: " divided by std", False: " not divided by std"}[objective.divide_by_std]
+    length = f" {objective.length}" if objective.average == "fixed" else ""
+    parts = [
+        f"loss {objective.loss}{f' ({values})' if values else ''}",
+        f"advantages {objective.advantages}{divided}",
+        f"average {objective.average}{length}",
+        correction,
+    ]
+    if objective.overlong_share:
+        parts.append(f"overlong_share {objective.overlong_share:g} of {objective.length}")
+    if objective.drop_truncated:
+        parts.append("truncated responses dropped")
+    return preset + ", ".join(parts)
+
+
+def _counts(trajectory: Trajectory, objective: Objective) -> bool:
+    """Check whether a trajectory is part of the loss."""
+    return not (objective.drop_truncated and trajectory.finish_reason == "length")
 
 
 def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megascend.app.event_log import finite
+from megascend.app.rl.step_advantages import reward_parts, step_advantages
 from megascend.app.run_log import AppendFile, complete_rows
-from megascend.rollout.advantages import advantages
+from megascend.rollout.advantages import ESTIMATORS
 
 if TYPE_CHECKING:
     from megascend.app.run_log import RunLog
@@ -33,7 +33,7 @@ class RolloutLog:
             log: the run's log, which shows trajectories and knows whether the directory may be written.
             steps_done: lines of later steps are removed: a resumed run does these steps again.
         """
-        self._settings, self._estimator = config.rollout.records, config.objective.advantages
+        self._settings, self._objective = config.rollout.records, config.objective
         self._decode, self._log, self._path = decode, log, config.output / ROLLOUTS
         self._size = last_row_end(self._path, steps_done) if steps_done else 0
         self._file: AppendFile | None = None
@@ -49,11 +49,15 @@ class RolloutLog:
         """
         settings = self._settings
         if settings.every and step % settings.every == 0:
-            outcomes = itertools.chain((("learned", group) for group in learned), dropped)
+            outcomes = [
+                ("learned", group, advantages)
+                for group, advantages in zip(learned, step_advantages(learned, self._objective), strict=True)
+            ]
+            outcomes += [(reason, group, self._advantages(group)) for reason, group in dropped]
             self._unwritten += [
                 json.dumps(finite(line), allow_nan=False) + "\n"
-                for outcome, group in outcomes
-                for line in self._lines(step, outcome, group)
+                for outcome, group, advantages in outcomes
+                for line in self._lines(step, outcome, group, advantages)
             ]
         # Not before: with --overwrite the earlier run's file stays until this run has taken a step.
         if self._log.writes:
@@ -68,14 +72,22 @@ class RolloutLog:
         if self._file is not None:
             self._file.close()
 
-    def _lines(self, step: int, outcome: str, group: TrajectoryGroup) -> Iterator[dict[str, Any]]:
-        for trajectory, advantage in zip(group.trajectories, advantages(group.rewards, self._estimator), strict=True):
+    def _advantages(self, group: TrajectoryGroup) -> Sequence[float | None]:
+        """Return the advantages of a group that was not learned from; None where they depend on the others of a step."""
+        if ESTIMATORS[self._objective.advantages].scope == "step":
+            return [None] * len(group.trajectories)
+        return step_advantages([group], self._objective)[0]
+
+    def _lines(
+        self, step: int, outcome: str, group: TrajectoryGroup, advantages: Sequence[float | None]
+    ) -> Iterator[dict[str, Any]]:
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
             line = {
                 "step": step,
                 "outcome": outcome,
                 "prompt_number": group.number,
                 "reward": trajectory.reward,
-                "rewards": dict(trajectory.rewards),
+                "rewards": {**trajectory.rewards, **reward_parts(trajectory, self._objective)},
                 "advantage": advantage,
                 "turns": trajectory.turns,
                 "sampled_tokens": trajectory.sampled_tokens,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import xxhash
 
 from megascend.app.rl.engines import stop_tokens
-from megascend.batch.losses import resolve
+from megascend.app.rl.learn import objective_loss
 from megascend.config.rl import Objective, RlConfig
 from megascend.data.findings import Findings
 from megascend.data.samples import SampleLimits
@@ -118,16 +118,17 @@ def check_router_replay(engine: Engine) -> None:
 
 
 def check_objective(objective: Objective) -> None:
-    """Find out that ``objective.loss`` cannot learn from responses."""
-    try:
-        loss = resolve(objective.loss)
-    except ConfigError as error:
-        raise ConfigError(f"objective.loss: {error}") from None
+    """Find out that ``objective.loss`` cannot learn from responses, or lacks an option that is set."""
+    loss = objective_loss(objective)
     missing = [name for name in loss.requires if name not in RESPONSE_FIELDS]
     if loss.per != "token" or missing:
         needs = ", ".join(missing) if missing else f"one value per {loss.per}"
         raise ConfigError(
             f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(RESPONSE_FIELDS)}, token by token"
+        )
+    if loss.reduction == "sum" and objective.average == "fixed":
+        raise ConfigError(
+            f"objective.average: fixed divides by a length, and loss {loss.name!r} (reduction='sum') is not divided"
         )
 
 
