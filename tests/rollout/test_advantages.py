@@ -67,6 +67,16 @@ def test_reinforce_pp_normalises_over_all_responses_of_the_step(groups: list[lis
         assert list(chain(*results)) == pytest.approx((centered / std).tolist(), rel=1e-6, abs=1e-6)
 
 
+@given(GROUPS, st.data())
+def test_reinforce_pp_counts_responses_by_their_tokens(groups: list[list[float]], data: st.DataObject) -> None:
+    counts = [[data.draw(st.integers(1, 9)) for _ in group] for group in groups]
+    rewards, repeats = torch.tensor(list(chain(*groups)), dtype=torch.float64), torch.tensor(list(chain(*counts)))
+    by_token = rewards.repeat_interleave(repeats)
+    expected = ((rewards - by_token.mean()) / (by_token.std() + STD_EPSILON)).tolist()
+    results = step_advantages(groups, "reinforce++", tokens=counts)
+    assert list(chain(*results)) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
 @given(GROUPS, st.sampled_from(["grpo", "rloo", "centered"]))
 def test_estimators_of_groups_do_not_depend_on_other_groups(groups: list[list[float]], estimator: str) -> None:
     assert step_advantages(groups, estimator) == [advantages(rewards, estimator) for rewards in groups]

@@ -47,14 +47,19 @@ def expected_advantages(groups: list[TrajectoryGroup], formula: Formula) -> list
             lengths = torch.tensor([response.sampled_tokens for response in group.trajectories]).double()
             soft = ((formula.length - formula.cache) - lengths) / formula.cache
             values += torch.where(lengths <= formula.length - formula.cache, 0.0, soft)
-    step = torch.cat(rewards).mean()
-    results = []
+    # Token by token, as the whitening of verl and OpenRLHF.
+    counts = [torch.tensor([response.sampled_tokens for response in group.trajectories]) for group in groups]
+    step = torch.cat([values.repeat_interleave(count) for values, count in zip(rewards, counts, strict=True)]).mean()
+    results: list[torch.Tensor] = []
     for values in rewards:
         leave_one_out = (values.sum() - values) / (len(values) - 1)
         results.append(values - {"group": values.mean(), "others": leave_one_out, "step": step}[formula.baseline])
+    by_token = torch.cat([values.repeat_interleave(count) for values, count in zip(results, counts, strict=True)])
+    if formula.normalised == "step" and formula.baseline == "group":
+        results = [values - by_token.mean() for values in results]
     scales = {
         "group": [values.std() + 1e-6 for values in rewards],
-        "step": [torch.cat(results).std() + 1e-6] * len(rewards),
+        "step": [by_token.std() + 1e-6] * len(rewards),
         "none": [1.0] * len(rewards),
     }
     return [values / scale for values, scale in zip(results, scales[formula.normalised], strict=True)]

@@ -23,7 +23,7 @@ class Estimator:
 
     Attributes:
         baseline: mean of the rewards of the group, of the other responses in it, or of all responses of the step.
-        scope: responses over which the standard deviation is taken, and the mean with ``step``.
+        scope: responses over which the standard deviation is taken; with ``step`` the mean too, and each counts by its tokens.
         scaled: divides by the standard deviation, unless set otherwise.
     """
 
@@ -45,7 +45,12 @@ ESTIMATORS = {
 }
 
 
-def advantages(groups: Sequence[Sequence[float]], estimator: str, scaled: bool | None = None) -> list[list[float]]:
+def advantages(
+    groups: Sequence[Sequence[float]],
+    estimator: str,
+    scaled: bool | None = None,
+    tokens: Sequence[Sequence[int]] | None = None,
+) -> list[list[float]]:
     """Compute one advantage per response, which applies to all of its tokens.
 
     The papers leave open which standard deviation divides; as in TRL and verl it is the sample's, with n - 1 in the denominator.
@@ -55,6 +60,8 @@ def advantages(groups: Sequence[Sequence[float]], estimator: str, scaled: bool |
         estimator: a key of ``ESTIMATORS``.
         scaled: divide by the standard deviation of the rewards of the group, or by that of the step's advantages; None: as the
             estimator does.
+        tokens: sampled tokens of each response, by which it counts in the mean and standard deviation of a step, as in verl and
+            OpenRLHF; None: all count alike.
 
     Raises:
         ConfigError: the estimator is unknown.
@@ -69,7 +76,8 @@ def advantages(groups: Sequence[Sequence[float]], estimator: str, scaled: bool |
     results = [_centered(rewards, kind.baseline) for rewards in groups]
     if kind.scope == "step":
         values = [value for group in results for value in group]
-        mean, divisor = _mean(values), _std(values) + STD_EPSILON if scaled else 1.0
+        counts = [1] * len(values) if tokens is None else [count for group in tokens for count in group]
+        mean, divisor = _mean(values, counts), _std(values, counts) + STD_EPSILON if scaled else 1.0
         return [[(value - mean) / divisor for value in group] for group in results]
     if scaled:
         return [
@@ -88,14 +96,17 @@ def _centered(rewards: Sequence[float], baseline: str) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float], counts: Sequence[int] | None = None) -> float:
+    counts = [1] * len(values) if counts is None else counts
     # fsum: rewards of very different size must not lose the small ones.
-    return math.fsum(values) / len(values)
+    return math.fsum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
 
 
-def _std(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+def _std(values: Sequence[float], counts: Sequence[int] | None = None) -> float:
+    counts = [1] * len(values) if counts is None else counts
+    mean = _mean(values, counts)
+    squares = ((value - mean) ** 2 * count for value, count in zip(values, counts, strict=True))
+    return math.sqrt(math.fsum(squares) / (sum(counts) - 1))
 
 
 def _check(rewards: Sequence[float]) -> None:

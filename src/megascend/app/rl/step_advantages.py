@@ -24,7 +24,8 @@ def step_advantages(groups: Sequence[TrajectoryGroup], objective: Objective) -> 
         [trajectory.reward + sum(reward_parts(trajectory, objective).values()) for trajectory in group.trajectories]
         for group in groups
     ]
-    return advantages(rewards, objective.advantages, objective.divide_by_std)
+    tokens = [[trajectory.sampled_tokens for trajectory in group.trajectories] for group in groups]
+    return advantages(rewards, objective.advantages, objective.divide_by_std, tokens)
 
 
 def response_length(objective: Objective) -> int:
