@@ -232,8 +232,8 @@ class Flipping:
 
 def test_damaged_transfer_changes_nothing(server, reference, delivery) -> None:
     take_over(delivery, server, 1)
-    engine, weights, update = server.engine(take_over=True), weights_of(server, 2), Update()
-    delivery.begin(update, [engine], 3, tuple(map(spec_of, weights, weights.values())))
+    update, weights = Update([server.engine(take_over=True)], 3), weights_of(server, 2)
+    delivery.begin(update, tuple(map(spec_of, weights, weights.values())))
     assert update.sender is not None
     update.sender._transport = Flipping(update.sender._transport)  # type: ignore[assignment]
     try:

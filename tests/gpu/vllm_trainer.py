@@ -39,8 +39,8 @@ def main() -> None:
         digest="multilinear64",
         timeout_s=30.0,
     )
-    update = Update()
-    delivery.begin(update, [engine], int(version), tuple(map(spec_of, weights, weights.values())))
+    update = Update([engine], int(version))
+    delivery.begin(update, tuple(map(spec_of, weights, weights.values())))
     if moment == "transfer":
         transport: Any = update.sender._transport  # type: ignore[union-attr]
         send, count = transport.send, 0

@@ -61,9 +61,9 @@ def delivery(transport: str, **changes: Any) -> Iterator[Delivery]:
     ids=["CPU", "CPU of another host", "GPU of this host"],
 )
 def test_the_default_transport_reaches_the_engine(location: Location, expected: str) -> None:
-    update = Update()
+    update = Update([Refusing("engine", location, location)], 1)
     with delivery("auto") as opened, pytest.raises(WeightSyncError, match=f"offered over {expected}, 268435456 bytes"):
-        opened.begin(update, [Refusing("engine", location, location)], 1, SPECS)
+        opened.begin(update, SPECS)
     assert update.transport == expected
 
 
@@ -72,9 +72,9 @@ def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
         locations = InferenceEngine.locations
 
     with delivery("auto") as opened, pytest.raises(WeightSyncError, match="offered over gloo"):
-        opened.begin(Update(), [Plain("engine", FOLDER)], 1, SPECS)
+        opened.begin(Update([Plain("engine", FOLDER)], 1), SPECS)
     with delivery("shared_memory") as opened, pytest.raises(WeightSyncError, match="offered over shared_memory"):
-        opened.begin(Update(), [Plain("engine", FOLDER)], 1, SPECS)
+        opened.begin(Update([Plain("engine", FOLDER)], 1), SPECS)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_a_transport_that_does_not_fit_raises_before_anything_begins(
 ) -> None:
     engine = Refusing("engine", location)
     with delivery(transport) as opened, pytest.raises(ConfigError, match=message):
-        opened.begin(Update(), [engine], 1, SPECS)
+        opened.begin(Update([engine], 1), SPECS)
     assert not engine.has_begun

@@ -400,7 +400,7 @@ def test_two_trainers_at_one_engine(parity_folder, tmp_path):
         def on_rank():
             backend = make_backend(checkpoint)
             with megascend.WeightSync(backend, served) as first, megascend.WeightSync(backend, served) as second:
-                sending = first._delivery
+                sending = first._ranks.delivery
                 assert sending is not None
                 verify = sending.verify
                 messages = []
@@ -428,7 +428,7 @@ def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folde
 
         def dying():
             with megascend.WeightSync(make_backend(checkpoint), served, timeout_s=3.0) as sync:
-                sync._delivery.verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
+                sync._ranks.delivery.verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
                 sync.push(4)
 
         assert run_distributed(lambda: ended_by(dying), 1, init=False, timeout_s=60) == [-signal.SIGKILL]

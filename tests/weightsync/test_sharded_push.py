@@ -228,14 +228,14 @@ def test_a_silent_engine_is_named(parity_folder, tmp_path):
             sync.engines = [engine for engine in sync.engines if engine.name == "engine-1"]
 
         # Before the test asks the engines for their state.
-        drop = sync._delivery.drop if backend.rank == 0 else None
+        drop = sync._ranks.delivery.drop if backend.rank == 0 else None
         if drop is not None:
 
             def drop_and_continue(update):
                 drop(update)
                 served[1].kill(signal.SIGCONT)
 
-            sync._delivery.drop = drop_and_continue
+            sync._ranks.delivery.drop = drop_and_continue
         return and_continue
 
     checkpoint = case_checkpoint(parity_folder, "qwen3")
