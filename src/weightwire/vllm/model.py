@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightwire.errors import ManifestError, UpdateError
-from weightwire.receiver import side_stream
+from weightwire.reception import side_stream
 from weightwire.vllm.checkpoint import tied_head_checked
 
 KV_CACHE = "kv_cache"

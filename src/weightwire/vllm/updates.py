@@ -21,7 +21,8 @@ from weightwire.errors import NotServingError, UpdateError, WireError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import Region
-from weightwire.receiver import COMMITTED, RECEIVING, Receiver
+from weightwire.receiver import Receiver
+from weightwire.reception import COMMITTED, RECEIVING
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
 from weightwire.vllm.in_place import Exchange, NotInPlaceError, learn
