@@ -347,12 +347,10 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
     print(f"== {shape}, {config['num_hidden_layers']} layers, {nbytes / 1e9:.2f} GB", flush=True)
     with Server(directory, work, arguments, device) as server:
         engine = server.client()
-        with Load(engine, server.process.address, config, arguments) as load, contextlib.closing(
-            Delivery(
-                transport=arguments.transport, device=own_device, host="127.0.0.1", bucket_bytes=None, digest="multilinear64",
-                timeout_s=120.0,
-            )
-        ) as delivery:  # fmt: skip
+        with (
+            Load(engine, server.process.address, config, arguments) as load,
+            contextlib.closing(Delivery(transport=arguments.transport, device=own_device, timeout_s=120.0)) as delivery,
+        ):
             time.sleep(arguments.warm_up)
             rounds, undisturbed = [], []
             for version in range(1, arguments.times + 3):

@@ -291,7 +291,7 @@ class Receiver:
     @property
     def keeps_memory(self) -> bool:
         """Check whether memory is kept for the next update."""
-        return self._memory.kept is not None
+        return self._memory.spare is not None
 
     def release(self) -> None:
         """Free the memory that is kept for the next update, which then has to be complete."""

@@ -22,15 +22,8 @@ from weightwire.sender import RECEIVED
 from weightwire.staging import BucketLayout, ShardLayout
 from weightwire.transports import Setup
 
-RECEIVING, RECEIVE_DONE, VERIFIED, COMMITTING, COMMITTED, DROPPED = (
-    "receiving",
-    "received",
-    "verified",
-    "committing",
-    "committed",
-    "dropped",
-)
-OPEN = (RECEIVING, RECEIVE_DONE, VERIFIED, COMMITTING)
+RECEIVING, RECEIVE_DONE, VERIFIED, COMMITTING = OPEN = ("receiving", "received", "verified", "committing")
+COMMITTED, DROPPED = "committed", "dropped"
 
 
 @dataclass

@@ -112,9 +112,7 @@ class MemberSender(Generic[Medium]):
 
     Args:
         label: of this member, for them.
-        manifest: manifest of the update.
-        group: complete group.
-        transport: created with this group.
+        group: complete group, with which the transport was created.
         device: device of the two buffers.
         timeout_s: deadline of each message, from when its buffer is needed again, in seconds.
         buffers: those of earlier updates, to be used again; default: new ones.

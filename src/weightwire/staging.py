@@ -34,20 +34,20 @@ class StagingMemory:
 
     Attributes:
         base: plan and version of the sharded update whose content the kept memory holds; None if it holds anything else.
-        kept: memory for the next update, uint8 [bytes].
+        spare: memory for the next update, uint8 [bytes].
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.base: tuple[str, int] | None = None
-        self.kept: Tensor | None = None
+        self.spare: Tensor | None = None
 
     def take(self, nbytes: int, *, adapter: bool) -> Tensor:
         """Return memory for an update: that of the last one, which it overwrites, so that it is no base any more."""
         if adapter and self.base is not None:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self.base = None
-        memory, self.kept = self.kept, None
+        memory, self.spare = self.spare, None
         if memory is None or memory.numel() < nbytes:
             del memory  # first, or there would be two
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -59,11 +59,11 @@ class StagingMemory:
         """Keep the memory of a complete update, if it still has any."""
         if content is not None and (not adapter or self.base is None):
             nbytes = content.untyped_storage().nbytes()
-            self.kept = content.as_strided((nbytes,), (1,), 0)
+            self.spare = content.as_strided((nbytes,), (1,), 0)
 
     def release(self) -> None:
         """Free the memory that is kept."""
-        self.kept = self.base = None
+        self.spare = self.base = None
 
 
 class BucketLayout:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,15 +44,10 @@ class Refusing(InferenceEngine):
     async def drop(self, update: str) -> None: ...
 
 
-@contextmanager
-def delivery(transport: str, **changes: Any) -> Iterator[Delivery]:
-    settings: dict[str, Any] = {"device": torch.device("cpu"), "host": "127.0.0.1", "bucket_bytes": None}
-    settings |= {"digest": "multilinear64", "timeout_s": 20.0, "transport": transport}
-    opened = Delivery(**settings | changes)
-    try:
+@contextlib.contextmanager
+def delivery(transport: str) -> Iterator[Delivery]:
+    with contextlib.closing(Delivery(transport=transport, device=torch.device("cpu"), timeout_s=20.0)) as opened:
         yield opened
-    finally:
-        opened.close()
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def test_memory_of_the_base_is_reused():
     addresses = set()
     for version in range(1, 5):
         commit(receivers, engines, trainer.push(version, NEW if version % 2 else OLD))
-        memory = receivers[0]._memory.kept
+        memory = receivers[0]._memory.spare
         assert memory is not None
         assert receivers[0]._memory.base is not None
         addresses.add(memory.data_ptr())

@@ -38,7 +38,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to completion, from a thread without an event loop."""
 MARGIN_S = EXPLAIN_S + 2.0
 """Seconds past a deadline that this process may need to report a failure to others."""
-KEPT = "; all engines keep the old weights"
+OLD_WEIGHTS = "; all engines keep the old weights"
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ class Delivery:
     def __init__(
         self,
         *,
-        transport: str,
         device: torch.device,
-        host: str,
-        bucket_bytes: int | None,
-        digest: str,
         timeout_s: float,
+        transport: str = AUTO,
+        host: str = "127.0.0.1",
+        bucket_bytes: int | None = None,
+        digest: str = "multilinear64",
         overlap: bool = True,
         options: Mapping[str, Any] | None = None,
         run: Run | None = None,
@@ -222,7 +222,8 @@ class Delivery:
             counts, members = self._located(update.engines)
         update.transport = self._fitting_transport(members)
         manifest, device = self._manifest(update, specs, adapter)
-        self._require_all(*self._offer(update, manifest, counts), *_not_begun(update))
+        answers = self._offer(update, manifest, counts)
+        self._require_all(*answers, f"version {update.version} was not begun", OLD_WEIGHTS)
         # Waits for the receivers, which the engines start in begin_update.
         with update.timed("begin.connect"):
             update.sender = Sender.connect(
@@ -288,7 +289,7 @@ class Delivery:
             planned.provisioned.clear()
             update.base = None
             accepted, failed = self._offer(update, manifest, planned.engines, planned)
-        self._require_all(accepted, failed, *_not_begun(update))
+        self._require_all(accepted, failed, f"version {update.version} was not begun", OLD_WEIGHTS)
         return Ticket(
             address=(self._listener.host, self._listener.port),
             name=update.name,
@@ -306,8 +307,7 @@ class Delivery:
         seal = update.seal
         in_time = max(0.1, self._timeout_s - 2.0)  # leaves the engine time to answer before our own deadline
         answers = self._all(update.engines, lambda engine: engine.verify(seal, in_time), self._timeout_s)
-        description = f"version {seal.version} was not verified"
-        self._require_all(*answers, description, KEPT)
+        self._require_all(*answers, f"version {seal.version} was not verified", OLD_WEIGHTS)
 
     def commit(self, update: Update) -> None:
         """Activate the verified update on all engines."""
@@ -354,8 +354,8 @@ class Delivery:
         answers = self._all(engines, lambda engine: engine.locations(), self._timeout_s)
         locations = self._require_all(*answers, "push", "")
         counts = {engine.name: len(locations[engine.name]) for engine in engines}
-        every = (location for name in counts for location in locations[name])
-        return counts, dict(zip(_members(counts), every, strict=True))
+        memories = (location for name in counts for location in locations[name])
+        return counts, dict(zip(_members(counts), memories, strict=True))
 
     def _manifest(
         self, update: Update, specs: tuple[TensorSpec, ...], adapter: AdapterInfo | None = None
@@ -425,7 +425,3 @@ def _members(counts: Mapping[str, int]) -> list[str]:
     return [
         name if count == 1 else f"{name} worker {worker}" for name, count in counts.items() for worker in range(count)
     ]
-
-
-def _not_begun(update: Update) -> tuple[str, str]:
-    return f"version {update.version} was not begun", KEPT

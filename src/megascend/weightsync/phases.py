@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megascend.distributed.objects import from_rank_0, raise_on_all_ranks
 from megascend.errors import MegascendError, WeightSyncError
@@ -22,18 +22,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class EngineControl(Protocol):
-    """The phases that do not depend on who sends: a :class:`Delivery`, or one for all ranks (:class:`AllRanks`)."""
-
-    def verify(self, update: Update) -> None: ...
-
-    def commit(self, update: Update) -> None: ...
-
-    def drop(self, update: Update) -> None: ...
-
-
 def run_phases(
-    update: Update, engines: EngineControl, begin: Callable[[Update], object], transfer: Callable[[Update], object]
+    update: Update,
+    engines: Delivery | AllRanks,
+    begin: Callable[[Update], object],
+    transfer: Callable[[Update], object],
 ) -> None:
     """Run an update's phases, and note their seconds.
 

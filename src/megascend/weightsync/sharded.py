@@ -164,10 +164,8 @@ class ShardedSync:
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
-        engine = self._backend.engine
         try:
-            hf_slices = engine.hf_slices()
-            return self._slices(hf_slices), ""
+            return self._slices(self._backend.engine.hf_slices()), ""
         except MegascendError as error:
             return [], f"the trainer's slices cannot be described: {error}"
 

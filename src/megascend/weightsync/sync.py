@@ -70,21 +70,6 @@ class Pushed:
         return self.parts.get("commit.paused", self.seconds["commit"])
 
 
-@dataclass
-class Source:
-    """A stream of weights. Only rank 0 gets tensors, but all ranks must iterate over it.
-
-    Attributes:
-        specs: specs of its tensors, in order; empty on ranks other than 0.
-        adapter: set if the stream has only an adapter's factors.
-        stream: generator, not started.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    adapter: AdapterInfo | None
-    stream: Generator[tuple[str, Tensor], None, None]
-
-
 class WeightSync:
     """Sends a backend's weights to inference engines. Every method is collective: all ranks call it, in the same order.
 
@@ -189,9 +174,9 @@ class WeightSync:
             # Of the engines, the seconds and the amounts, only rank 0's count.
             update = Update(list(self.engines), version)
             with update.timed("describe"):
-                source = self._describe(adapter, alone)
-                reason = self._shards.refusal(adapter, alone) or self._shards.prepare(update.engines, source.specs)
-            sender = RankZeroSender(source, self._ranks) if reason else self._shards
+                rank_0 = self._rank_0_sender(adapter, alone)
+                reason = self._shards.refusal(adapter, alone) or self._shards.prepare(update.engines, rank_0.specs)
+            sender = rank_0 if reason else self._shards
             try:
                 run_phases(update, self._ranks, sender.begin, sender.transfer)
             except BaseException:  # an interrupt, too: what the engines have is then unknown
@@ -245,44 +230,48 @@ class WeightSync:
             problem = ConfigError(f"push: unknown adapter {adapter!r}; loaded: {names}")
         agree(f"push({version=}, {adapter=}, {alone=})", self._groups, problem)
 
-    def _describe(self, adapter: str | None, alone: bool) -> Source:
-        if alone and adapter is not None:
-            return self._adapter_source(adapter)
+    def _rank_0_sender(self, adapter: str | None, factors_only: bool) -> RankZeroSender:
+        if factors_only and adapter is not None:
+            config, tensors = self._backend.adapter_as_peft(adapter) or ({}, {})  # None on ranks other than 0
+            specs = tuple(spec_of(*item) for item in tensors.items())
+            factors = (item for item in tensors.items())
+            return RankZeroSender(self._ranks, specs, AdapterInfo(adapter, config), factors)
         export = self._backend.named_weights
         if self._specs is None:
             # Only an export itself yields tensor names. Their order is fixed, so run it once on the meta device, without data.
             with contextlib.closing(_generator(export(receivers="main", device="meta"))) as tensors:
                 self._specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
-        return Source(self._specs, None, _generator(export(adapter, receivers="main")))
-
-    def _adapter_source(self, name: str) -> Source:
-        config, tensors = self._backend.adapter_as_peft(name) or ({}, {})  # None on ranks other than 0
-        specs = tuple(spec_of(*item) for item in tensors.items())
-        return Source(specs, AdapterInfo(name, config), (item for item in tensors.items()))
+        return RankZeroSender(self._ranks, self._specs, None, _generator(export(adapter, receivers="main")))
 
 
 @dataclass
 class RankZeroSender:
-    """Sender of a push from rank 0; the other ranks take part in the export."""
+    """Sender of a push from rank 0; all ranks iterate over the stream, to take part in the export.
 
-    source: Source
+    Attributes:
+        specs: specs of the tensors, in order; empty on ranks other than 0.
+        adapter: set if only an adapter's factors are sent.
+        stream: generator, not started; only rank 0 gets tensors.
+    """
+
     ranks: AllRanks
+    specs: tuple[TensorSpec, ...]
+    adapter: AdapterInfo | None
+    stream: Generator[tuple[str, Tensor], None, None]
 
     def begin(self, update: Update) -> None:
         """Offer the update to the engines, and connect rank 0."""
-        source = self.source
         self.ranks.call(
-            lambda delivery: delivery.begin(update, source.specs, source.adapter), "whether the engines receive"
+            lambda delivery: delivery.begin(update, self.specs, self.adapter), "whether the engines receive"
         )
 
     def transfer(self, update: Update) -> None:
         """Export, and send on rank 0."""
-        adapter = self.source.adapter
-        failure = "the model was not sent" if adapter is None else f"adapter {adapter.name} was not sent"
+        failure = "the model was not sent" if self.adapter is None else f"adapter {self.adapter.name} was not sent"
         on_every_rank(lambda: self._export(update), self.ranks.groups, "how the transfer went", failure)
 
     def _export(self, update: Update) -> None:
-        with contextlib.closing(self.source.stream) as stream:  # tells the other ranks that this one stopped early
+        with contextlib.closing(self.stream) as stream:  # tells the other ranks that this one stopped early
             if update.sender is not None:
                 update.send(stream)
             # Iterating joins the export's collectives.
