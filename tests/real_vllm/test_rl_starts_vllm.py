@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from driving import ROOT, vllm_python
+
+from support.vllm_server import ROOT, vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

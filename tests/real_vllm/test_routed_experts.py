@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driving import ROOT, TOKENS, Reference, Server, far, vllm_python
 from safetensors.torch import load_file
 
 from megascend import Adam, Batching
@@ -34,6 +33,7 @@ from megascend.rollout.episodes import GradedResponses
 from megascend.rollout.group import TrajectoryGroup
 from megascend.testing import run_distributed
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.vllm_server import ROOT, TOKENS, Reference, Server, far, vllm_python
 from weightwire.engine import Completion, RoutedExperts, Sampling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
@@ -108,9 +108,9 @@ def server(checkpoint: Path, installed: Any, tmp_path_factory: pytest.TempPathFa
     version, device = installed
     if device == "cpu" and version != (0, 30):
         pytest.skip(f"vLLM {version[0]}.{version[1]} returns no routed experts on a CPU; 0.30 does")
-    instance = Server(checkpoint, tmp_path_factory.mktemp("vllm"), FLAG, "--max-num-batched-tokens", str(STEP_TOKENS))
-    yield instance
-    instance.process.close()
+    options = (FLAG, "--max-num-batched-tokens", str(STEP_TOKENS))
+    with Server(checkpoint, tmp_path_factory.mktemp("vllm"), *options) as instance:
+        yield instance
 
 
 @dataclass(frozen=True)

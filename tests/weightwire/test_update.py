@@ -27,7 +27,8 @@ from weightwire.errors import (
 )
 from weightwire.manifest import Manifest
 from weightwire.offer import Seal
-from weightwire.receiver import SWITCH_S, Receiver, quick_switches
+from weightwire.receiver import Receiver
+from weightwire.reception import SWITCH_S, quick_switches
 from weightwire.sender import Buffers
 
 OLD, NEW = tensors(1), tensors(2)
