@@ -144,8 +144,8 @@ class ReferenceSettings(Section):
     )
     estimator: Literal["k1", "k2", "k3"] | None = Field(
         None,
-        description="estimator of KL(policy || reference) per token; default: k1 in the reward, k2 in the loss; k1 in the loss is "
-        "refused, as its expected gradient is 0",
+        description="estimator of KL(policy || reference) per token; default: k1 in the reward, k2 in the loss, where k1 is "
+        "refused: its expected gradient is 0",
     )
     coefficient: float = Field(
         0.001, ge=0, description="factor of the penalty; 0: only measure the divergence and give losses ref_logprobs"
@@ -160,8 +160,8 @@ class ReferenceSettings(Section):
     def _estimator(self) -> ReferenceSettings:
         if self.penalty == "loss" and self.estimator == "k1":
             raise ValueError(
-                "estimator: k1 in the loss has an expected gradient of 0: use k2, or penalty: reward, where k1 has the gradient of "
-                "the KL divergence"
+                "estimator: k1 in the loss has an expected gradient of 0: use k2, or penalty: reward, where k1 has the gradient "
+                "of the KL divergence"
             )
         return self
 
@@ -268,7 +268,8 @@ class RlConfig(TrainerConfig):
     def _reference(self) -> RlConfig:
         if self.reference is not None and self.lora is not None and self.reference.model != BASE:
             raise ValueError(
-                f"reference.model: {self.reference.model} with lora: the reference of an adapter is the model without it; set {BASE}"
+                f"reference.model: {self.reference.model} with lora: the reference of an adapter is the model without it; set "
+                f"{BASE}"
             )
         return self
 

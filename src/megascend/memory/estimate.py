@@ -85,12 +85,14 @@ def estimate(
     stage, items = max(enumerate(per_stage), key=lambda entry: sum(entry[1].values()))
     if isinstance(config, RlConfig) and config.reference is not None and config.lora is None:
         # Offloaded shards, which are fp32, are no item of the device.
-        held = items["parameters"] or 4 * info.parameter_count * config.fsdp.replicate // topology.world_size
-        copies = REFERENCE_COPIES * held
+        parameters = items["parameters"] or 4 * info.parameter_count * config.fsdp.replicate // topology.world_size
+        copies = REFERENCE_COPIES * parameters
         if kernels == "plain":
             items = items | {"reference": copies}
         else:
-            remarks.append(f"the reference takes {copies / 2**30:.2f} GiB of host memory per rank: twice the parameters")
+            remarks.append(
+                f"the reference takes {copies / 2**30:.2f} GiB of host memory per rank: twice the parameters"
+            )
     overhead: Items = {}
     if kernels != "plain":
         overhead["driver and libraries"] = CUDA_CONTEXT

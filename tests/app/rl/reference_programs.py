@@ -1,9 +1,10 @@
 """Runs of learn() with a reference model on an engine's ranks, in a process of its own; for test_reference.
 
-python reference_programs.py ENGINE RANKS PARALLEL CHECKPOINT GROUPS CASES RESULT
+python reference_programs.py ENGINE RANKS OPTIONS CHECKPOINT GROUPS CASES full|lora RESULT
 
-CASES: JSON, a list of (settings of the objective, settings of the reference, steps before). RESULT: for each case the values of
-rank 0: loss, gradient norm, divergence, and log-probabilities of the reference.
+OPTIONS: JSON, sections and settings of the backend. CASES: JSON, a list of (settings of the objective, settings of the reference,
+steps before). RESULT: for each case the values of rank 0: loss, gradient norm, divergence, log-probabilities of the reference,
+and gradients on the single-process engine.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def learned(backend: Any, groups: list[TrajectoryGroup], case: tuple[Any, Any, i
     result = learn(backend, groups, objective, adapter, measured=False, reference=reference)
     divergence, gradients = result.divergence, None
     assert divergence is not None
-    if backend.engine.kind == "single" and adapter is None:
+    if backend.engine.kind == "single" and backend.engine.precision == "fp32" and adapter is None:
         gradients = {name: parameter.grad.clone() for name, parameter in backend.engine.model.named_parameters()}
     return {
         "loss": result.result.loss,
@@ -51,13 +52,15 @@ def learned(backend: Any, groups: list[TrajectoryGroup], case: tuple[Any, Any, i
     }
 
 
-def on_rank(engine: str, parallel: dict[str, Any], checkpoint: str, groups: Any, cases: Any, lora: bool) -> list[Any]:
+SECTIONS = {"parallel": megascend.Parallel, "optimizer": megascend.Adam, "fsdp": megascend.Fsdp}
+
+
+def on_rank(engine: str, settings: dict[str, Any], checkpoint: str, groups: Any, cases: Any, lora: bool) -> list[Any]:
     """Compute all cases, each on a backend of its own."""
     kind = {"megatron": megascend.MegatronBackend, "fsdp": megascend.FsdpBackend, "single": megascend.SingleBackend}
     options: dict[str, Any] = {"precision": "fp32", "self_check": False, "timeout_s": 60, "platform": "cpu"}
-    options["optimizer"] = megascend.Adam(lr=0.01)
-    if engine != "single":
-        options["parallel"] = megascend.Parallel(**parallel)
+    settings = {"optimizer": {"lr": 0.01}} | settings
+    options |= {name: SECTIONS[name](**value) if name in SECTIONS else value for name, value in settings.items()}
     if lora:
         options["adapters"] = megascend.Adapters()
     results = []
@@ -69,16 +72,18 @@ def on_rank(engine: str, parallel: dict[str, Any], checkpoint: str, groups: Any,
     return results
 
 
-def main(engine: str, ranks: str, parallel: str, checkpoint: str, recorded: str, cases: str, lora: str, path: str) -> None:
+def main(
+    engine: str, ranks: str, options: str, checkpoint: str, recorded: str, cases: str, lora: str, path: str
+) -> None:
     groups = [TrajectoryGroup.from_json(values) for values in json.loads(Path(recorded).read_text(encoding="utf-8"))]
-    arguments = (engine, json.loads(parallel), checkpoint, groups, json.loads(cases), lora == "lora")
+    arguments = (engine, json.loads(options), checkpoint, groups, json.loads(cases), lora == "lora")
     if engine == "single":
         results = on_rank(*arguments)
     else:
-        first, *others = run_distributed(on_rank, int(ranks), *arguments, init=False, timeout_s=240)
-        for other in others:
-            assert [case["norm"] for case in other] == [case["norm"] for case in first]
-            assert [case["divergence"] for case in other] == [case["divergence"] for case in first]
+        first, *later_ranks = run_distributed(on_rank, int(ranks), *arguments, init=False, timeout_s=240)
+        for rank in later_ranks:
+            assert [case["norm"] for case in rank] == [case["norm"] for case in first]
+            assert [case["divergence"] for case in rank] == [case["divergence"] for case in first]
         results = first
     torch.save(results, path)
 

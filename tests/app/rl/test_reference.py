@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from test_loop import RecordedEngine, dry, folder, in_a_fork, rows, run
+from test_loop import settings as loop_settings
 
 import megascend
 from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, check_reference, fingerprint, with_kl
@@ -23,20 +25,24 @@ from megascend.huggingface.info import inspect_checkpoint
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import write_tiny_checkpoint
 from support.forked_programs import run_forked
-from test_loop import RecordedEngine, dry, folder, in_a_fork, rows, run
-from test_loop import settings as loop_settings
 
 __all__ = ["folder"]  # a fixture
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 PROGRAM = Path(__file__).with_name("reference_programs.py")
 VOCABULARY = 120
 CASES = [
-    ({"loss": "ppo", "correction": "truncated", "cap": 1.5}, {"penalty": "loss", "estimator": "k2", "coefficient": 0.3}),
+    (
+        {"loss": "ppo", "correction": "truncated", "cap": 1.5},
+        {"penalty": "loss", "estimator": "k2", "coefficient": 0.3},
+    ),
     (
         {"loss": "importance_sampling", "correction": "none", "average": "responses"},
         {"penalty": "loss", "estimator": "k3", "coefficient": 0.2},
     ),
-    ({"loss": "ppo", "correction": "truncated", "cap": 1.5}, {"penalty": "reward", "estimator": "k1", "coefficient": 0.1}),
+    (
+        {"loss": "ppo", "correction": "truncated", "cap": 1.5},
+        {"penalty": "reward", "estimator": "k1", "coefficient": 0.1},
+    ),
     (
         {"loss": "ppo", "correction": "none", "advantages": "rloo"},
         {"penalty": "reward", "estimator": "k2", "coefficient": 0.1},
@@ -75,10 +81,10 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_cases(
-    folder: Path, engine: str, ranks: int, parallel: dict[str, Any], checkpoint: Path, cases: Any, lora: bool = False
+    folder: Path, engine: str, ranks: int, options: dict[str, Any], checkpoint: Path, cases: Any, lora: bool = False
 ) -> list[Any]:
     (folder / "groups.json").write_text(json.dumps([group.to_json() for group in recorded()]), encoding="utf-8")
-    job = [engine, ranks, json.dumps(parallel), checkpoint, folder / "groups.json", json.dumps(cases)]
+    job = [engine, ranks, json.dumps(options), checkpoint, folder / "groups.json", json.dumps(cases)]
     completed = run_forked(PROGRAM, *job, "lora" if lora else "full", folder / "result", timeout_s=400)
     assert completed.returncode == 0, completed.stderr[-6000:]
     return torch.load(folder / "result", weights_only=True)
@@ -249,7 +255,12 @@ NIGHTLY = [
     [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.nightly) for layout in NIGHTLY)],
 )
 def test_ranks_compute_the_loss_of_plain_pytorch(
-    arch: str, engine: str, ranks: int, parallel: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    arch: str,
+    engine: str,
+    ranks: int,
+    parallel: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "models"
     checkpoint, other = (write_tiny_checkpoint(folder / f"{arch}-{seed}", arch, seed=seed) for seed in (0, 7))
@@ -258,7 +269,7 @@ def test_ranks_compute_the_loss_of_plain_pytorch(
     cases = [(objective, {**settings, "model": str(other)}, 0) for objective, settings in chosen]
     # The weights of the run's beginning after three steps: neither the policy's nor another one's.
     cases.append((CASES[0][0], CASES[0][1], 3))
-    results = run_cases(tmp_path, engine, ranks, parallel, checkpoint, cases)
+    results = run_cases(tmp_path, engine, ranks, {"parallel": parallel}, checkpoint, cases)
     for (objective, settings), result in zip(chosen, results, strict=False):
         expected = plain_step(double(checkpoint), double(other), objective, settings)
         assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5), settings
@@ -274,12 +285,43 @@ def test_ranks_compute_the_loss_of_plain_pytorch(
     assert results[2]["divergence"][2] > 1e-3  # the policy has moved away
 
 
-@pytest.mark.parametrize(("engine", "ranks", "parallel"), [("megatron", 2, {"tensor": 2}), ("single", 1, {})])
+OVERLAPPING = {"lr": 0.01, "distributed": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "options"),
+    [
+        ("megatron", 2, {"optimizer": OVERLAPPING}),
+        pytest.param("megatron", 2, {"parallel": {"tensor": 2}}, marks=pytest.mark.nightly),
+        pytest.param("single", 1, {}, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 2, {"fsdp": {"offload": True}}, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 2, {"fsdp": {"reshard_after_forward": False}}, marks=pytest.mark.nightly),
+    ],
+)
+def test_reference_in_bf16_stays_as_it_was_to_the_bit(
+    engine: str, ranks: int, options: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    """The program compares the policy's weights before and after the reference has taken their place."""
+    cases = [(*CASES[0], steps) for steps in (0, 3)]
+    first, trained = run_cases(tmp_path, engine, ranks, {"precision": "bf16", **options}, checkpoint, cases)
+    assert first["divergence"][1:] == [0.0, 0.0]
+    assert trained["divergence"][2] > 1e-4
+    assert all(torch.equal(*pair) for pair in zip(first["logprobs"], trained["logprobs"], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "options"),
+    [
+        ("megatron", 2, {"parallel": {"tensor": 2}}),
+        ("single", 1, {}),
+        pytest.param("fsdp", 2, {}, marks=pytest.mark.nightly),
+    ],
+)
 def test_reference_of_an_adapter_is_the_model_without_it(
-    engine: str, ranks: int, parallel: dict[str, Any], checkpoint: Path, tmp_path: Path
+    engine: str, ranks: int, options: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
     cases = [(*CASES[0], steps) for steps in (0, 3)]
-    first, trained = run_cases(tmp_path, engine, ranks, parallel, checkpoint, cases, lora=True)
+    first, trained = run_cases(tmp_path, engine, ranks, options, checkpoint, cases, lora=True)
     assert first["divergence"][1:] == [0.0, 0.0]
     assert trained["divergence"][2] > 1e-4
     model = double(checkpoint)
@@ -308,9 +350,9 @@ def test_divergence_is_0_at_first_and_grows(folder: Path, changes: dict[str, Any
     assert figures[0] == (0.0, 0.0)
     assert all(k3 > 1e-6 for k3, _ in figures[1:])
     assert figures[-1][0] > figures[1][0]
-    without = loop_settings(folder, str(tmp_path / "without"), steps=1)
-    in_a_fork(lambda: run(without, RecordedEngine))
-    assert rows(without)[0]["kl_reference"] is None
+    no_reference = loop_settings(folder, str(tmp_path / "none"), steps=1)
+    in_a_fork(lambda: run(no_reference, RecordedEngine))
+    assert rows(no_reference)[0]["kl_reference"] is None
 
 
 def test_resumed_run_has_the_reference_of_its_beginning(folder: Path, tmp_path: Path) -> None:
@@ -336,6 +378,17 @@ def test_resumed_run_has_the_reference_of_its_beginning(folder: Path, tmp_path: 
         [{key: value for key, value in row.items() if key not in timed} for row in rows(run_config)]
         for run_config in (complete, stopped)
     ]
+    lines = [json.loads(line) for line in (complete.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    learned = [line for line in lines if line["outcome"] == "learned"]
+    assert not any(line.get("kl_penalty") for line in learned if line["step"] == 1)
+    last = [line for line in learned if line["step"] == 5]
+    rewards = torch.tensor([line["reward"] - line["kl_penalty"] for line in last], dtype=torch.float64).view(2, 3)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    assert [line["advantage"] for line in last] == pytest.approx(advantages.flatten().tolist(), rel=1e-4, abs=1e-4)
+    # The sum of k1 over tokens, times the coefficient, of all trajectories.
+    tokens = sum(line["sampled_tokens"] for line in last)
+    mean = sum(line["kl_penalty"] for line in last) / 0.5 / tokens
+    assert mean == pytest.approx(figures[0][4]["kl_reference_k1"], rel=1e-4)
     assert len(figures[0]) == 5
     assert figures[0] == figures[1]
     # Without the penalty the run learns something else: it has had an effect.
@@ -346,9 +399,7 @@ def test_resumed_run_has_the_reference_of_its_beginning(folder: Path, tmp_path: 
     weights = model / "model.safetensors"
     from safetensors.torch import load_file, save_file
 
-    save_file(
-        {name: tensor + 0.01 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"}
-    )
+    save_file({name: tensor + 0.01 for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
 
     def resume() -> str:
         with pytest.raises(ConfigError) as caught:

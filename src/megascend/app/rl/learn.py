@@ -29,11 +29,13 @@ class Learned:
         mismatch: between the engines' log-probabilities and the trainer's before the step, or None where it was not measured. It
             holds both what kernels compute differently and what the policy has changed since the responses were sampled.
         divergence: of the policy before the step from the reference; None without one.
+        penalised: the groups with the rewards that advantages were computed from; None: their own.
     """
 
     result: ForwardBackwardResult
     mismatch: Mismatch | None
     divergence: Divergence | None = None
+    penalised: Sequence[TrajectoryGroup] | None = None
 
 
 def learn(
@@ -53,10 +55,10 @@ def learn(
     samples = [sample for group in groups for sample in group_samples(group, objective)]
     shard = backend.shard(samples)
     mismatch = trainer = None
+    cap = objective.cap
     if objective.correction == "truncated" or measured or (reference is not None and reference.in_reward):
         # Before the gradients: with the weights that the step begins with.
         trainer = backend.forward(shard, adapter=adapter).logprobs
-        cap = objective.cap
         parts = []
         for sample, logprobs in zip(shard, trainer, strict=True):
             # Sampled tokens only: all others have weight 0, and no log-probability of an engine.
@@ -64,23 +66,22 @@ def learn(
             parts.append(measure(sample.old_logprobs[sampled], logprobs.cpu()[sampled], cap))
         # Sums, not means: ranks have different numbers of tokens.
         mismatch = total(backend.gather_by_data_rank(total(parts)))
-    loss, reference_logprobs = objective.loss, []
+    loss, penalised, reference_logprobs = objective.loss, None, []
     if reference is not None:
         reference_logprobs = reference.logprobs(shard)
         if reference.in_reward and trainer is not None:
-            groups = reference.penalised(groups, samples, shard, trainer, reference_logprobs)
+            penalised = reference.penalised(groups, samples, shard, trainer, reference_logprobs)
             # Lengths are the same, and so is this rank's share.
-            shard = backend.shard([sample for group in groups for sample in group_samples(group, objective)])
+            shard = backend.shard([sample for group in penalised for sample in group_samples(group, objective)])
         shard, loss = reference.attached(shard, reference_logprobs), reference.with_kl(loss)
     if objective.correction == "truncated" and trainer is not None:
-        cap = objective.cap
         shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]
     if reference is None:
         return Learned(backend.forward_backward(shard, loss=loss, adapter=adapter), mismatch)
     result = backend.forward_backward(shard, loss=loss, adapter=adapter, logprobs=trainer is None)
     policy = result.logprobs if trainer is None else trainer
     assert policy is not None
-    return Learned(result, mismatch, reference.divergence(shard, policy, reference_logprobs))
+    return Learned(result, mismatch, reference.divergence(shard, policy, reference_logprobs), penalised)
 
 
 def group_samples(group: TrajectoryGroup, objective: Objective) -> list[Sample]:

@@ -44,7 +44,9 @@ class RlRecord(MetricsRecord):
     truncated: Annotated[float | None, Metric("fraction", "tokens whose importance weight was cut to objective.cap")]
     kl_reference: Annotated[
         float | None,
-        Metric("nats", "KL(policy || reference) per sampled token, before the step, by the k3 estimator; null without one"),
+        Metric(
+            "nats", "KL(policy || reference) per sampled token, before the step, by the k3 estimator; null without one"
+        ),
     ]
     kl_reference_k1: Annotated[float | None, Metric("nats", "the same by the k1 estimator, which may be negative")]
     router_replay_changed: Annotated[

@@ -1,12 +1,13 @@
 """KL divergence of the policy to a reference model: the reference's log-probabilities, penalties, and metrics.
 
-With ``d = log pi - log pi_ref`` of a token that the policy sampled, the estimators of KL(pi || pi_ref) are those of Schulman (2020,
-"Approximating KL divergence"): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d. Which of them may be used where follows from their
+With ``d = log pi - log pi_ref`` of a token that the policy sampled, the estimators of KL(pi || pi_ref) are k1 = d, k2 = d^2 / 2
+and k3 = exp(-d) - 1 + d (Schulman 2020, "Approximating KL divergence"). Which of them may be used where follows from their
 gradients, not from their values (Tang and Munos 2025, arXiv:2506.09477):
 
-- in the loss, k2 has the gradient of KL(pi || pi_ref), k3 that of KL(pi_ref || pi), and k1 none in expectation
-- in the reward, where the penalty is a constant factor of grad log pi, k1 gives the gradient of KL(pi || pi_ref); those of k2 and
-  k3 vanish to first order as the policy approaches the reference
+- in the loss, k2 has the gradient of KL(pi || pi_ref), k3 that of KL(pi_ref || pi), and k1 none in expectation; all of them of the
+  next token's distribution, without the influence of a token on those that follow
+- in the reward, where the penalty is a constant factor of grad log pi, the sum of k1 gives the gradient of KL(pi || pi_ref) of
+  whole responses; those of k2 and k3 vanish to first order as the policy approaches the reference
 """
 
 from __future__ import annotations
@@ -47,7 +48,15 @@ logger = logging.getLogger(__name__)
 KL_WEIGHTS = "kl_weights"
 """Field of samples with the importance weight of each token's term in the loss."""
 FREE_KEYS = {
-    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "initializer_range"),
+    *(
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+    ),
     *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "tie_word_embeddings"),
 }
 """Keys of ``config.json`` that change no log-probability, or show in the names of the weights."""
@@ -86,8 +95,8 @@ class Divergence:
 class Reference:
     """Reference model of a run, on the ranks and in the layout of the policy.
 
-    With adapters it is the frozen model without them. Otherwise its weights are in host memory, and take the policy's place on the
-    device for one forward pass a step: the same kernels compute both, and equal weights give equal log-probabilities.
+    With adapters it is the frozen model without them. Otherwise its weights are in host memory, and take the policy's place on
+    the device for one forward pass a step: the same kernels compute both, and equal weights give equal log-probabilities.
 
     To be built before a checkpoint is loaded: the model of a new backend has the weights that the run begins with. Collective.
 
@@ -101,12 +110,12 @@ class Reference:
         engine = backend.engine
         self._directory = engine.model_dir if settings.model == BASE else Path(settings.model)
         page_locked = backend.platform.page_locks_memory
-        self._own, self._policy = Staging(page_locked=page_locked), Staging(page_locked=page_locked)
+        self._staging, self._policy_staging = Staging(page_locked=page_locked), Staging(page_locked=page_locked)
         self._weights: dict[str, TensorSlices] | None = None
         self.fingerprint = ""
         if engine.trainable.frozen:
             return
-        self._weights = self._own.copy(engine.weight_state())
+        self._weights = self._staging.copy(engine.weight_state())
         if not self._weights:
             raise ConfigError(f"reference: engine {engine.kind} does not show its weights (Engine.weight_state)")
         if settings.model != BASE:
@@ -155,7 +164,7 @@ class Reference:
     @contextmanager
     def _in_place_of_policy(self, weights: Mapping[str, TensorSlices]) -> Iterator[None]:
         live = self._backend.engine.weight_state()
-        policy = self._policy.copy(live)
+        policy = self._policy_staging.copy(live)
         try:
             _write(live, weights)
             yield
@@ -248,8 +257,8 @@ def _write(targets: Mapping[str, TensorSlices], sources: Mapping[str, TensorSlic
 def with_kl(loss: Loss, estimator: str, coefficient: float) -> Loss:
     """Return a loss plus ``coefficient`` times an estimate of KL(policy || reference) of each token.
 
-    Tokens were sampled by the engines' policy: each term has the importance weight in the samples' field :data:`KL_WEIGHTS`, which
-    has no gradient.
+    Engines sampled the tokens, maybe with older weights: each term has the importance weight in the samples' field
+    :data:`KL_WEIGHTS`, which has no gradient.
     """
     estimate = ESTIMATORS[estimator]
 

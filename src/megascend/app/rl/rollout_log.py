@@ -40,20 +40,28 @@ class RolloutLog:
         self._unwritten: list[str] = []
 
     def write(
-        self, step: int, learned: Sequence[TrajectoryGroup], dropped: Sequence[tuple[str, TrajectoryGroup]]
+        self,
+        step: int,
+        learned: Sequence[TrajectoryGroup],
+        dropped: Sequence[tuple[str, TrajectoryGroup]],
+        penalised: Sequence[TrajectoryGroup] | None = None,
     ) -> None:
         """Record the groups of a step and those dropped since the previous one, as the settings say.
 
         Args:
             dropped: reason (``equal`` or ``stale``) and group.
+            penalised: the groups of the step with the rewards that advantages come from; None: their own.
         """
         settings = self._settings
         if settings.every and step % settings.every == 0:
-            outcomes = itertools.chain((("learned", group) for group in learned), dropped)
+            pairs = zip(learned, penalised or learned, strict=True)
+            outcomes = itertools.chain(
+                (("learned", *pair) for pair in pairs), ((outcome, group, group) for outcome, group in dropped)
+            )
             self._unwritten += [
                 json.dumps(finite(line), allow_nan=False) + "\n"
-                for outcome, group in outcomes
-                for line in self._lines(step, outcome, group)
+                for outcome, group, graded in outcomes
+                for line in self._lines(step, outcome, group, graded.rewards)
             ]
         # Not before: with --overwrite the earlier run's file stays until this run has taken a step.
         if self._log.writes:
@@ -68,14 +76,19 @@ class RolloutLog:
         if self._file is not None:
             self._file.close()
 
-    def _lines(self, step: int, outcome: str, group: TrajectoryGroup) -> Iterator[dict[str, Any]]:
-        for trajectory, advantage in zip(group.trajectories, advantages(group.rewards, self._estimator), strict=True):
+    def _lines(
+        self, step: int, outcome: str, group: TrajectoryGroup, rewards: Sequence[float]
+    ) -> Iterator[dict[str, Any]]:
+        for trajectory, advantage, reward in zip(
+            group.trajectories, advantages(rewards, self._estimator), rewards, strict=True
+        ):
             line = {
                 "step": step,
                 "outcome": outcome,
                 "prompt_number": group.number,
                 "reward": trajectory.reward,
                 "rewards": dict(trajectory.rewards),
+                **({"kl_penalty": trajectory.reward - reward} if reward != trajectory.reward else {}),
                 "advantage": advantage,
                 "turns": trajectory.turns,
                 "sampled_tokens": trajectory.sampled_tokens,

@@ -277,9 +277,7 @@ class ReinforcementLearning(Training[RlConfig]):
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
         measured = interval > 0 and number % interval == 0
         with self._engines_asleep():
-            learned = learn(
-                backend, batch, config.objective, run.adapter, measured=measured, reference=self._reference
-            )
+            learned = learn(backend, batch, config.objective, run.adapter, measured=measured, reference=self._reference)
             step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
@@ -294,7 +292,7 @@ class ReinforcementLearning(Training[RlConfig]):
             eval_reward = self.totals.reward_after = self._evaluate()
         dropped = self._rollouts.dropped()
         if self._records is not None:
-            self._records.write(number, batch, dropped)
+            self._records.write(number, batch, dropped, learned.penalised)
         earlier, self._counts = self._counts, self._rollouts.counts()
         now = time.perf_counter()
         seconds, waited = now - self._since, arrived - self._since
