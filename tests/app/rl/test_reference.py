@@ -7,9 +7,11 @@ import logging
 import math
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_loop import RecordedEngine, dry, folder, in_a_fork, rows, run
@@ -25,6 +27,7 @@ from megascend.huggingface.info import inspect_checkpoint
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import write_tiny_checkpoint
 from support.forked_programs import run_forked
+from weightwire.engine import RoutedExperts
 
 __all__ = ["folder"]  # a fixture
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -81,9 +84,17 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_cases(
-    folder: Path, engine: str, ranks: int, options: dict[str, Any], checkpoint: Path, cases: Any, lora: bool = False
+    folder: Path,
+    engine: str,
+    ranks: int,
+    options: dict[str, Any],
+    checkpoint: Path,
+    cases: Any,
+    lora: bool = False,
+    groups: list[TrajectoryGroup] | None = None,
 ) -> list[Any]:
-    (folder / "groups.json").write_text(json.dumps([group.to_json() for group in recorded()]), encoding="utf-8")
+    values = [group.to_json() for group in groups or recorded()]
+    (folder / "groups.json").write_text(json.dumps(values), encoding="utf-8")
     job = [engine, ranks, json.dumps(options), checkpoint, folder / "groups.json", json.dumps(cases)]
     completed = run_forked(PROGRAM, *job, "lora" if lora else "full", folder / "result", timeout_s=400)
     assert completed.returncode == 0, completed.stderr[-6000:]
@@ -327,6 +338,36 @@ def test_reference_of_an_adapter_is_the_model_without_it(
     model = double(checkpoint)
     responses = [response for group in recorded() for response in group.trajectories]
     for response, logprobs in zip(responses, trained["logprobs"], strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(logprobs.double(), target_logprobs(model, response), atol=2e-5, rtol=0)
+
+
+def test_reference_chooses_its_own_experts(tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "model", "qwen3_moe")
+    draw, layers = np.random.default_rng(0), inspect_checkpoint(checkpoint).shape.num_layers
+    groups = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(
+                    response,
+                    routed_experts=RoutedExperts.of(
+                        np.argsort(
+                            draw.random((len(response.prompt_tokens) + len(response.tokens) - 1, layers, 4)), -1
+                        )[..., :2].astype("uint8")
+                    ),
+                )
+                for response in group.trajectories
+            ),
+        )
+        for group in recorded()
+    ]
+    (result,) = run_cases(tmp_path, "single", 1, {}, checkpoint, [(*CASES[0], 0)], groups=groups)
+    # The policy's experts are replayed: the difference is theirs.
+    assert result["divergence"][2] > 1e-3
+    model = double(checkpoint)
+    responses = [response for group in groups for response in group.trajectories]
+    for response, logprobs in zip(responses, result["logprobs"], strict=True):
         with torch.no_grad():
             torch.testing.assert_close(logprobs.double(), target_logprobs(model, response), atol=2e-5, rtol=0)
 

@@ -4,8 +4,8 @@ With ``d = log pi - log pi_ref`` of a token that the policy sampled, the estimat
 and k3 = exp(-d) - 1 + d (Schulman 2020, "Approximating KL divergence"). Which of them may be used where follows from their
 gradients, not from their values (Tang and Munos 2025, arXiv:2506.09477):
 
-- in the loss, k2 has the gradient of KL(pi || pi_ref), k3 that of KL(pi_ref || pi), and k1 none in expectation; all of them of the
-  next token's distribution, without the influence of a token on those that follow
+- in the loss, k2 has the gradient of KL(pi || pi_ref), k3 that of KL(pi_ref || pi), and k1 none in expectation; all of them are
+  of the next token's distribution, without the influence of a token on those that follow
 - in the reward, where the penalty is a constant factor of grad log pi, the sum of k1 gives the gradient of KL(pi || pi_ref) of
   whole responses; those of k2 and k3 vanish to first order as the policy approaches the reference
 """
