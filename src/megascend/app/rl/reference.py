@@ -119,8 +119,10 @@ class Reference:
         if not self._weights:
             raise ConfigError(f"reference: engine {engine.kind} does not show its weights (Engine.weight_state)")
         if settings.model != BASE:
-            slices, problem = engine.hf_slices(), None
+            problem = None
             try:
+                # Raises on every rank or on none.
+                slices = engine.hf_slices()
                 headers = inspect_checkpoint(self._directory, mtp=engine.info.mtp).tensors
                 read_weights(self._weights, slices, headers, engine.dtype)
             except CheckpointError as error:
