@@ -22,6 +22,7 @@ import megascend
 from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, check_reference, fingerprint, with_kl
 from megascend.app.rl.set_up import check_objective
 from megascend.batch.losses import LossInputs, resolve
+from megascend.cli.dry_run_text import Style, report_rl
 from megascend.config.rl import Objective, ReferenceSettings, RlConfig
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import inspect_checkpoint
@@ -471,6 +472,8 @@ def test_resumed_run_has_the_reference_of_its_beginning(folder: Path, tmp_path: 
 def test_dry_run_states_the_memory_of_the_reference(folder: Path, tmp_path: Path) -> None:
     plan = dry(loop_settings(folder, str(tmp_path / "dry"), reference={}))
     assert plan.memory.items["reference"] == 2 * plan.memory.items["parameters"]
+    lines = list(report_rl(plan, Style(colour=False)))
+    assert "reference base; k2 in the loss, coefficient 0.001" in lines
     adapter = dry(loop_settings(folder, str(tmp_path / "dry"), reference={}, lora={"rank": 4}))
     assert "reference" not in adapter.memory.items
 
