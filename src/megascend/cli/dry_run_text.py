@@ -113,6 +113,10 @@ def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
     yield f"objective {describe_objective(config.objective)}"
     for index, line in enumerate(dry.engines):
         yield f"{'' if index else 'engines':<10}{line}"
+    if config.reference is not None:
+        reference = config.reference
+        penalty = f"{reference.kl_estimator} in the {reference.penalty}, coefficient {reference.coefficient:g}"
+        yield f"reference {reference.model}; {penalty if reference.coefficient else 'measured only'}"
     evaluated = f", {dry.held_out} for evaluation" if config.evaluation is not None else ""
     shortest, median, longest = dry.prompt_lengths
     lengths = "; the environment makes them"

@@ -12,6 +12,8 @@ from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
 
 VLLM = "vllm"
 """Entry of ``engines`` for a vLLM server that the run starts."""
+BASE = "base"
+"""Reference that is the model which the run starts from."""
 
 
 class EnvironmentSettings(Section):
@@ -202,6 +204,43 @@ class Objective(Section):
         return self.advantages == "reinforce++"
 
 
+class ReferenceSettings(Section):
+    """Reference model that the policy is compared with, and the penalty on its distance (KL divergence)."""
+
+    model: Literal["base"] | Path = Field(
+        BASE,
+        description="base: the model that the run starts from, with lora the model without its adapter; or the directory of a "
+        "Hugging Face checkpoint of the same architecture (without lora)",
+    )
+    penalty: Literal["reward", "loss"] = Field(
+        "loss",
+        description="loss: a term of every sampled token; reward: the sum over a trajectory's sampled tokens is taken from its "
+        "reward before advantages are computed",
+    )
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="estimator of KL(policy || reference) per token; default: k1 in the reward, k2 in the loss, where k1 is "
+        "refused: its expected gradient is 0",
+    )
+    coefficient: float = Field(
+        0.001, ge=0, description="factor of the penalty; 0: only measure the divergence and give losses ref_logprobs"
+    )
+
+    @property
+    def kl_estimator(self) -> str:
+        """Estimator of the penalty."""
+        return self.estimator or ("k1" if self.penalty == "reward" else "k2")
+
+    @model_validator(mode="after")
+    def _estimator(self) -> ReferenceSettings:
+        if self.penalty == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator: k1 in the loss has an expected gradient of 0: use k2, or penalty: reward, where k1 has the gradient "
+                "of the KL divergence"
+            )
+        return self
+
+
 class Sync(Section):
     """Transfer of weights to the engines."""
 
@@ -288,6 +327,9 @@ class RlConfig(TrainerConfig):
     placement: PlacementSettings = PlacementSettings()
     vllm: Vllm = Vllm()
     objective: Objective = Objective()
+    reference: ReferenceSettings | None = Field(
+        None, description="reference model, and penalty on the KL divergence to it"
+    )
     sync: Sync = Sync()
     evaluation: Evaluation | None = Field(None, description="measure rewards on other prompts at intervals")
 
@@ -310,6 +352,15 @@ class RlConfig(TrainerConfig):
             vars(self)["objective"] = objective.model_copy(update={"length": rollout.max_tokens})
         if objective.compares_groups and "drop_equal" not in rollout.model_fields_set:
             vars(self)["rollout"] = rollout.model_copy(update={"drop_equal": False})
+        return self
+
+    @model_validator(mode="after")
+    def _reference(self) -> RlConfig:
+        if self.reference is not None and self.lora is not None and self.reference.model != BASE:
+            raise ValueError(
+                f"reference.model: {self.reference.model} with lora: the reference of an adapter is the model without it; set "
+                f"{BASE}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -357,7 +408,9 @@ class RlConfig(TrainerConfig):
     def data_paths(self) -> dict[str, Path | None]:
         """Return the data files that the run reads, by their setting."""
         prompts = self.evaluation.prompts if self.evaluation is not None else None
-        return {"rollout.prompts": self.rollout.prompts, "evaluation.prompts": prompts}
+        reference = self.reference.model if self.reference is not None and self.reference.model != BASE else None
+        paths = {"rollout.prompts": self.rollout.prompts, "evaluation.prompts": prompts}
+        return paths | {"reference.model": None if reference is None else Path(reference)}
 
 
 def load_rl_config(path: str | Path, overrides: list[str] | None = None) -> RlConfig:

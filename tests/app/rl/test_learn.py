@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megascend
-from megascend.app.rl.learn import corrected, learn, step_loss, step_samples
+from megascend.app.rl.learn import averaged, corrected, learn, objective_loss, step_samples
 from megascend.batch.losses import LossInputs
 from megascend.config.rl import Objective
 from megascend.rollout.group import Trajectory, TrajectoryGroup
@@ -169,7 +169,7 @@ def test_objectives_equal_their_formulas_in_float64(case: str, exact_model: Any,
         advantages=torch.cat([sample.advantages for sample in samples]).double(),
         old_logprobs=torch.cat([sample.old_logprobs for sample in samples]).double(),
     )
-    loss = step_loss(groups, objective)
+    loss = averaged(objective_loss(objective), groups, objective)
     assert loss.divisor is not None
     values = loss(torch.cat(logprobs), inputs)[0]
     total = torch.where(weights > 0, values * weights, 0.0).sum() / loss.divisor

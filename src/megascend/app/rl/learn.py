@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megascend.app.rl.reference import KL_WEIGHTS, Divergence, Reference
 from megascend.app.rl.step_advantages import response_length, step_advantages
 from megascend.batch.losses import Loss, resolve
 from megascend.batch.sample import Sample
@@ -29,10 +30,14 @@ class Learned:
         result: result of ``forward_backward``.
         mismatch: between the engines' log-probabilities and the trainer's before the step, or None where it was not measured. It
             holds both what kernels compute differently and what the policy has changed since the responses were sampled.
+        divergence: of the policy before the step from the reference; None without one.
+        penalised: the groups with the rewards that advantages were computed from; None: their own.
     """
 
     result: ForwardBackwardResult
     mismatch: Mismatch | None
+    divergence: Divergence | None = None
+    penalised: Sequence[TrajectoryGroup] | None = None
 
 
 def learn(
@@ -41,19 +46,22 @@ def learn(
     objective: Objective,
     adapter: str | None = None,
     measured: bool = True,
+    reference: Reference | None = None,
 ) -> Learned:
     """Accumulate the gradients of one batch of groups. Collective; every rank passes the same groups.
 
     Args:
         measured: measure the mismatch also with ``objective.correction: none``; costs a forward pass.
+        reference: penalise the divergence from this model; costs a forward pass.
     """
     # Over all groups, before ranks and micro batches divide them: no average and no advantage depends on the layout.
-    shard = backend.shard(step_samples(groups, objective))
-    mismatch = None
-    if objective.correction == "truncated" or measured:
+    samples = step_samples(groups, objective)
+    shard = backend.shard(samples)
+    mismatch = trainer = None
+    cap = objective.cap
+    if objective.correction == "truncated" or measured or (reference is not None and reference.in_reward):
         # Before the gradients: with the weights that the step begins with.
         trainer = backend.forward(shard, adapter=adapter).logprobs
-        cap = objective.cap
         parts = []
         for sample, logprobs in zip(shard, trainer, strict=True):
             # Sampled tokens only: all others have weight 0, and no log-probability of an engine.
@@ -61,9 +69,23 @@ def learn(
             parts.append(measure(sample.old_logprobs[sampled], logprobs.cpu()[sampled], cap))
         # Sums, not means: ranks have different numbers of tokens.
         mismatch = total(backend.gather_by_data_rank(total(parts)))
-        if objective.correction == "truncated":
-            shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]
-    return Learned(backend.forward_backward(shard, loss=step_loss(groups, objective), adapter=adapter), mismatch)
+    loss, penalised, reference_logprobs = objective_loss(objective), None, []
+    if reference is not None:
+        reference_logprobs = reference.logprobs(shard)
+        if reference.in_reward and trainer is not None:
+            penalised = reference.penalised(groups, samples, shard, trainer, reference_logprobs)
+            # Lengths are the same, and so is this rank's share.
+            shard = backend.shard(step_samples(penalised, objective))
+        shard, loss = reference.attached(shard, reference_logprobs), reference.with_kl(loss)
+    if objective.correction == "truncated" and trainer is not None:
+        shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]
+    loss = averaged(loss, groups, objective)
+    if reference is None:
+        return Learned(backend.forward_backward(shard, loss=loss, adapter=adapter), mismatch)
+    result = backend.forward_backward(shard, loss=loss, adapter=adapter, logprobs=trainer is None)
+    policy = result.logprobs if trainer is None else trainer
+    assert policy is not None
+    return Learned(result, mismatch, reference.divergence(shard, policy, reference_logprobs), penalised)
 
 
 def step_samples(groups: Sequence[TrajectoryGroup], objective: Objective) -> list[Sample]:
@@ -94,9 +116,8 @@ def step_samples(groups: Sequence[TrajectoryGroup], objective: Objective) -> lis
     return samples
 
 
-def step_loss(groups: Sequence[TrajectoryGroup], objective: Objective) -> Loss:
-    """Return the loss of a step on the samples of ``groups``, which divides by the tokens or responses of all of them."""
-    loss = objective_loss(objective)
+def averaged(loss: Loss, groups: Sequence[TrajectoryGroup], objective: Objective) -> Loss:
+    """Return a loss on the samples of ``groups`` that is divided by the tokens or responses of all of them."""
     if loss.reduction == "sum":  # a registered loss that is not to be divided
         return loss
     trajectories = [
@@ -163,18 +184,18 @@ def corrected(sample: Sample, trainer: torch.Tensor, cap: float) -> Sample:
     """Return a sample whose old log-probabilities are the trainer's and whose advantages carry the truncated importance weights.
 
     ``E_engine[min(pi / mu, c) f] ~ E_trainer[f]``, so that the loss sees samples as if the trainer itself had drawn them; its own
-    ratio then starts at 1 (the decoupled objective of Fu et al. 2025, AReaL, arXiv:2505.24298, with truncated weights).
+    ratio then starts at 1 (the decoupled objective of Fu et al. 2025, AReaL, arXiv:2505.24298, with truncated weights). A term of
+    the loss for the divergence from a reference gets the same weights.
 
     Args:
         trainer: fp32 [length], the trainer's log-probabilities of the targets.
     """
     weights = truncated_weights(sample.old_logprobs, trainer, cap)
     sampled = sample.weights > 0
-    return Sample(
-        sample.input_ids,
-        sample.target_ids,
-        sample.weights,
+    extra = {name: values * weights if name == KL_WEIGHTS else values for name, values in sample.extra.items()}
+    return replace(
+        sample,
         advantages=torch.where(sampled, weights * sample.advantages, 0.0),
         old_logprobs=torch.where(sampled, trainer, 0.0),
-        routed_experts=sample.routed_experts,
+        extra=extra,
     )

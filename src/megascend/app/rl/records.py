@@ -14,6 +14,7 @@ from megascend.rollout.group import TrajectoryGroup
 from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
+    from megascend.app.rl.reference import Divergence
     from megascend.rollout.mismatch import Mismatch
 
 
@@ -41,6 +42,13 @@ class RlRecord(MetricsRecord):
         float | None, Metric("nats", "KL(engine || trainer) per token, by the k3 estimator, which is never negative")
     ]
     truncated: Annotated[float | None, Metric("fraction", "tokens whose importance weight was cut to objective.cap")]
+    kl_reference: Annotated[
+        float | None,
+        Metric(
+            "nats", "KL(policy || reference) per sampled token, before the step, by the k3 estimator; null without one"
+        ),
+    ]
+    kl_reference_k1: Annotated[float | None, Metric("nats", "the same by the k1 estimator, which may be negative")]
     router_replay_changed: Annotated[
         float | None,
         Metric(
@@ -96,6 +104,7 @@ PANELS = (
     Panel("eval_reward", "reward of evaluations", "tab:cyan"),
     Panel("lag", "lag (steps)", "tab:purple"),
     Panel("mismatch", "mismatch, mean |log p_trainer - log p_engine|", "tab:red"),
+    Panel("kl_reference", "KL to the reference (nats per token)", "tab:brown"),
     Panel("pause_s", "pause of the engines (s)", "tab:orange"),
     Panel("tokens_per_s", "tokens learned from per second", "tab:green"),
 )
@@ -144,3 +153,10 @@ def mismatch_figures(mismatch: Mismatch | None) -> dict[str, Any]:
         "kl": mismatch.kl_k3,
         "truncated": mismatch.truncated_share,
     }
+
+
+def reference_figures(divergence: Divergence | None) -> dict[str, Any]:
+    """Return the metrics of the divergence from the reference. Pure."""
+    if divergence is None:
+        return dict.fromkeys(("kl_reference", "kl_reference_k1"))
+    return {"kl_reference": divergence.k3, "kl_reference_k1": divergence.k1}

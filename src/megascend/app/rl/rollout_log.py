@@ -40,24 +40,30 @@ class RolloutLog:
         self._unwritten: list[str] = []
 
     def write(
-        self, step: int, learned: Sequence[TrajectoryGroup], dropped: Sequence[tuple[str, TrajectoryGroup]]
+        self,
+        step: int,
+        learned: Sequence[TrajectoryGroup],
+        dropped: Sequence[tuple[str, TrajectoryGroup]],
+        penalised: Sequence[TrajectoryGroup] | None = None,
     ) -> None:
         """Record the groups of a step and those dropped since the previous one, as the settings say.
 
         Args:
             dropped: reason (``equal`` or ``stale``) and group.
+            penalised: the groups of the step with the rewards that advantages come from; None: their own.
         """
         settings = self._settings
         if settings.every and step % settings.every == 0:
+            graded = learned if penalised is None else penalised
             outcomes = [
-                ("learned", group, advantages)
-                for group, advantages in zip(learned, step_advantages(learned, self._objective), strict=True)
+                ("learned", *pair)
+                for pair in zip(learned, graded, step_advantages(graded, self._objective), strict=True)
             ]
-            outcomes += [(reason, group, self._advantages(group)) for reason, group in dropped]
+            outcomes += [(reason, group, group, self._advantages(group)) for reason, group in dropped]
             self._unwritten += [
                 json.dumps(finite(line), allow_nan=False) + "\n"
-                for outcome, group, advantages in outcomes
-                for line in self._lines(step, outcome, group, advantages)
+                for outcome, group, graded_group, advantages in outcomes
+                for line in self._lines(step, outcome, group, graded_group.rewards, advantages)
             ]
         # Not before: with --overwrite the earlier run's file stays until this run has taken a step.
         if self._log.writes:
@@ -79,15 +85,21 @@ class RolloutLog:
         return step_advantages([group], self._objective)[0]
 
     def _lines(
-        self, step: int, outcome: str, group: TrajectoryGroup, advantages: Sequence[float | None]
+        self,
+        step: int,
+        outcome: str,
+        group: TrajectoryGroup,
+        rewards: Sequence[float],
+        advantages: Sequence[float | None],
     ) -> Iterator[dict[str, Any]]:
-        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+        for trajectory, reward, advantage in zip(group.trajectories, rewards, advantages, strict=True):
             line = {
                 "step": step,
                 "outcome": outcome,
                 "prompt_number": group.number,
                 "reward": trajectory.reward,
                 "rewards": {**trajectory.rewards, **reward_parts(trajectory, self._objective)},
+                **({"kl_penalty": trajectory.reward - reward} if reward != trajectory.reward else {}),
                 "advantage": advantage,
                 "turns": trajectory.turns,
                 "sampled_tokens": trajectory.sampled_tokens,

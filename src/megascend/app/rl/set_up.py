@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 RESPONSE_FIELDS = ("old_logprobs", "advantages")
 """Fields of the samples that responses become."""
+REFERENCE_FIELD = "ref_logprobs"
+"""Their further field in a run with a reference model."""
 
 
 def make_episodes(
@@ -117,14 +119,20 @@ def check_router_replay(engine: Engine) -> None:
         )
 
 
-def check_objective(objective: Objective) -> None:
-    """Find out that ``objective.loss`` cannot learn from responses, or lacks an option that is set."""
+def check_objective(objective: Objective, *, reference: bool = False) -> None:
+    """Find out that ``objective.loss`` cannot learn from responses, or lacks an option that is set.
+
+    Args:
+        reference: the run has a reference model, so that samples have ``ref_logprobs``.
+    """
     loss = objective_loss(objective)
-    missing = [name for name in loss.requires if name not in RESPONSE_FIELDS]
+    fields = (*RESPONSE_FIELDS, REFERENCE_FIELD) if reference else RESPONSE_FIELDS
+    missing = [name for name in loss.requires if name not in fields]
     if loss.per != "token" or missing:
         needs = ", ".join(missing) if missing else f"one value per {loss.per}"
+        remedy = f"; set reference: for {REFERENCE_FIELD}" if REFERENCE_FIELD in missing else ""
         raise ConfigError(
-            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(RESPONSE_FIELDS)}, token by token"
+            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(fields)}, token by token{remedy}"
         )
     if loss.reduction == "sum" and objective.average == "fixed":
         raise ConfigError(

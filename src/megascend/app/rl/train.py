@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.app.preflight import RunPlan
 from megascend.app.resume import with_template_date
-from megascend.app.rl.records import PANELS, RlRecord, count_figures, group_figures, mismatch_figures
+from megascend.app.rl.records import (
+    PANELS,
+    RlRecord,
+    count_figures,
+    group_figures,
+    mismatch_figures,
+    reference_figures,
+)
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
@@ -21,6 +28,7 @@ from megascend.errors import DataError, EngineError
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
+    from megascend.app.rl.reference import Reference
     from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.servers import EngineServers
@@ -128,6 +136,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._offset = self._version = 0
         self._since = 0.0
         self._records: RolloutLog | None = None
+        self._reference: Reference | None = None
 
     def check(self, config: RlConfig, launch: Launch) -> None:
         from megascend.app.rl.engines import check_engines
@@ -145,12 +154,14 @@ class ReinforcementLearning(Training[RlConfig]):
             self._servers = start_servers(plan.config, launch, plan.limits, stack)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
+        from megascend.app.rl.reference import check_reference
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
         from megascend.weightsync.sync import check_transport
 
         plan, config = world.plan, world.plan.config
         config = config.ending_with(config.steps)
-        check_objective(config.objective)
+        check_objective(config.objective, reference=config.reference is not None)
+        check_reference(config, plan.info, warns=world.launch.rank == 0)
         check_transport(config.sync.transport, world.runtime.platform.device_type)
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
@@ -170,6 +181,13 @@ class ReinforcementLearning(Training[RlConfig]):
         located = [*self.prompts.learned, *self.prompts.held_out]
         return make_episodes(config, self._tokenizer, self._grader, self._max_length, located)
 
+    def after_build(self, run: Run[RlConfig]) -> None:
+        """Keep the weights of the reference, which are not those of a checkpoint."""
+        from megascend.app.rl.reference import Reference
+
+        if run.config.reference is not None:
+            self._reference = Reference(run.backend, run.config.reference)
+
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
         from megascend.app.rl.engines import make_engines
@@ -183,6 +201,8 @@ class ReinforcementLearning(Training[RlConfig]):
             check_router_replay(backend.engine)
         if progress is not None:
             self.totals = Totals(**progress["rl"])
+        if self._reference is not None:
+            self._reference.check_unchanged(None if progress is None else progress.get("reference"))
         if run.main_rank:
             for line in (self._start_line(run), *config.template_remarks()):
                 print(line, flush=True)
@@ -257,7 +277,7 @@ class ReinforcementLearning(Training[RlConfig]):
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
         measured = interval > 0 and number % interval == 0
         with self._engines_asleep():
-            learned = learn(backend, batch, config.objective, run.adapter, measured=measured)
+            learned = learn(backend, batch, config.objective, run.adapter, measured=measured, reference=self._reference)
             step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
@@ -272,7 +292,7 @@ class ReinforcementLearning(Training[RlConfig]):
             eval_reward = self.totals.reward_after = self._evaluate()
         dropped = self._rollouts.dropped()
         if self._records is not None:
-            self._records.write(number, batch, dropped)
+            self._records.write(number, batch, dropped, learned.penalised)
         earlier, self._counts = self._counts, self._rollouts.counts()
         now = time.perf_counter()
         seconds, waited = now - self._since, arrived - self._since
@@ -298,6 +318,7 @@ class ReinforcementLearning(Training[RlConfig]):
             **group_figures(batch, number - 1),
             **count_figures(earlier, self._counts),
             **mismatch_figures(learned.mismatch),
+            **reference_figures(learned.divergence),
         )
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -331,7 +352,8 @@ class ReinforcementLearning(Training[RlConfig]):
         return self._rollouts.evaluate(held_out, settings.temperature, settings.samples)
 
     def progress(self) -> dict[str, Any]:
-        return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals)}
+        reference = {} if self._reference is None else {"reference": self._reference.fingerprint}
+        return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals), **reference}
 
     def title(self, run: Run[RlConfig]) -> str:
         return self._start_line(run).replace(": ", "\n", 1)
