@@ -66,7 +66,10 @@ class FullContextError(MegascendError):
 
 
 class Environment(Protocol):
-    """An environment, as users write it: an object with this method."""
+    """An environment, as users write it: an object with this method.
+
+    It may have an attribute ``examples``, a list of JSON objects, that is used if the run names no prompt file.
+    """
 
     async def run(self, policy: Policy, example: Prompt) -> Trajectory | Sequence[Trajectory]:
         """Run one episode.
@@ -135,6 +138,10 @@ class PromptRenderer:
         """Return the text of tokens, without special ones unless requested."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
+    def save_tokenizer(self, directory: str) -> None:
+        """Write the tokenizer with its chat template, for programs that render conversations themselves."""
+        self._tokenizer.save_pretrained(directory)
+
     def _render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
         if self._template is None:
             raise DataError("messages need a chat template, and the model's tokenizer has none; begin with a text")
@@ -174,6 +181,10 @@ class Policy:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         return self._renderer.decode(tokens)
+
+    def save_tokenizer(self, directory: str) -> None:
+        """Write the model's tokenizer with its chat template, for programs that render conversations themselves."""
+        self._renderer.save_tokenizer(directory)
 
     def conversation(self, start: str | Sequence[Message], tools: Tools = None) -> Conversation:
         """Begin a conversation with messages of a chat, or with a text.
@@ -462,12 +473,18 @@ class EnvironmentEpisodes(Episodes):
 def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """Import an environment: ``package.module:name`` or ``path/to/file.py:name`` of a class, of a function, or of an object.
 
+    ``verifiers:PACKAGE`` is an environment of the verifiers format (:mod:`megascend.rollout.verifiers`).
+
     Args:
         options: keyword arguments of the class, or of the function that makes the environment.
 
     Raises:
         ConfigError: it cannot be imported or made, or has no asynchronous method ``run(policy, example)``.
     """
+    if name.startswith("verifiers:"):
+        from megascend.rollout.verifiers import load
+
+        return load(name.partition(":")[2], options)
     environment = load_object(name, "rollout.environment", lambda value: callable(value) or hasattr(value, "run"))
     if isinstance(environment, type) or not hasattr(environment, "run"):
         try:

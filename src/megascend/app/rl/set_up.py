@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
@@ -147,8 +147,13 @@ class PromptData:
     lengths: list[int]
 
 
-def read_and_check(config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> PromptData:
-    """Read all prompts and check them."""
+def read_and_check(
+    config: RlConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: SampleLimits,
+    grader: Reward | Environment,
+) -> PromptData:
+    """Read all prompts and check them; without a file, they are the environment's examples."""
     stop_tokens(tokenizer, config.rollout.stop)
     findings, prompts, digests, lengths = Findings(), [], [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
@@ -168,7 +173,20 @@ def read_and_check(config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits:
     findings.raise_problems("prompts")
     for line in findings.lines():
         logger.warning("prompts: %s", line)
+    if config.rollout.prompts is None:
+        prompts[0] = _examples(config, grader)
+        lengths = [0] * len(prompts[0])
     return PromptData(prompts[0], prompts[1], digests[0], lengths)
+
+
+def _examples(config: RlConfig, environment: Any) -> list[tuple[str, Prompt]]:
+    """Return the examples that an environment brings, with their places."""
+    settings = config.rollout.environment
+    assert settings is not None
+    examples: list[Prompt] = list(getattr(environment, "examples", ()))
+    if not examples:
+        raise ConfigError(f"rollout.prompts: {settings.name} brings no examples of its own; name a JSONL file")
+    return [(f"{settings.name}, example {number}", example) for number, example in enumerate(examples)]
 
 
 def _check_prompt(
