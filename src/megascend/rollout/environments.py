@@ -509,5 +509,9 @@ def _finite(name: str, value: Any) -> float:
 
 def _location(error: BaseException) -> str:
     """Return file and line of the user's code that raised an error, in parentheses."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "megascend/" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "megascend/" not in frame.filename and "/asyncio/" not in frame.filename
+    ]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -41,6 +41,8 @@ REQUEST_SETTINGS = {
     "routed_experts_prompt_start",
 }
 """Sampling settings of a request that are followed, or that change no sampled token."""
+LIBRARIES = re.compile(r"/verifiers/v1/|/python3\.\d+/(?!(site|dist)-packages)")
+"""Files that are no place of an error for people: verifiers and Python's own."""
 MAX_REQUEST = 2**30
 """Bytes of a request: a long context as JSON."""
 
@@ -62,7 +64,8 @@ class VerifiersEnvironment:
 
     def __init__(
         self,
-        taskset: str,
+        package: str,
+        /,
         *,
         renderer: Mapping[str, Any] | None = None,
         select: Mapping[str, Any] | None = None,
@@ -70,7 +73,7 @@ class VerifiersEnvironment:
     ) -> None:
         """
         Args:
-            taskset: name of an installed package with a taskset.
+            package: name of an installed package with a taskset.
             renderer: settings of a renderer (``RendererConfig``); without ``name``, those of a chat template's, such as
                 ``tool_parser``.
             select: tasks to learn from (``SelectConfig``): ``include``, ``exclude``, ``shuffle``, ``skip``, ``limit``.
@@ -79,15 +82,15 @@ class VerifiersEnvironment:
         import verifiers.v1 as vf
 
         self._vf: Any = vf
-        config = {**settings, "taskset": {**settings.get("taskset", {}), "id": taskset}}
+        config = {**settings, "taskset": {**settings.get("taskset", {}), "id": package}}
         self._env: Any = vf.load_environment(vf.resolve_env_config(config))
         self._renderer = {**({} if renderer and "name" in renderer else RENDERER), **(renderer or {})}
         # Checked now, not in the first episode.
-        self._client("http://127.0.0.1", taskset)
+        self._client("http://127.0.0.1", package)
         tasks = self._env.taskset.select(vf.SelectConfig(**(select or {})))
         if not tasks.bounded:
             raise ConfigError(
-                f"rollout.environment: {PREFIX}{taskset} has tasks without end; set options.select: {{limit: N}}"
+                f"rollout.environment: {PREFIX}{package} has tasks without end; set options.select: {{limit: N}}"
             )
         self._tasks = {task.data.idx: task for task in tasks}
         self.examples: list[Prompt] = [{"idx": index, "key": task.key} for index, task in self._tasks.items()]
@@ -157,8 +160,11 @@ class VerifiersEnvironment:
 
     async def _serve(self, policy: Policy, ready: asyncio.Future[Any]) -> None:
         """Serve until the loop closes, and cancels this task."""
+        import renderers.client
         from aiohttp import web
 
+        # Made at its import, and bound to the first event loop that waits for it: an earlier run's.
+        renderers.client._max_prompt_len_lock = asyncio.Lock()
         app = web.Application(client_max_size=MAX_REQUEST)
         app.router.add_post(ROUTE, self._generate)
         # A harness that is killed with its episode leaves no request behind in the engine.
@@ -286,12 +292,9 @@ def _failure(episode: Any) -> str:
     if not errors:
         return "the episode is not complete, and verifiers recorded no error"
     error = errors[-1]
-    frames = [
-        frame
-        for frame in re.findall(r'File "([^"]+)", line (\d+)', error.traceback or "")
-        if "/verifiers/v1/" not in frame[0] and "/asyncio/" not in frame[0]
-    ]
-    return f"{error.type}: {error.message}{' ({}:{})'.format(*frames[-1]) if frames else ''}"
+    frames = re.findall(r'File "([^"]+)", line (\d+)', error.traceback or "")
+    places = [f" ({file}:{line})" for file, line in frames if not LIBRARIES.search(file)]
+    return f"{error.type}: {error.message}{places[-1] if places else ''}"
 
 
 def _refusal(message: str, code: str) -> web.Response:
@@ -300,7 +303,7 @@ def _refusal(message: str, code: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": code, "code": code}}, status=400)
 
 
-def load(taskset: str, options: Mapping[str, Any]) -> VerifiersEnvironment:
+def load(package: str, options: Mapping[str, Any]) -> VerifiersEnvironment:
     """Load the environment of an installed package.
 
     Args:
@@ -313,18 +316,18 @@ def load(taskset: str, options: Mapping[str, Any]) -> VerifiersEnvironment:
         installed = version("verifiers")
     except PackageNotFoundError:
         raise ConfigError(
-            f"rollout.environment: {PREFIX}{taskset} needs verifiers{SUPPORTED}: pip install 'megascend[verifiers]'"
+            f"rollout.environment: {PREFIX}{package} needs verifiers{SUPPORTED}: pip install 'megascend[verifiers]'"
         ) from None
     if installed not in SUPPORTED:
         raise ConfigError(f"rollout.environment: verifiers {installed} is not supported, install verifiers{SUPPORTED}")
     try:
-        return VerifiersEnvironment(taskset, **options)
+        return VerifiersEnvironment(package, **options)
     except ConfigError:
         raise
     except Exception as error:
         # The root package had classes until 0.3 (vf.SingleTurnEnv, vf.ToolEnv), which most of its environments extend.
         earlier = "module 'verifiers'" in str(error) or "from 'verifiers'" in str(error) or "`__all__`" in str(error)
         raise ConfigError(
-            f"rollout.environment: verifiers {installed} cannot load {taskset}: {type(error).__name__}: {error}"
+            f"rollout.environment: verifiers {installed} cannot load {package}: {type(error).__name__}: {error}"
             f"{'; environments written for versions before 0.4 are not supported' if earlier else ''}"
         ) from error
