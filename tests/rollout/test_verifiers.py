@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -149,7 +150,7 @@ def test_tool_is_called_and_its_answer_is_context() -> None:
     )
     answer = "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(trajectory.tokens) == f"{call}{answer}5<|im_end|>"
-    assert (trajectory.reward, trajectory.rewards) == (1.5, {"right": 1.0, "called": 0.5})
+    assert (trajectory.reward, trajectory.rewards) == (1.5, {"right": 1.0, "tool_use": 0.5})
 
 
 def test_histories_become_trajectories_and_a_response_is_learned_once() -> None:
@@ -170,6 +171,19 @@ def test_histories_become_trajectories_and_a_response_is_learned_once() -> None:
     assert "AB<|im_end|>\n<|im_start|>user\nMore?" in tokenizer.decode(third.prompt_tokens)
     # The last reply is that of the last request.
     assert {trajectory.reward for trajectory in (first, second, third)} == {1.0}
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["both trained", "one fixed"])
+def test_each_agent_has_its_trajectory_and_reward(fixed: bool) -> None:
+    tokenizer = byte_tokenizer(4096)
+    options = {"writer": INLINE, "critic": INLINE, "fixed_critic": fixed}
+    engine = ScriptedEngine("A poem.<|im_end|>", "yes<|im_end|>", tokenizer=tokenizer)
+    trajectories = play(load_environment("verifiers:two-agents", options), engine, tokenizer)
+    texts = [tokenizer.decode(trajectory.tokens) for trajectory in trajectories]
+    assert texts == ["A poem.<|im_end|>"] + ["yes<|im_end|>"] * (not fixed)
+    assert [trajectory.rewards for trajectory in trajectories] == [{"good": 1.0}] + [{"brief": 0.5}] * (not fixed)
+    assert [list(trajectory.prompt_tokens) for trajectory in trajectories] == engine.contexts[: 2 - fixed]
+    assert "A poem.?" in tokenizer.decode(engine.contexts[1])
 
 
 class Silent(ScriptedEngine):
@@ -232,14 +246,14 @@ def test_environment_that_hangs_is_cancelled_with_its_requests(silent: bool) -> 
 
 
 def test_engine_that_fails_is_not_the_environments_fault() -> None:
-    class Lost(ScriptedEngine):
+    class FailingEngine(ScriptedEngine):
         async def generate(self, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Completion]:
             raise EngineLostError("lost")
 
     tokenizer = byte_tokenizer(4096)
     played = episodes(letters(), tokenizer)
     with pytest.raises(EngineLostError, match="lost"):
-        asyncio.run(played.run(Lost(tokenizer=tokenizer), {"idx": 0}, Sampling(5), 1))
+        asyncio.run(played.run(FailingEngine(tokenizer=tokenizer), {"idx": 0}, Sampling(5), 1))
     played.close()
     assert (played.failed, played.completed) == (0, 0)
 
@@ -329,34 +343,91 @@ def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> No
     }
 
 
-WORDS = ("eee",)
+HANGMAN = {"taskset": {"game": "Hangman-v0"}, "select": {"limit": 3}, "player": INLINE}
+LETTERS = "abcdefgh"
 
 
-@pytest.fixture
-def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the word list that TextArena's games read, in place of its download."""
-    folder = tmp_path / "nltk" / "corpora" / "words"
-    folder.mkdir(parents=True)
-    for name in ("en", "en-basic"):
-        (folder / name).write_text("\n".join(WORDS), encoding="utf-8")
-    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
-
-
-@pytest.mark.usefixtures("words")
-def test_hangman_of_textarena_runs_unmodified() -> None:
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Write a word list in place of the one that the games would download; its reader keeps it for the process."""
     pytest.importorskip("textarena", reason="pip install 'verifiers[ta]'")
     import nltk
 
-    nltk.data.path.insert(0, os.environ["NLTK_DATA"])
+    folder = tmp_path_factory.mktemp("nltk")
+    (folder / "corpora" / "words").mkdir(parents=True)
+    for name in ("en", "en-basic"):
+        (folder / "corpora" / "words" / name).write_text("eee", encoding="utf-8")
+    nltk.data.path.insert(0, str(folder))
+
+
+@pytest.fixture
+def hangman(words: None) -> Any:
+    return load_environment("verifiers:textarena", HANGMAN)
+
+
+def test_hangman_of_textarena_runs_unmodified(hangman: Any) -> None:
     tokenizer = byte_tokenizer(4096)
-    environment = load_environment(
-        "verifiers:textarena", {"taskset": {"game": "Hangman-v0"}, "select": {"limit": 3}, "player": INLINE}
-    )
     replies = ("[a]<|im_end|>", "Perhaps [E]<|im_end|>")
     engine = ScriptedEngine(*replies, tokenizer=tokenizer)
-    [trajectory] = play(environment, engine, tokenizer)
+    [trajectory] = play(hangman, engine, tokenizer)
     check_exact(trajectory, engine, replies, tokenizer)
     assert (trajectory.reward, trajectory.rewards) == (1.0, {"game_reward": 1.0})
     assert "You are playing Hangman" in tokenizer.decode(trajectory.prompt_tokens)
     board = "\n<|im_start|>user\nC00 C01 C02\n  _   _   _<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(trajectory.tokens) == board.join(replies)
+
+
+@pytest.mark.nightly
+def test_model_learns_hangman_of_textarena(hangman: Any, tmp_path: Path) -> None:
+    """A model that has learned to guess any letter learns the one that is in the word."""
+    tokenizer = byte_tokenizer(2048)
+    contexts = []
+    for number in range(4):
+        guesses = [f"[{letter}]<|im_end|>" for letter in random.Random(number).sample(LETTERS.replace("e", ""), 5)]
+        engine = ScriptedEngine(*guesses, "[e]<|im_end|>", tokenizer=tokenizer)
+        play(hangman, engine, tokenizer)
+        contexts += engine.contexts
+    write_checkpoint(tmp_path / "model", ModelSize(hidden=64, layers=2, context=2048), 0)
+    teach_guesses(tmp_path / "model", contexts, tokenizer)
+    config = settings(
+        tmp_path,
+        "hangman",
+        engine="single",
+        steps=10,
+        optimizer={"lr": 0.0005, "weight_decay": 0.0},
+        rollout={
+            "prompts": None,
+            "reward": None,
+            "environment": {"name": "verifiers:textarena", "options": HANGMAN},
+            "prompts_per_step": 2,
+            "group_size": 8,
+            "max_tokens": 6,
+            "max_lag": 0,
+        },
+    )
+    run(config)
+    metrics = rows(config)
+    # Engine and trainer agree on what the engine sampled, in contexts of many turns.
+    assert all(row["mismatch_max"] < 1e-4 for row in metrics)
+    reward, turns = ([row[name] for row in metrics] for name in ("reward_learned", "turns"))
+    assert sum(reward[-3:]) / 3 > sum(reward[:3]) / 3 + 0.15
+    assert sum(turns[-3:]) / 3 < sum(turns[:3]) / 3 - 0.5
+
+
+def teach_guesses(folder: Path, contexts: Sequence[Sequence[int]], tokenizer: Any) -> None:
+    """Train a model to answer contexts with one of the letters in brackets."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    draw, model = random.Random(0), AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    for _ in range(80):
+        optimizer.zero_grad()
+        for _ in range(2):
+            reply = tokenizer(f"[{draw.choice(LETTERS)}]<|im_end|>", add_special_tokens=False)["input_ids"]
+            context = draw.choice(contexts)
+            labels = [-100] * len(context) + reply
+            model(input_ids=torch.tensor([[*context, *reply]]), labels=torch.tensor([labels])).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)

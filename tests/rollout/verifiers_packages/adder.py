@@ -34,7 +34,7 @@ class Sum(vf.Task[SumData, vf.State, SumConfig]):
         return float(trace.last_reply == self.data.answer)
 
     @vf.reward(weight=0.5)
-    async def called(self, trace: vf.Trace) -> float:
+    async def tool_use(self, trace: vf.Trace) -> float:
         return float([message.content for message in trace.tool_messages] == [self.data.answer])
 
 
