@@ -200,11 +200,9 @@ class Silent(ScriptedEngine):
         return []
 
 
-def letters(**task: Any) -> Any:
-    return load_environment(
-        "verifiers:letters",
-        {"agent": INLINE, "select": {"limit": 2}, "taskset": {"task": task}, **task.pop("more", {})},
-    )
+def letters(fault: str = "", **options: Any) -> Any:
+    options = {"agent": INLINE, "select": {"limit": 2}, "taskset": {"task": {"fault": fault}}} | options
+    return load_environment("verifiers:letters", options)
 
 
 def test_environment_that_raises_is_counted_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
@@ -260,11 +258,12 @@ def test_engine_that_fails_is_not_the_environments_fault() -> None:
 
 def test_requests_that_would_change_the_distribution_fail_by_name(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = byte_tokenizer(4096)
-    for sampling, message in (
-        ({"temperature": 0.3}, "the agent's sampling.temperature is 0.3, and the run samples with 1.0"),
-        ({"top_p": 0.9}, "sampling settings of the agent that are not supported: top_p"),
+    for agent, message in (
+        ({"sampling": {"temperature": 0.3}}, "the agent's sampling.temperature is 0.3, and the run samples with 1.0"),
+        ({"sampling": {"top_p": 0.9}}, "sampling settings of the agent that are not supported: top_p"),
+        ({"model": "a judge"}, "an agent has the model 'a judge' and no client"),
     ):
-        environment = letters(more={"agent": {**INLINE, "sampling": sampling}})
+        environment = letters(agent=INLINE | agent)
         engine = ScriptedEngine("a", tokenizer=tokenizer)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "megascend"):
@@ -273,7 +272,7 @@ def test_requests_that_would_change_the_distribution_fail_by_name(caplog: pytest
         assert engine.contexts == []
     # A shorter response changes none.
     engine = ScriptedEngine("abc", tokenizer=tokenizer)
-    [trajectory] = play(letters(more={"agent": {**INLINE, "sampling": {"max_tokens": 2}}}), engine, tokenizer)
+    [trajectory] = play(letters(agent={**INLINE, "sampling": {"max_tokens": 2}}), engine, tokenizer)
     assert (trajectory.finish_reason, len(trajectory.tokens), engine.samplings[0].max_tokens) == ("length", 2, 2)
 
 

@@ -32,6 +32,8 @@ PREFIX = "verifiers:"
 SUPPORTED = SpecifierSet(">=0.4,<0.5", prereleases=True)
 RENDERER = {"name": "custom", "import_path": "megascend.rollout.chat_renderer:ChatRenderer"}
 ROUTE = "/inference/v1/generate"
+MODEL = "policy"
+"""Name of the policy, which agents have unless the run file gives them another model."""
 REQUEST_SETTINGS = {
     "temperature",
     "max_tokens",
@@ -113,7 +115,7 @@ class VerifiersEnvironment:
         sampling = self._vf.SamplingConfig(
             temperature=policy.sampling.temperature, max_tokens=policy.sampling.max_tokens
         )
-        context = self._vf.ModelContext(model="policy", client=client, sampling=sampling)
+        context = self._vf.ModelContext(model=MODEL, client=client, sampling=sampling)
         [slot] = self._env.slots(self._task(example))
         try:
             episode = await self._env.run_slot(slot, context, on_trace=register)
@@ -213,6 +215,10 @@ class VerifiersEnvironment:
 
     async def _sample(self, session: _Session, body: Mapping[str, Any]) -> Completion:
         policy, requested = session.policy, body["sampling_params"]
+        if body["model"] != MODEL:
+            raise DataError(
+                f"an agent has the model {body['model']!r} and no client: set its client, or leave its model out for the policy"
+            )
         if body.get("features") or body.get("content_parts"):
             raise DataError("pictures are not supported in rollouts")
         unknown = sorted(name for name in requested.keys() - REQUEST_SETTINGS if requested[name] is not None)
