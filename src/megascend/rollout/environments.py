@@ -473,18 +473,12 @@ class EnvironmentEpisodes(Episodes):
 def load_environment(name: str, options: Mapping[str, Any]) -> Environment:
     """Import an environment: ``package.module:name`` or ``path/to/file.py:name`` of a class, of a function, or of an object.
 
-    ``verifiers:PACKAGE`` is an environment of the verifiers format (:mod:`megascend.rollout.verifiers`).
-
     Args:
         options: keyword arguments of the class, or of the function that makes the environment.
 
     Raises:
         ConfigError: it cannot be imported or made, or has no asynchronous method ``run(policy, example)``.
     """
-    if name.startswith("verifiers:"):
-        from megascend.rollout.verifiers import load
-
-        return load(name.partition(":")[2], options)
     environment = load_object(name, "rollout.environment", lambda value: callable(value) or hasattr(value, "run"))
     if isinstance(environment, type) or not hasattr(environment, "run"):
         try:

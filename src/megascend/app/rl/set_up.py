@@ -18,6 +18,7 @@ from megascend.data.findings import Findings
 from megascend.data.samples import SampleLimits
 from megascend.engines.router_replay import NOTHING_TO_REPLAY
 from megascend.errors import ConfigError, DataError
+from megascend.rollout import verifiers
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import PromptStream, RolloutCollector, Task
 from megascend.rollout.environments import (
@@ -103,6 +104,8 @@ def make_collector(
 def load_grader(config: RlConfig) -> Reward | Environment:
     """Import what grades responses: the reward function, or the environment."""
     settings = config.rollout.environment
+    if settings is not None and settings.name.startswith(verifiers.PREFIX):
+        return verifiers.load(settings.name.removeprefix(verifiers.PREFIX), settings.options)
     if settings is not None:
         return load_environment(settings.name, settings.options)
     assert config.rollout.reward is not None
