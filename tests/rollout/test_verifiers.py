@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.rl.test_loop import rows, run, settings
+from app.rl.test_loop import in_a_fork, rows, run, settings
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.errors import ConfigError, DataError, EngineLostError
 from megascend.rollout import verifiers
 from megascend.rollout.environments import EnvironmentEpisodes, EpisodeLimits, PromptRenderer
 from megascend.rollout.group import Trajectory
+from megascend.testing import run_distributed
 from rollout.test_environments import STRIPS_REASONING, ScriptedEngine
 from weightwire.engine import Completion, RoutedExperts, Sampling
 
@@ -308,6 +309,7 @@ def test_tasks_that_do_not_exist_are_refused() -> None:
             environment._task(example)
 
 
+@pytest.mark.usefixtures("megatron_imported")
 def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> None:
     size = ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=128)
     write_checkpoint(tmp_path / "model", size, 0)
@@ -316,7 +318,6 @@ def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> No
     config = settings(
         tmp_path,
         "letters",
-        engine="single",
         steps=12,
         optimizer={"lr": 0.03},
         evaluation={"prompts": tmp_path / "held_out.jsonl", "every": 12, "samples": 8, "temperature": 1.0},
@@ -329,7 +330,7 @@ def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> No
             "max_tokens": 8,
         },
     )
-    result = run(config)
+    result = in_a_fork(lambda: run(config))[0]
     assert result.steps == 12
     metrics = rows(config)
     # Engine and trainer agree on what the engine sampled, with weights of the same version.
@@ -377,6 +378,7 @@ def test_hangman_of_textarena_runs_unmodified(hangman: Any) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("megatron_imported")
 def test_model_learns_hangman_of_textarena(hangman: Any, tmp_path: Path) -> None:
     """A model that has learned to guess any letter learns the one that is in the word."""
     tokenizer = byte_tokenizer(2048)
@@ -391,7 +393,6 @@ def test_model_learns_hangman_of_textarena(hangman: Any, tmp_path: Path) -> None
     config = settings(
         tmp_path,
         "hangman",
-        engine="single",
         steps=12,
         optimizer={"lr": 0.0015, "weight_decay": 0.0},
         rollout={
@@ -404,7 +405,7 @@ def test_model_learns_hangman_of_textarena(hangman: Any, tmp_path: Path) -> None
             "max_lag": 0,
         },
     )
-    run(config)
+    run_distributed(lambda: run(config), 1, init=False, timeout_s=900)
     metrics = rows(config)
     # Engine and trainer agree on what the engine sampled, in contexts of many turns.
     assert all(row["mismatch_max"] < 1e-4 for row in metrics)
