@@ -21,9 +21,11 @@ class EnvironmentSettings(Section):
 
     name: str = Field(
         description="class, function that makes one, or object with async run(policy, example), as package.module:name or "
-        "path/to/file.py:name"
+        "path/to/file.py:name; or verifiers:PACKAGE, an environment of the verifiers format"
     )
-    options: dict[str, Any] = Field({}, description="keyword arguments of the class or function")
+    options: dict[str, Any] = Field(
+        {}, description="keyword arguments of the class or function; settings of a verifiers environment"
+    )
     timeout_s: Size = Field(600, description="seconds after which an episode is cancelled and counted as timed out")
     concurrency: Size = Field(256, description="episodes at a time, over all engines")
     max_failed: float = Field(
@@ -52,7 +54,11 @@ class RolloutRecords(Section):
 class Rollout(Section):
     """Sampling by the rollout engines, and their allowed lag."""
 
-    prompts: Path = Field(description="JSONL file with prompt or messages, and fields for the reward function")
+    prompts: Path | None = Field(
+        None,
+        description="JSONL file with prompt or messages, and fields for the reward function; default: the examples that the "
+        "environment brings",
+    )
     reward: str | None = Field(
         None,
         description="function (response, example) -> float, as package.module:function or path/to/file.py:function",
@@ -337,6 +343,8 @@ class RlConfig(TrainerConfig):
     def _graded(self) -> RlConfig:
         if (self.rollout.reward is None) == (self.rollout.environment is None):
             raise ValueError("set either rollout.reward or rollout.environment")
+        if self.rollout.prompts is None and self.rollout.environment is None:
+            raise ValueError("rollout.prompts: a reward function needs a file of prompts")
         return self
 
     @model_validator(mode="after")

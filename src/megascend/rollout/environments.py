@@ -66,7 +66,10 @@ class FullContextError(MegascendError):
 
 
 class Environment(Protocol):
-    """An environment, as users write it: an object with this method."""
+    """An environment, as users write it: an object with this method.
+
+    It may have an attribute ``examples``, a list of JSON objects, that is used if the run names no prompt file.
+    """
 
     async def run(self, policy: Policy, example: Prompt) -> Trajectory | Sequence[Trajectory]:
         """Run one episode.
@@ -135,6 +138,10 @@ class PromptRenderer:
         """Return the text of tokens, without special ones unless requested."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
+    def save_tokenizer(self, directory: str) -> None:
+        """Write the tokenizer with its chat template, for programs that render conversations themselves."""
+        self._tokenizer.save_pretrained(directory)
+
     def _render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
         if self._template is None:
             raise DataError("messages need a chat template, and the model's tokenizer has none; begin with a text")
@@ -174,6 +181,10 @@ class Policy:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         return self._renderer.decode(tokens)
+
+    def save_tokenizer(self, directory: str) -> None:
+        """Write the model's tokenizer with its chat template, for programs that render conversations themselves."""
+        self._renderer.save_tokenizer(directory)
 
     def conversation(self, start: str | Sequence[Message], tools: Tools = None) -> Conversation:
         """Begin a conversation with messages of a chat, or with a text.
@@ -492,5 +503,9 @@ def _finite(name: str, value: Any) -> float:
 
 def _location(error: BaseException) -> str:
     """Return file and line of the user's code that raised an error, in parentheses."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "megascend/" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "megascend/" not in frame.filename and "/asyncio/" not in frame.filename
+    ]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

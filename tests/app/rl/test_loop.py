@@ -509,6 +509,23 @@ def test_environment_is_trained_on_and_recorded(folder: Path) -> None:
         assert line["response"][first : first + 5] == f" [{line['response'][0]}] "
 
 
+def test_environment_brings_its_own_examples(folder: Path) -> None:
+    code = f"{ECHO}\n\nclass Own(Echo):\n    examples = [{{'prompt': f'own {{number}}:'}} for number in range(3)]\n"
+    (folder / "own_examples.py").write_text(code)
+    environment = {"name": f"{folder / 'own_examples.py'}:Own"}
+    changes = {"reward": None, "prompts": None}
+    config = settings(folder, "own", rollout={**changes, "environment": environment}, steps=2)
+    run(config, RecordedEngine)
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
+    assert {line["prompt"] for line in lines} <= {"own 0:", "own 1:", "own 2:"}
+    assert len({line["prompt"] for line in lines}) > 1
+    missing = {"name": f"{folder / 'own_examples.py'}:Echo"}
+    with pytest.raises(ConfigError, match=r"rollout.prompts: .*:Echo brings no examples of its own"):
+        run(settings(folder, "none", rollout={**changes, "environment": missing}))
+    with pytest.raises(ValueError, match=r"rollout.prompts: a reward function needs a file of prompts"):
+        settings(folder, "none", rollout={"prompts": None})
+
+
 def test_killed_and_resumed_run_of_an_environment_is_bitwise_equal(folder: Path) -> None:
     def config(name: str, **changes: Any) -> RlConfig:
         return with_environment(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import xxhash
 
@@ -18,6 +18,7 @@ from megascend.data.findings import Findings
 from megascend.data.samples import SampleLimits
 from megascend.engines.router_replay import NOTHING_TO_REPLAY
 from megascend.errors import ConfigError, DataError
+from megascend.rollout import verifiers
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import PromptStream, RolloutCollector, Task
 from megascend.rollout.environments import (
@@ -105,6 +106,8 @@ def make_collector(
 def load_grader(config: RlConfig) -> Reward | Environment:
     """Import what grades responses: the reward function, or the environment."""
     settings = config.rollout.environment
+    if settings is not None and settings.name.startswith(verifiers.PREFIX):
+        return verifiers.load(settings.name.removeprefix(verifiers.PREFIX), settings.options)
     if settings is not None:
         return load_environment(settings.name, settings.options)
     assert config.rollout.reward is not None
@@ -156,8 +159,13 @@ class PromptData:
     lengths: list[int]
 
 
-def read_and_check(config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> PromptData:
-    """Read all prompts and check them."""
+def read_and_check(
+    config: RlConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: SampleLimits,
+    grader: Reward | Environment,
+) -> PromptData:
+    """Read all prompts and check them; without a file, they are the environment's examples."""
     stop_tokens(tokenizer, config.rollout.stop)
     findings, prompts, digests, lengths = Findings(), [], [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
@@ -177,7 +185,20 @@ def read_and_check(config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits:
     findings.raise_problems("prompts")
     for line in findings.lines():
         logger.warning("prompts: %s", line)
+    if config.rollout.prompts is None:
+        prompts[0] = _examples(config, grader)
+        lengths = [0] * len(prompts[0])
     return PromptData(prompts[0], prompts[1], digests[0], lengths)
+
+
+def _examples(config: RlConfig, environment: Any) -> list[tuple[str, Prompt]]:
+    """Return the examples that an environment brings, with their places."""
+    settings = config.rollout.environment
+    assert settings is not None
+    examples: list[Prompt] = list(getattr(environment, "examples", ()))
+    if not examples:
+        raise ConfigError(f"rollout.prompts: {settings.name} brings no examples of its own; name a JSONL file")
+    return [(f"{settings.name}, example {number}", example) for number, example in enumerate(examples)]
 
 
 def _check_prompt(

@@ -166,7 +166,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
         config = with_template_date(config, plan.tokenizer, world.resume, world.launch)
-        self.prompts = read_and_check(config, plan.tokenizer, plan.limits)
+        self.prompts = read_and_check(config, plan.tokenizer, plan.limits, self._grader)
         return config
 
     def try_episode(self, config: RlConfig) -> EpisodeTrial:
