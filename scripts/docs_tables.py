@@ -359,6 +359,23 @@ def family_speed() -> str:
     return f"One {stored['device']}, {stored['tokens']:,} tokens a step; {versions}.\n\n" + table(header, lines)
 
 
+def router_replay() -> str:
+    """Format what scripts/bench_router_replay.py has measured with a vLLM on a CPU."""
+    stored = json.loads((DOCS.parent / "benchmarks" / "router_replay" / "cpu.json").read_text(encoding="utf-8"))
+    lines = []
+    for row in stored["rows"]:
+        pairs = (
+            f"{row['without'][figure]:.1e} / {row['with'][figure]:.1e}"
+            for figure in ("mean", "largest", "kl", "above_cap")
+        )
+        lines.append([row["engine"], row["trainer"], f"{row['changed']:.1%}", *pairs])
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    header = ["vLLM", "trainer", "choices that differ", "mean |d|", "largest |d|", "KL", "weights above 2"]
+    legend = "d = log p of the trainer - log p of vLLM; without / with replay."
+    tokens = sum(row["tokens"] for row in stored["rows"]) / len(stored["rows"])
+    return f"About {tokens:,.0f} sampled tokens a row; {versions}. {legend}\n\n" + table(header, lines)
+
+
 def ratio_text(entry: dict[str, float] | None) -> str:
     """Format a stored ratio; empty if there is none."""
     return "" if entry is None else f"{entry['ratio']:.3f}"
@@ -380,6 +397,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published models": published_models,
     "stored ratios": stored_ratios,
     "speed of families": family_speed,
+    "router replay": router_replay,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }

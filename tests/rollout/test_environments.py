@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -269,14 +270,23 @@ def test_wrong_results_are_failures_that_say_what_was_returned(caplog: pytest.Lo
         async def run(self, policy: Policy, example: Mapping[str, Any]) -> Any:
             conversation = policy.conversation("go")
             await conversation.reply()
+            if isinstance(self.value, dict):
+                return conversation.trajectory(1.0, self.value)
             return conversation.trajectory(self.value) if isinstance(self.value, float) else self.value
 
     tokenizer = byte_tokenizer(4096)
-    for value, expected in ((None, "returned None, not a Trajectory"), (float("nan"), "returned the reward nan")):
+    for value, expected in (
+        (None, "returned None, not a Trajectory"),
+        (float("nan"), "returned the reward nan"),
+        ({"right": "yes"}, "returned the part 'right' 'yes', not a finite number"),
+    ):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert play(Returns(value), ScriptedEngine("a", tokenizer=tokenizer), tokenizer) == []
         assert expected in caplog.text
+    engine = ScriptedEngine("a", tokenizer=tokenizer)
+    [trajectory] = play(Returns({"right": np.bool_(True)}), engine, tokenizer)
+    assert json.dumps(trajectory.rewards) == '{"right": 1.0}'
 
 
 def test_experts_of_a_token_are_those_of_the_request_that_sampled_it() -> None:

@@ -14,6 +14,15 @@ VLLM = "vllm"
 """Entry of ``engines`` for a vLLM server that the run starts."""
 BASE = "base"
 """Reference that is the model which the run starts from."""
+COUNTERPARTS = {
+    "data": "prompts are those of rollout.prompts, and their number in a step is rollout.prompts_per_step",
+    "validation": "set evaluation: rewards on the prompts of another file at intervals",
+    "generation": "evaluation lets the model answer the prompts of a file at intervals, and megascend rollouts RUN --outcome "
+    "evaluated shows the responses",
+    "epochs": "set steps: how many prompts they take depends on the groups that are dropped; the prompts are drawn repeatedly",
+    "dpo": "objective says what is learned from rewards; preference pairs are for megascend train",
+}
+"""Sections of ``megascend train`` that ``megascend rl`` lacks, and what to set in their place."""
 
 
 class EnvironmentSettings(Section):
@@ -61,7 +70,8 @@ class Rollout(Section):
     )
     reward: str | None = Field(
         None,
-        description="function (response, example) -> float, as package.module:function or path/to/file.py:function",
+        description="function (response, example) -> float or {reward: float, PART: float}, as package.module:function or "
+        "path/to/file.py:function",
     )
     environment: EnvironmentSettings | None = Field(
         None, description="episodes of several turns with tools, in place of a reward function"
@@ -338,6 +348,15 @@ class RlConfig(TrainerConfig):
     )
     sync: Sync = Sync()
     evaluation: Evaluation | None = Field(None, description="measure rewards on other prompts at intervals")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_train(cls, values: Any) -> Any:
+        # As unknown keys they would get the advice to check their spelling.
+        if isinstance(values, dict) and (names := [name for name in COUNTERPARTS if name in values]):
+            lines = "; ".join(f"{name}: {COUNTERPARTS[name]}" for name in names)
+            raise ValueError(f"{', '.join(names)}: for megascend train only; {lines}")
+        return values
 
     @model_validator(mode="after")
     def _graded(self) -> RlConfig:

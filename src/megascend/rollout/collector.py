@@ -147,8 +147,16 @@ class RolloutCollector:
 
         self._run(note())
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[TrajectoryGroup]]:
-        """Start rollouts of other prompts beside those of training; return their groups in order."""
+    def evaluate(
+        self, prompts: Sequence[Prompt], temperature: float, n: int, offset: int | None = None
+    ) -> Future[list[TrajectoryGroup]]:
+        """Start rollouts of other prompts beside those of training; return their groups in order.
+
+        Args:
+            offset: as for :meth:`start`, before it.
+        """
+        if offset is not None:
+            self._offset = offset
         sampling = replace(self._task.sampling, temperature=temperature)
         return self._thread.submit(self._evaluate(prompts, sampling, n))
 

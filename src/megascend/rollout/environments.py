@@ -432,7 +432,14 @@ class EnvironmentEpisodes(Episodes):
         trajectories = [result] if isinstance(result, Trajectory) else list(result or ())
         if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
             raise DataError(f"returned {result!r:.80}, not a Trajectory or several (conversation.trajectory(reward))")
-        return [replace(trajectory, reward=_finite("reward", trajectory.reward)) for trajectory in trajectories]
+        return [
+            replace(
+                trajectory,
+                reward=_finite("reward", trajectory.reward),
+                rewards={str(name): _finite(f"part {name!r}", part) for name, part in trajectory.rewards.items()},
+            )
+            for trajectory in trajectories
+        ]
 
     def _count(self, problem: Exception, prompt: Prompt) -> None:
         """Count and report a failed episode; raise DataError if there are too many."""

@@ -103,33 +103,32 @@ class GradedResponses(Episodes):
         completions = await sample(engine, tokens, sampling, n)
 
         def graded() -> list[Trajectory]:
-            return [
-                Trajectory(
-                    tokens,
-                    completion.tokens,
-                    completion.logprobs,
-                    self._grade(self._decode(completion.tokens), prompt),
-                    completion.finish_reason,
-                    completion.first_version,
-                    completion.last_version,
-                    engine=engine.name,
-                    routed_experts=completion.routed_experts,
-                )
-                for completion in completions
-            ]
+            return [self._graded(tokens, completion, prompt, engine.name) for completion in completions]
 
         try:
             return await asyncio.wrap_future(self._graders.submit(prompt, graded))
         finally:
             self.completed += 1
 
-    def _grade(self, response: str, prompt: Prompt) -> float:
+    def _graded(self, tokens: tuple[int, ...], completion: Completion, prompt: Prompt, engine: str) -> Trajectory:
         try:
-            return checked(self._reward, response, prompt)
+            reward, parts = checked(self._reward, self._decode(completion.tokens), prompt)
         except DataError as error:
             if source := self._locate(prompt):
                 raise DataError(f"{source}: {error}") from error.__cause__
             raise
+        return Trajectory(
+            tokens,
+            completion.tokens,
+            completion.logprobs,
+            reward,
+            completion.finish_reason,
+            completion.first_version,
+            completion.last_version,
+            rewards=parts,
+            engine=engine,
+            routed_experts=completion.routed_experts,
+        )
 
     def describe_wait(self) -> str | None:
         call = self._graders.oldest()

@@ -39,6 +39,7 @@ def steps() -> list[dict[str, Any]]:
                     "gradients": {name: complete(parameter.grad) for name, parameter in parameters.items()},
                     "tokens": learned.mismatch.tokens,
                     "truncated": learned.mismatch.truncated,
+                    "entropy": learned.entropy,
                 }
             )
     return results

@@ -105,6 +105,17 @@ Computed = tuple[float, dict[str, torch.Tensor]]
 """Loss, and gradients by the parameters' names."""
 
 
+@torch.no_grad()
+def mean_entropy(model: Any, groups: list[TrajectoryGroup]) -> float:
+    """Compute the mean entropy of a model of transformers at the sampled tokens."""
+    entropies = []
+    for response in (response for group in groups for response in group.trajectories):
+        logits = model(torch.tensor([[*response.prompt_tokens, *response.tokens]])).logits[0].double()
+        rows = logits[len(response.prompt_tokens) - 1 : -1][torch.tensor(response.mask)]
+        entropies += torch.distributions.Categorical(logits=rows).entropy().tolist()
+    return sum(entropies) / len(entropies)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("rl") / "qwen3", "qwen3")
@@ -180,7 +191,13 @@ def test_objectives_equal_their_formulas_in_float64(case: str, exact_model: Any,
 
 @pytest.mark.parametrize(("engine", "ranks", "cases"), [("single", 1, [*CASES]), ("fsdp", 2, ON_RANKS)])
 def test_gradients_equal_plain_pytorch(
-    engine: str, ranks: int, cases: list[str], checkpoint: Path, tmp_path: Path, expected: dict[str, Computed]
+    engine: str,
+    ranks: int,
+    cases: list[str],
+    checkpoint: Path,
+    tmp_path: Path,
+    exact_model: Any,
+    expected: dict[str, Computed],
 ) -> None:
     """Use engines without patches, in a separate process, so that accumulated gradients can be read."""
     groups = recorded()
@@ -191,6 +208,8 @@ def test_gradients_equal_plain_pytorch(
     assert completed.returncode == 0, completed.stderr[-4000:]
     for case, result in zip(cases, torch.load(tmp_path / "result", weights_only=True), strict=True):
         assert_close(case, (result["loss"], result["gradients"]), expected[case], FP32_BOUND)
+        if not CASES[case][1].filtered:
+            assert result["entropy"] == pytest.approx(mean_entropy(exact_model, groups), abs=1e-5)
         assert result["tokens"] == sum(
             response.sampled_tokens
             for group in groups
@@ -264,19 +283,20 @@ def test_samples_have_advantages_only_on_responses() -> None:
 def test_ranks_share_a_batch_and_agree_on_its_metrics(checkpoint: Path) -> None:
     groups = recorded(1)
 
-    def on_rank(parallel: megascend.Parallel) -> tuple[float, float, Any]:
+    def on_rank(parallel: megascend.Parallel) -> tuple[float, float, Any, float | None]:
         with megascend.MegatronBackend(
             checkpoint, parallel, precision="fp32", self_check=False, timeout_s=60
         ) as backend:
             learned = learn(backend, groups, Objective())
-            return learned.result.loss, backend.optimizer_step().grad_norm, learned.mismatch
+            return learned.result.loss, backend.optimizer_step().grad_norm, learned.mismatch, learned.entropy
 
     single = run_distributed(on_rank, 1, megascend.Parallel(), init=False)[0]
     for ranks, parallel in ((2, megascend.Parallel()), (2, megascend.Parallel(tensor=2))):
-        for loss, norm, mismatch in run_distributed(on_rank, ranks, parallel, init=False):
+        for loss, norm, mismatch, entropy in run_distributed(on_rank, ranks, parallel, init=False):
             assert loss == pytest.approx(single[0], abs=1e-5)
             assert norm == pytest.approx(single[1], rel=1e-4)
             assert mismatch.tokens == single[2].tokens
+            assert entropy == pytest.approx(single[3], abs=1e-5)
             assert mismatch.max_abs == pytest.approx(single[2].max_abs, abs=1e-4)
             assert math.isclose(mismatch.kl_k3, single[2].kl_k3, rel_tol=1e-4)
 

@@ -18,9 +18,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megascend.app.rl.train import RlResult, train_rl
-from megascend.config.rl import RlConfig
+from megascend.config import RunConfig as TrainConfig
+from megascend.config.rl import COUNTERPARTS, RlConfig
 from megascend.errors import ConfigError, DataError, EngineError, EngineTimeoutError
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
@@ -45,6 +47,10 @@ def broken(response, example):
 def settled(response, example):
     even = int(example["prompt"].strip("say :")) % 2 == 0
     return 1.0 if even else vowels(response, example)
+
+
+def parts(response, example):
+    return {"reward": vowels(response, example), "length": len(response)}
 
 calls = 0
 
@@ -177,7 +183,7 @@ def test_killed_and_resumed_run_is_bitwise_equal(folder: Path) -> None:
         assert process.exitcode == -signal.SIGKILL
     result = in_a_fork(lambda: run(broken, RecordedEngine, resume="auto"))[0]
     assert result.steps == 7
-    timings = {"seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s"}
+    timings = {"seconds", "tokens_per_s", "wait_s", "idle", "sync_s", "pause_s"}
     # Samples that engines prefetched depend on timing; the learned values do not.
     sampling_metrics = {"reward", "equal", "stale", "prompts", "lag", "max_lag"}
     learned = [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(reference)]
@@ -482,14 +488,16 @@ def with_environment(folder: Path, output: str, **changes: Any) -> RlConfig:
     return settings(folder, output, rollout=rollout, **changes)
 
 
-def test_environment_is_trained_on_and_recorded(folder: Path) -> None:
+def test_environment_is_trained_on_and_recorded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = with_environment(
         folder,
         "environment",
         environment={"options": {"fails": 2}},
         rollout={"records": {"tokens": True, "show_every": 5}},
+        trackers=["tensorboard"],
     )
     run(config, RecordedEngine)
+    printed = capsys.readouterr().out
     metrics = rows(config)
     assert [row["turns"] for row in metrics] == [2.0] * 5
     assert sum(row["failed"] for row in metrics) == 2
@@ -500,6 +508,9 @@ def test_environment_is_trained_on_and_recorded(folder: Path) -> None:
         assert row["reward_learned"] == pytest.approx(sum(line["reward"] for line in learned) / len(learned), rel=1e-5)
         assert row["tokens"] == sum(sum(line["sampled"]) for line in learned)
         assert row["lag"] == pytest.approx(sum(line["lag"] for line in learned) / len(learned))
+        for name in ("vowels", "length"):
+            mean = sum(line["rewards"][name] for line in learned) / len(learned)
+            assert row["rewards"][name] == pytest.approx(mean, rel=1e-5)
     for line in lines:
         assert line["turns"] == 2
         assert line["reward"] == pytest.approx(line["rewards"]["vowels"] + 0.1 * line["rewards"]["length"])
@@ -507,6 +518,76 @@ def test_environment_is_trained_on_and_recorded(folder: Path) -> None:
         # The environment's text stands between the two replies, unlearned.
         first = line["sampled"].index(0)
         assert line["response"][first : first + 5] == f" [{line['response'][0]}] "
+        assert [segment["sampled"] for segment in line["segments"]] == [True, False, True]
+        assert "".join(segment["text"] for segment in line["segments"]) == line["response"]
+        assert line["segments"][1]["text"] == f" [{line['response'][0]}] "
+
+    learned = [line for line in lines if line["step"] == 5 and line["outcome"] == "learned"]
+    group = [line for line in learned if line["prompt_number"] == learned[0]["prompt_number"]]
+    best = max(group, key=lambda line: line["reward"])
+    assert (
+        f"best and worst rollout of prompt {best['prompt_number']} at step 5:\nreward {best['reward']:.4g} (vowels"
+        in printed
+    )
+    assert (
+        f"  > {best['prompt']}\n    {best['segments'][0]['text']}\n  > {best['segments'][1]['text'].strip()}\n"
+        in printed
+    )
+    # All of the prompt's rollouts are in the trackers.
+    events = EventAccumulator(str(config.output / "tensorboard"))
+    events.Reload()
+    [table] = events.Tensors("rollouts/text_summary")
+    text = table.tensor_proto.string_val[0].decode()
+    assert (table.step, text.count("response:")) == (5, len(group))
+    assert events.Scalars("train/rewards/vowels")[-1].value == pytest.approx(metrics[-1]["rewards"]["vowels"], rel=1e-5)
+    # The last line and the event have the share of the time that the trainer waited.
+    idle = sum(row["wait_s"] for row in metrics) / metrics[-1]["seconds"]
+    assert re.search(rf"5 steps in \d+ s \(trainer idle {idle:.0%}, [\d,]+ tokens/s\); see", printed)
+    (end,) = [line for line in map(json.loads, (config.output / "events.jsonl").open()) if line["event"] == "finished"]
+    assert end["idle"] == pytest.approx(idle, rel=1e-4)
+    assert end["tokens_per_s"] == pytest.approx(
+        sum(row["tokens"] for row in metrics) / metrics[-1]["seconds"], rel=1e-4
+    )
+    assert all(
+        row["idle"] == pytest.approx(row["wait_s"] / (row["tokens"] / row["tokens_per_s"]), rel=1e-3) for row in metrics
+    )
+
+
+def test_parts_of_a_reward_and_evaluations_are_recorded_and_a_profile_is_written(folder: Path) -> None:
+    config = settings(
+        folder,
+        "parts",
+        rollout={"reward": f"{folder / 'reward.py'}:parts"},
+        steps=3,
+        profile={"after": 1},
+        evaluation={"prompts": folder / "prompts.jsonl", "every": 2},
+    )
+    in_a_fork(lambda: run(config, RecordedEngine))
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
+    metrics = rows(config)
+    assert all(line["rewards"] == {"length": len(line["response"])} and line["reward"] <= 1 for line in lines)
+    assert all("segments" not in line for line in lines)
+    learned = [line["rewards"]["length"] for line in lines if (line["step"], line["outcome"]) == (3, "learned")]
+    assert metrics[-1]["rewards"] == {"length": pytest.approx(sum(learned) / len(learned), rel=1e-5)}
+    evaluated = [line for line in lines if line["outcome"] == "evaluated"]
+    assert [line["step"] for line in evaluated] == [0] * 7 + [2] * 7 + [3] * 7
+    assert {(line["lag"], line["advantage"]) for line in evaluated} == {(0, None)}
+    for row in metrics[1:]:
+        rewards = [line["reward"] for line in evaluated if line["step"] == row["step"]]
+        assert row["eval_reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-5)
+    top = (config.output / "profile" / "top-rank-0.txt").read_text()
+    assert top.startswith("steps 1 to 3: 3 steps")
+    assert "aten::" in top
+
+
+def test_settings_of_train_are_refused_with_those_of_rl(folder: Path) -> None:
+    names = TrainConfig.model_fields.keys() - RlConfig.model_fields.keys()
+    assert names == COUNTERPARTS.keys()
+    for name in names:
+        with pytest.raises(ConfigError, match=f"{name}: for megascend train only; {name}: "):
+            settings(folder, "refused", **{name: 1})
+    with pytest.raises(ConfigError, match=r"validation, epochs: for .*set evaluation: .*; epochs: set steps: "):
+        settings(folder, "refused", epochs=2, validation={"fraction": 0.1})
 
 
 def test_environment_brings_its_own_examples(folder: Path) -> None:
@@ -540,7 +621,7 @@ def test_killed_and_resumed_run_of_an_environment_is_bitwise_equal(folder: Path)
     shutil.rmtree(checkpoint)
     in_a_fork(lambda: run(config("environment-resumed"), RecordedEngine, resume="auto"))
     # What engines had sampled ahead depends on timing; what was learned does not.
-    timed = ("seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s", "reward", "prompts")
+    timed = ("seconds", "tokens_per_s", "wait_s", "idle", "sync_s", "pause_s", "reward", "prompts")
     figures = [
         [{key: value for key, value in row.items() if key not in timed} for row in rows(run_config)]
         for run_config in (uninterrupted, resumed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -32,12 +33,14 @@ class Learned:
             holds both what kernels compute differently and what the policy has changed since the responses were sampled.
         divergence: of the policy before the step from the reference; None without one.
         penalised: the groups with the rewards that advantages were computed from; None: their own.
+        entropy: mean entropy of the trainer's distribution at the sampled tokens, in nats; None where the mismatch is.
     """
 
     result: ForwardBackwardResult
     mismatch: Mismatch | None
     divergence: Divergence | None = None
     penalised: Sequence[TrajectoryGroup] | None = None
+    entropy: float | None = None
 
 
 def learn(
@@ -57,18 +60,22 @@ def learn(
     # Over all groups, before ranks and micro batches divide them: no average and no advantage depends on the layout.
     samples = step_samples(groups, objective)
     shard = backend.shard(samples)
-    mismatch = trainer = None
+    mismatch = entropy = trainer = None
     cap = objective.cap
     if objective.correction == "truncated" or measured or (reference is not None and reference.in_reward):
         # Before the gradients: with the weights that the step begins with.
-        trainer = backend.forward(shard, adapter=adapter).logprobs
-        parts = []
-        for sample, logprobs in zip(shard, trainer, strict=True):
+        forward = backend.forward(shard, entropy=True, adapter=adapter)
+        assert forward.entropy is not None
+        trainer, parts, entropies = forward.logprobs, [], 0.0
+        for sample, logprobs, token_entropy in zip(shard, trainer, forward.entropy, strict=True):
             # Sampled tokens only: all others have weight 0, and no log-probability of an engine.
             sampled = sample.weights > 0
             parts.append(measure(sample.old_logprobs[sampled], logprobs.cpu()[sampled], cap))
+            entropies += float(token_entropy[sampled].double().sum())
         # Sums, not means: ranks have different numbers of tokens.
-        mismatch = total(backend.gather_by_data_rank(total(parts)))
+        sums = backend.gather_by_data_rank((total(parts), entropies))
+        mismatch = total(part for part, _ in sums)
+        entropy = sum(part for _, part in sums) / mismatch.tokens if mismatch.tokens else math.nan
     loss, penalised, reference_logprobs = objective_loss(objective), None, []
     if reference is not None:
         reference_logprobs = reference.logprobs(shard)
@@ -81,11 +88,12 @@ def learn(
         shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]
     loss = averaged(loss, groups, objective)
     if reference is None:
-        return Learned(backend.forward_backward(shard, loss=loss, adapter=adapter), mismatch)
+        return Learned(backend.forward_backward(shard, loss=loss, adapter=adapter), mismatch, entropy=entropy)
     result = backend.forward_backward(shard, loss=loss, adapter=adapter, logprobs=trainer is None)
     policy = result.logprobs if trainer is None else trainer
     assert policy is not None
-    return Learned(result, mismatch, reference.divergence(shard, policy, reference_logprobs), penalised)
+    divergence = reference.divergence(shard, policy, reference_logprobs)
+    return Learned(result, mismatch, divergence, penalised, entropy)
 
 
 def step_samples(groups: Sequence[TrajectoryGroup], objective: Objective) -> list[Sample]:

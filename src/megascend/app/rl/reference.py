@@ -25,7 +25,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megascend.batch.losses import Loss, LossInputs, resolve
+from megascend.batch.losses import Loss, LossInputs
 from megascend.checkpoint.hf_slices import HfSlices, held_weights
 from megascend.checkpoint.slices import TensorSlices
 from megascend.checkpoint.staging import Staging
@@ -219,11 +219,11 @@ class Reference:
             for sample, logprobs in zip(samples, reference, strict=True)
         ]
 
-    def with_kl(self, loss: str | Loss) -> str | Loss:
+    def with_kl(self, loss: Loss) -> Loss:
         """Return the loss with the term of the divergence, if settings say so."""
         if not self.in_loss:
             return loss
-        return with_kl(resolve(loss), self._settings.kl_estimator, self._settings.coefficient)
+        return with_kl(loss, self._settings.kl_estimator, self._settings.coefficient)
 
     def divergence(
         self, samples: Sequence[Sample], policy: Sequence[Tensor], reference: Sequence[Tensor]

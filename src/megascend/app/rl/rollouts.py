@@ -33,6 +33,8 @@ class SharedRollouts:
             patience_s: seconds without any group after which the run fails.
         """
         self._backend, self._collector, self._patience_s = backend, collector, patience_s
+        self.evaluated: list[TrajectoryGroup] = []
+        """Groups of the last evaluation, on rank 0."""
         # The others wait in a collective, whose deadline a slow engine must not reach.
         self._slice_s = min(SLICE_S, backend.groups.timeout_s / 4)
 
@@ -72,8 +74,8 @@ class SharedRollouts:
                         f"step {step + 1}: {waiting_for} for {self._patience_s:g} s (rollout.timeout_s)"
                     )
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> float:
-        """Return the mean reward of ``n`` responses to each prompt.
+    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int, offset: int) -> float:
+        """Return the mean reward of ``n`` responses to each prompt; ``offset`` as for :meth:`RolloutCollector.start`.
 
         Raises:
             EngineError, DataError: an engine or the reward function failed, on every rank.
@@ -84,7 +86,7 @@ class SharedRollouts:
 
         def wait(collector: RolloutCollector) -> float | None:
             if not running:
-                running.append(collector.evaluate(prompts, temperature, n))
+                running.append(collector.evaluate(prompts, temperature, n, offset))
             try:
                 groups = running[0].result(self._slice_s)
             except NotYet:
@@ -99,6 +101,7 @@ class SharedRollouts:
                         f"evaluation: {collector.describe_wait()} for {self._patience_s:g} s (rollout.timeout_s)"
                     ) from None
                 return None
+            self.evaluated = groups
             rewards = [reward for group in groups for reward in group.rewards]
             if not rewards:
                 raise DataError("evaluation: no episode succeeded")

@@ -107,12 +107,16 @@ class Totals:
 
     Attributes:
         seconds: time spent in steps, including waits for rollouts.
+        waited_s: time of these waits.
+        tokens: tokens that were learned from.
         reward_before, reward_after: mean reward in the first and in the last evaluation.
     """
 
     seconds: float = 0.0
     reward_before: float = math.nan
     reward_after: float = math.nan
+    waited_s: float = 0.0
+    tokens: int = 0
 
 
 class ReinforcementLearning(Training[RlConfig]):
@@ -137,6 +141,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._since = 0.0
         self._records: RolloutLog | None = None
         self._reference: Reference | None = None
+        self._evaluated: list[tuple[int, list[TrajectoryGroup]]] = []  # not yet recorded
 
     def check(self, config: RlConfig, launch: Launch) -> None:
         from megascend.app.rl.engines import check_engines
@@ -246,7 +251,7 @@ class ReinforcementLearning(Training[RlConfig]):
         # Also after a resume: engines may have been restarted with the checkpoint's first weights.
         self._sync.push(version=steps_before + self._offset, adapter=run.adapter)
         if progress is None and config.evaluation is not None:
-            reward = self._evaluate()
+            reward = self._evaluate(0)
             self.totals.reward_before = self.totals.reward_after = reward
             run.event_log.event("evaluated", step=0, reward=reward)
         # Before the first prompt: what ends while the loop is prepared belongs to the first step.
@@ -289,15 +294,18 @@ class ReinforcementLearning(Training[RlConfig]):
             self._rollouts.on_rank_0(lambda collector: collector.updated(number))
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
-            eval_reward = self.totals.reward_after = self._evaluate()
+            eval_reward = self.totals.reward_after = self._evaluate(number)
         dropped = self._rollouts.dropped()
         if self._records is not None:
-            self._records.write(number, batch, dropped, learned.penalised)
+            self._records.write(number, batch, dropped, self._evaluated, learned.penalised)
+        self._evaluated = []
         earlier, self._counts = self._counts, self._rollouts.counts()
         now = time.perf_counter()
         seconds, waited = now - self._since, arrived - self._since
         self._since = now
         self.totals.seconds += seconds
+        self.totals.waited_s += waited
+        self.totals.tokens += learned.result.tokens
         return RlRecord(
             step=number,
             skipped=step.skipped,
@@ -311,6 +319,8 @@ class ReinforcementLearning(Training[RlConfig]):
             tokens=learned.result.tokens,
             tokens_per_s=learned.result.tokens / seconds,
             wait_s=waited,
+            idle=waited / seconds,
+            entropy=learned.entropy,
             sync_s=synced - stepped,
             sync_bytes=0 if pushed is None else pushed.payload,
             sync_share=None if pushed is None else pushed.share,
@@ -344,12 +354,14 @@ class ReinforcementLearning(Training[RlConfig]):
             backend.platform.free_cached_memory()
             backend.from_rank_0(lambda: None if self._servers is None else self._servers.wake())
 
-    def _evaluate(self) -> float:
-        """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have."""
+    def _evaluate(self, step: int) -> float:
+        """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have after ``step``."""
         settings = self._run.config.evaluation
         assert settings is not None
         held_out = [prompt for _, prompt in self.prompts.held_out]
-        return self._rollouts.evaluate(held_out, settings.temperature, settings.samples)
+        reward = self._rollouts.evaluate(held_out, settings.temperature, settings.samples, self._offset)
+        self._evaluated.append((step, self._rollouts.evaluated))
+        return reward
 
     def progress(self) -> dict[str, Any]:
         reference = {} if self._reference is None else {"reference": self._reference.fingerprint}
@@ -370,10 +382,15 @@ class ReinforcementLearning(Training[RlConfig]):
         )
 
     def result(self) -> tuple[dict[str, Any], str]:
-        """Return the last reward, and what has happened in a line."""
+        """Return the last reward with idle share and speed, and what has happened in a line."""
         config, totals = self._run.config, self.totals
         evaluated = ""
         if config.evaluation is not None:
             evaluated = f", reward {totals.reward_before:.3f} before and {totals.reward_after:.3f} after"
-        line = f"{self._run.backend.step_count} steps in {totals.seconds:.0f} s{evaluated}; see {config.output}"
-        return {"reward": totals.reward_after}, line
+        values = {"reward": totals.reward_after}
+        speed = ""
+        if totals.seconds:  # a run that is resumed at its last step takes none
+            values |= {"idle": totals.waited_s / totals.seconds, "tokens_per_s": totals.tokens / totals.seconds}
+            speed = f" (trainer idle {values['idle']:.0%}, {values['tokens_per_s']:,.0f} tokens/s)"
+        line = f"{self._run.backend.step_count} steps in {totals.seconds:.0f} s{speed}{evaluated}; see {config.output}"
+        return values, line
