@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megascend.cli.random_checkpoint import byte_tokenizer
-from megascend.errors import ConfigError, DataError, EngineLostError
+from megascend.errors import ConfigError, DataError, EngineError
 from megascend.rollout import collector
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
@@ -55,7 +55,7 @@ class ScriptedEngine(Engine):
         cut = reply[: sampling.max_tokens]
         reason = "stop" if len(cut) == len(reply) else "length"
         logprobs = tuple(-0.25 * (index + 1) for index in range(len(cut)))
-        return [Completion(tuple(cut), logprobs, reason, self.version, self.version)]
+        return [Completion(tuple(cut), logprobs, reason, self.weights, self.weights)]
 
 
 def play(
@@ -175,6 +175,7 @@ def collecting(
     task = Task(episodes, lambda tokens: tokenizer.decode(list(tokens)), Sampling(4, seed=1), group_size=4)
     rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
     try:
+        rollouts.updated(0)
         rollouts.start(step=0, offset=0)
         yield rollouts
     finally:
@@ -230,7 +231,7 @@ def test_engine_error_that_an_environment_catches_is_retried_elsewhere(monkeypat
                 return None
             return conversation.trajectory(float(id(conversation)))
 
-    failing, sound = Engine("one", fails=True), Engine("two")
+    failing, sound = Engine("one", fails=EngineError), Engine("two")
     with collecting(Swallows(), failing, sound) as rollouts:
         groups = rollouts.take(0, DEADLINE_S)
         counts = rollouts.counts()
@@ -238,8 +239,8 @@ def test_engine_error_that_an_environment_catches_is_retried_elsewhere(monkeypat
     assert {trajectory.engine for group in groups for trajectory in group.trajectories} == {"two"}
     assert (counts.failed, counts.discarded) == (0, 0)
     with (
-        collecting(Swallows(), Engine("one", fails=True)) as rollouts,
-        pytest.raises(EngineLostError, match="one is lost"),
+        collecting(Swallows(), Engine("one", fails=EngineError)) as rollouts,
+        pytest.raises(EngineError, match="one has failed"),
     ):
         rollouts.take(0, DEADLINE_S)
 
