@@ -230,7 +230,8 @@ class EnginePool:
             self._ready_at = self._clock()
         elif self._clock() - self._ready_at > self._lost_s:
             problems = "; ".join(
-                f"{member.engine.name}: {member.problem or 'it has no weights yet'}" for member in self._members
+                f"{member.engine.name}: {member.problem or ('it has no weights yet' if member.returned else 'no answer yet')}"
+                for member in self._members
             )
             raise EngineLostError(
                 f"no rollout engine could be used for {self._lost_s:g} s (rollout.engines_lost_s): {problems}; start them "

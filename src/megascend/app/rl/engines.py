@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 
 from megascend.app.rl.servers import owner_name
 from megascend.config.rl import VLLM, RlConfig
-from megascend.errors import ConfigError, WeightSyncError
-from weightwire.errors import SecretKeyError
+from megascend.errors import (
+    ConfigError,
+    ControllerError,
+    ControllerLostError,
+    EngineError,
+    EngineLostError,
+    WeightSyncError,
+)
+from weightwire.engine_calls import LoopThread
+from weightwire.errors import AuthError, SecretKeyError
 from weightwire.keys import load_key
 
 if TYPE_CHECKING:
@@ -116,25 +124,48 @@ class EngineUpdates:
 
 
 def make_engines(config: RlConfig, servers: EngineServers | None = None) -> list[InferenceEngine]:
-    """Make an engine for each entry of ``config.engines``, or one of all engines of ``rollout.controller``.
+    """Make an engine for each entry of ``config.engines``, or for each engine of ``rollout.controller``.
 
     Args:
         servers: servers that the run has started, for the entries ``vllm``.
     """
-    if config.rollout.controller is not None:
+    controller = config.rollout.controller
+    if controller is not None:
         from megascend.rollout.controller.client import ControllerEngine
 
-        timeout_s = config.rollout.timeout_s
+        # A claim for each: one of all of them would be lost with any.
         return [
             ControllerEngine(
-                config.rollout.controller,
+                controller,
                 load_key(),
                 owner=owner_name(config),
-                generate_timeout_s=timeout_s,
+                engines=[name],
+                generate_timeout_s=config.rollout.timeout_s,
                 wait_s=CLAIM_S,
             )
+            for name in controller_engines(config, controller)
         ]
     return [make_engine(config, index, address, servers) for index, address in enumerate(config.engines)]
+
+
+def controller_engines(config: RlConfig, controller: str) -> list[str]:
+    """Return the names of a controller's engines; wait for it if it does not run yet.
+
+    Raises:
+        EngineLostError: it does not answer within ``rollout.engines_lost_s``, of which other ranks can wait for a part.
+    """
+    from megascend.app.rl.servers import START_S
+    from megascend.rollout.controller.client import ControllerClient
+
+    wait_s = min(float(config.rollout.engines_lost_s), START_S)
+    client = ControllerClient(controller, load_key(), caller=owner_name(config), timeout_s=wait_s)
+    with LoopThread("controller status") as thread:
+        try:
+            return list(thread.run(client.status())["engines"])
+        except ControllerLostError as error:
+            raise EngineLostError(f"rollout.controller: {error} ({wait_s:g} s, rollout.engines_lost_s)") from error
+        except (ControllerError, AuthError) as error:
+            raise EngineError(f"rollout.controller: {error}") from error
 
 
 def check_engines(engines: Sequence[str], controller: str | None = None) -> None:

@@ -139,10 +139,16 @@ class ReinforcementLearning(Training[RlConfig]):
             check_servers(config)
 
     def start(self, plan: RunPlan[RlConfig], launch: Launch, stack: ExitStack) -> None:
+        from megascend.app.rl.engines import controller_engines
         from megascend.app.rl.servers import start_servers
 
-        if self._make_engines is None and plan.config.started_engines:
+        if self._make_engines is not None:
+            return
+        if plan.config.started_engines:
             self._servers = start_servers(plan.config, launch, plan.limits, stack)
+        if plan.config.rollout.controller is not None and launch.rank == 0:
+            # It may be started after the run.
+            controller_engines(plan.config, plan.config.rollout.controller)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
