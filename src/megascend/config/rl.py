@@ -88,7 +88,8 @@ class Rollout(Section):
     )
     timeout_s: Size = Field(600, description="seconds after which a request to an engine fails")
     engines_lost_s: Size = Field(
-        600, description="seconds without an engine, at the start and after the last one was lost, after which the run ends"
+        600,
+        description="seconds without an engine, at the start and after the last one was lost, after which the run ends",
     )
     records: RolloutRecords = RolloutRecords()
     controller: str | None = Field(

@@ -328,7 +328,9 @@ class RolloutCollector:
                 group = await self._group(number, dispatch.prompt, sampling, self._task.group_size, attempts)
             except LostMeanwhileError as error:
                 if attempts.lost == LOSSES:
-                    raise EngineLostError(f"{error}; {LOSSES} engines were lost while they answered prompt {number}") from error
+                    raise EngineLostError(
+                        f"{error}; {LOSSES} engines were lost while they answered prompt {number}"
+                    ) from error
                 self._buffer.failed(number)
             except EngineError:
                 # A prompt that fails on every engine is at fault itself.

@@ -306,7 +306,9 @@ class EnginePool:
     def _note(self, member: Member, error: Exception) -> None:
         """Note why an engine does not answer; log it the first time."""
         if member.problem is None:
-            log.warning("%s is lost, and is asked again every %g to %g s: %s", member.engine.name, FIRST_S, LONGEST_S, error)
+            log.warning(
+                "%s is lost, and is asked again every %g to %g s: %s", member.engine.name, FIRST_S, LONGEST_S, error
+            )
         member.problem = error
         member.checked.set()
 
@@ -346,4 +348,3 @@ class CheckedEngine:
                     f"{completion.last_version}, not {version} or the next: it was restarted, or is not this run's alone"
                 )
         return completions
-

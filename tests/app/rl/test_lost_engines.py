@@ -42,7 +42,9 @@ class MortalEngine(LocalEngine):
         seconds: for which it cannot be started again.
     """
 
-    def __init__(self, *arguments: Any, death: tuple[str, int, str] = ("", 0, ""), seconds: float = 0.3, **options: Any):
+    def __init__(
+        self, *arguments: Any, death: tuple[str, int, str] = ("", 0, ""), seconds: float = 0.3, **options: Any
+    ):
         super().__init__(*arguments, own_process=False, **options)
         self.death, self.seconds = death, seconds
         self.calls: list[str] = []
@@ -126,7 +128,11 @@ def test_run_goes_on_without_an_engine_and_gives_it_weights_when_it_is_back(
         caplog.clear()
         output = f"lost-{mode}-{number}"
         config = settings(
-            folder, output, steps=12, rollout={"max_lag": 0, "prompts_per_step": 3}, sync={"mode": mode, "timeout_s": 20}
+            folder,
+            output,
+            steps=12,
+            rollout={"max_lag": 0, "prompts_per_step": 3},
+            sync={"mode": mode, "timeout_s": 20},
         )
         model = folder / "model"
         mortal = MortalEngine(model, name="mortal", death=death)
@@ -222,7 +228,12 @@ def test_engine_that_refuses_weights_ends_the_run_and_one_that_returns_with_othe
 
 def test_all_ranks_go_on_without_an_engine(folder: Path) -> None:  # noqa: F811
     config = settings(
-        folder, "ranks", steps=6, parallel={"tensor": 2}, rollout={"max_lag": 0}, sync={"mode": "delta", "timeout_s": 20}
+        folder,
+        "ranks",
+        steps=6,
+        parallel={"tensor": 2},
+        rollout={"max_lag": 0},
+        sync={"mode": "delta", "timeout_s": 20},
     )
 
     def on_rank() -> RlResult:
@@ -336,7 +347,12 @@ def test_engines_and_controller_may_start_later_end_and_come_back(
         folder,
         "controlled",
         steps=30,
-        rollout={"controller": str(folder / "controller.json"), "max_lag": 0, "reward": f"{slow}:slow", "drop_equal": False},
+        rollout={
+            "controller": str(folder / "controller.json"),
+            "max_lag": 0,
+            "reward": f"{slow}:slow",
+            "drop_equal": False,
+        },
         sync={"timeout_s": 20},
     )
     metrics, events = config.output / "metrics.jsonl", []
@@ -373,7 +389,9 @@ def test_engines_and_controller_may_start_later_end_and_come_back(
     assert max(row["mismatch_max"] for row in rows(config)) < EXACT
     lost = [message for message in caplog.messages if "is lost, and is asked again" in message]
     # A controller that is back within the time of a call is asked again without its engines being lost.
-    assert [message.split(" is lost")[0] for message in lost][:1] == [f"engine 0 of the controller {folder / 'controller.json'}"]
+    assert [message.split(" is lost")[0] for message in lost][:1] == [
+        f"engine 0 of the controller {folder / 'controller.json'}"
+    ]
     assert len(lost) <= 3
     # Both answer after all of it.
     learned = [line for line in lines(config) if line["step"] > events[1][1] + 2]
@@ -383,5 +401,7 @@ def test_engines_and_controller_may_start_later_end_and_come_back(
 def test_controller_that_never_starts_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setenv(ENVIRONMENT, generate_key())
     rollout = {"controller": str(folder / "nowhere.json"), "engines_lost_s": 1}
-    with pytest.raises(EngineLostError, match=r"rollout.controller: no answer from .*nowhere.json.* \(1 s, rollout.engines_lost_s\)"):
+    with pytest.raises(
+        EngineLostError, match=r"rollout.controller: no answer from .*nowhere.json.* \(1 s, rollout.engines_lost_s\)"
+    ):
         train_rl(settings(folder, "nowhere", rollout=rollout))
