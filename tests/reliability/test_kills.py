@@ -260,7 +260,7 @@ def disturb(folder: Path, kills: int) -> None:  # noqa: F811
         kwargs={"engines": lambda config: [SlowRecording(config.model, name="engine 0", own_process=False)]},
     )
     process.start()
-    process.join(DEADLINE_S + 2 * kills)
+    process.join(DEADLINE_S + 10 * kills)
     assert process.exitcode == 0
     draw = random.Random(7)
     order = [kind for kind in KINDS for _ in range(kills)]

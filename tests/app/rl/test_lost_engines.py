@@ -92,6 +92,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"megascend.rollout.{module}.LONGEST_S", 0.4)
 
 
+def kill(engine: LocalEngine) -> None:
+    host: Any = engine._host
+    os.kill(host.process.pid, signal.SIGKILL)
+
+
 def run(config: RlConfig, *engines: MortalEngine) -> RlResult:
     return train_rl(config, engines=lambda config: engines)
 
@@ -264,7 +269,7 @@ def test_killed_local_engine_is_started_again_a_bounded_number_of_times(
             if call == "generate":
                 self.calls += 1
                 if self.calls in self.kills:
-                    os.kill(self._host.process.pid, signal.SIGKILL)
+                    kill(self)
             return await super().ask(call, arguments, timeout_s)
 
     def killed(*kills: int) -> Killed:
@@ -280,7 +285,7 @@ def test_killed_local_engine_is_started_again_a_bounded_number_of_times(
         engine = killed()
         assert thread.run(engine.version()) == 0
         assert not thread.run(engine.revive())
-        engine._host.process.kill()
+        kill(engine)
         with pytest.raises(EngineLostError, match="has ended with exit code -9"):
             thread.run(engine.version())
         with pytest.raises(EngineError, match=r"has ended with exit code -9, after 0 restarts within 3600 s"):
@@ -291,7 +296,7 @@ def test_killed_local_engine_is_started_again_a_bounded_number_of_times(
 def test_engine_that_never_answered_is_not_started_again(folder: Path) -> None:  # noqa: F811
     def dead(config: RlConfig) -> list[LocalEngine]:
         engine = LocalEngine(folder / "model", name="dead")
-        os.kill(engine._host.process.pid, signal.SIGKILL)
+        kill(engine)
         return [engine]
 
     with pytest.raises(EngineError, match=r"dead: its process \d+ has ended with exit code -9 before it answered"):
