@@ -225,3 +225,14 @@ for _ in range(3):
 graders.close()
 """
     subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
+
+
+def test_reward_that_is_cancelled_ends_the_run(monkeypatch):
+    def cancelled(response, prompt):
+        raise asyncio.CancelledError
+
+    with (
+        collecting(monkeypatch, Engine("one"), reward=cancelled) as rollouts,
+        pytest.raises(DataError, match=r"cancelled was cancelled at prompt \d, although the run goes on"),
+    ):
+        rollouts.take(0, DEADLINE_S)

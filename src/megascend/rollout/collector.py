@@ -119,7 +119,7 @@ class RolloutCollector:
         self._attempts: dict[int, Attempts] = {}  # by prompt number
         self._problem: BaseException | None = None
         self._batches_taken = self._version = self._offset = 0
-        self._started = False
+        self._started = self._closing = False
         # Only the event loop's thread touches the state; the trainer's thread submits coroutines to it.
         self._changed = asyncio.Event()
         self._pool = EnginePool(engines, engines_lost_s, self._engine_ready)
@@ -349,8 +349,13 @@ class RolloutCollector:
                     self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
                     if equal:
                         self._check_streak(group)
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError as cancellation:
+            if self._closing:
+                raise
+            # The user's code has raised it: without an error, nobody would miss the prompt.
+            problem = DataError(f"{self._task.episodes.name} was cancelled at prompt {number}, although the run goes on")
+            problem.__cause__ = cancellation
+            self._problem = self._problem or problem
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
             # The first one: later ones often follow from it.
             self._problem = self._problem or problem
@@ -438,6 +443,7 @@ class RolloutCollector:
         return [group for group in await asyncio.gather(*groups) if group is not None]
 
     async def _close(self) -> None:
+        self._closing = True
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

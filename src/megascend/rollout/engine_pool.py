@@ -139,6 +139,13 @@ class EnginePool:
         # Not ready: another prompt's failure may have begun another check.
         return bool(late) or member.problem is not None or member.version is None
 
+    async def version_of(self, member: Member) -> int | None:
+        """Return the version that an engine is known to have, after a check in progress; None if it is lost."""
+        while member.doubtful:
+            if await self._late([member]):
+                return None
+        return member.version if member.ready else None
+
     def has_sampled(self, version: int, completion: Completion) -> bool:
         """Check that a completion is from weights that its engine is known to have had.
 
@@ -336,8 +343,8 @@ class CheckedEngine:
         Raises:
             EngineLostError: the engine has, or may have, other weights than those it was given.
         """
-        # Between two turns of an episode it may have been lost.
-        version = self._member.version if self._member.ready else None
+        # Between two turns of an episode it may have been lost, or have failed at another prompt.
+        version = await self._pool.version_of(self._member)
         if version is None:
             raise EngineLostError(f"{self.name}: it was lost, or restarted, between two responses")
         completions = await self._member.engine.generate(prompt, sampling, n)
