@@ -103,7 +103,9 @@ def test_vllm_that_is_killed_is_started_again_and_gets_the_current_weights(tmp_p
         (server,) = (
             process
             for process in psutil.process_iter(["cmdline"])
-            if "weightwire.vllm" in process.info["cmdline"] and str(tmp_path / "model") in process.info["cmdline"]
+            # Its watcher has the same arguments, after its own.
+            if process.info["cmdline"][1:3] == ["-m", "weightwire.vllm"]
+            and str(tmp_path / "model") in process.info["cmdline"]
         )
         server.kill()
         killed_at = len(rows())

@@ -353,7 +353,9 @@ class RolloutCollector:
             if self._closing:
                 raise
             # The user's code has raised it: without an error, nobody would miss the prompt.
-            problem = DataError(f"{self._task.episodes.name} was cancelled at prompt {number}, although the run goes on")
+            problem = DataError(
+                f"{self._task.episodes.name} was cancelled at prompt {number}, although the run goes on"
+            )
             problem.__cause__ = cancellation
             self._problem = self._problem or problem
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread

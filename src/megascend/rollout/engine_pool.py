@@ -29,6 +29,7 @@ class Member:
         engine: its client.
         version: weights that it is known to have, in its own count; None: it needs weights before its next prompt.
         reported: version that it has reported; None: it has not been asked.
+        offered: version of the last update that this run has begun on it.
         problem: why it does not answer or takes no weights; None if it does.
         check: task that asks for its version; None unless that is in doubt.
         checked: set once ``check`` has had an answer or an error.
@@ -37,6 +38,7 @@ class Member:
     engine: InferenceEngine
     version: int | None = None
     reported: int | None = None
+    offered: int | None = None
     problem: Exception | None = None
     check: asyncio.Task[None] | None = None
     checked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -195,15 +197,22 @@ class EnginePool:
             if not returned and member.check is not None:
                 # What it had until it was lost is old after this update.
                 member.version = None
-            if member.returned and member.reported == version:
+            if not member.returned or member.reported is None or member.reported < version:
+                continue
+            if member.reported == member.offered == version:
                 # Committed in an update that failed elsewhere.
                 self._confirm(member, version)
-            elif member.returned and member.reported is not None and member.reported > version:
-                reason = f"it has weights of version {member.reported}, newer than the run's {version}: restart it"
+            else:
+                # Of another run, if only by the number: an engine that was not there when this one chose its numbers.
+                reason = f"it has weights of version {member.reported} from elsewhere, and this run is at {version}: restart it"
                 self._reject(member, EngineError(reason))
         if returned:
-            return [member.engine for member in self._members if member.returned]
-        return [member.engine for member in self._members if member.ready and member.version != version]
+            members = [member for member in self._members if member.returned]
+        else:
+            members = [member for member in self._members if member.ready and member.version != version]
+        for member in members:
+            member.offered = version
+        return [member.engine for member in members]
 
     def updated(self, version: int, engines: Sequence[InferenceEngine] | None) -> None:
         """Record that engines (None: all) have the weights of ``version``."""

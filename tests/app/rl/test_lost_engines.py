@@ -280,15 +280,16 @@ def test_killed_local_engine_is_started_again_a_bounded_number_of_times(
     config = settings(folder, "killed", steps=4, rollout={"max_lag": 0})
     assert train_rl(config, engines=lambda config: [killed(4)]).steps == 4
     assert max(row["mismatch_max"] for row in rows(config)) < EXACT
-    monkeypatch.setattr("megascend.rollout.engines.guarded.RESTARTS", 0)
+    monkeypatch.setattr("megascend.rollout.engines.guarded.RESTARTS", 1)
     with LoopThread("calls") as thread:
         engine = killed()
         assert thread.run(engine.version()) == 0
         assert not thread.run(engine.revive())
+        engine._restarts.note("once before")
         kill(engine)
         with pytest.raises(EngineLostError, match="has ended with exit code -9"):
             thread.run(engine.version())
-        with pytest.raises(EngineError, match=r"has ended with exit code -9, after 0 restarts within 3600 s"):
+        with pytest.raises(EngineError, match=r"has ended with exit code -9, after 1 restarts within 3600 s"):
             thread.run(engine.revive())
         thread.run(engine.close())
 
@@ -410,3 +411,37 @@ def test_controller_that_never_starts_ends_the_run(folder: Path, monkeypatch: py
         EngineLostError, match=r"rollout.controller: no answer from .*nowhere.json.* \(1 s, rollout.engines_lost_s\)"
     ):
         train_rl(settings(folder, "nowhere", rollout=rollout))
+
+
+def test_engine_that_joins_later_with_weights_of_another_run_is_not_used(
+    folder: Path,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Check all versions that it can have: the number of this run's current weights is one of them."""
+
+    class Late(MortalEngine):
+        foreign = 0
+
+        async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+            if call == "version" and self.calls.count("version") < 2:
+                self.calls.append(call)
+                raise EngineLostError("late is not there yet")
+            answer = await super().ask(call, arguments, timeout_s)
+            return {"version": self.foreign} if call == "version" else answer
+
+    for foreign in (0, 2, 6, 30):
+        caplog.clear()
+        config = settings(folder, f"foreign-{foreign}", steps=10, rollout={"max_lag": 0}, sync={"timeout_s": 20})
+        late, sound = Late(folder / "model", name="late"), MortalEngine(folder / "model", name="sound", seed=1)
+        late.foreign = foreign
+        with caplog.at_level(logging.WARNING):
+            assert run(config, late, sound).steps == 10
+        assert max(row["mismatch_max"] for row in rows(config)) < EXACT
+        # With an older version it gets this run's weights; with any other one, nothing.
+        used = "generate" in late.calls
+        assert used == ("commit" in late.calls)
+        assert (used, foreign) not in ((False, 0), (True, 30))
+        refusals = [
+            message for message in caplog.messages if f"has weights of version {foreign} from elsewhere" in message
+        ]
+        assert bool(refusals) == (not used)

@@ -92,7 +92,7 @@ class EngineUpdates:
         if self._rollouts.on_rank_0(lambda collector: collector.returned()):
             try:
                 self._push(self._backend.step_count, returned=True)
-            except WeightSyncError as error:
+            except (WeightSyncError, ConfigError) as error:
                 # On every rank; the others go on sampling.
                 problem = error
                 self._rollouts.on_rank_0(lambda collector: collector.reject(self._sync.engines, problem))
