@@ -127,7 +127,7 @@ class World:
         if name == "trainer":
             train_rl(self.config, resume="auto", engines=self._engines)
         elif name == "controller":
-            # Leases of a second: the processes that held them are dead.
+            # Leases of a second: the processes that pending them are dead.
             serve(
                 lambda: [self._client(engine, f"engine {engine}.json") for engine in range(ENGINES)],
                 self.key,
@@ -205,10 +205,10 @@ def configured(folder: Path, output: str, kills: int) -> RlConfig:  # noqa: F811
 
 
 def learned(config: RlConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return figures and trajectories without what depends on time: who sampled how far ahead, and how long it took."""
+    """Return figures and trajectories without what depends on time: who sampled what, how far ahead, and how long it took."""
     timed = {"seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s", "sync_bytes", "sync_share"}
-    ahead = {"reward", "equal", "stale", "prompts", "lag", "max_lag", "length", "turns"}
-    figures = [{name: value for name, value in row.items() if name not in timed | ahead} for row in rows(config)]
+    unordered = {"reward", "equal", "stale", "prompts", "lag", "max_lag", "length", "turns"}
+    figures = [{name: value for name, value in row.items() if name not in timed | unordered} for row in rows(config)]
     lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
     fields = (
         "step",
@@ -234,11 +234,11 @@ def check_counts(config: RlConfig, trajectories: list[dict[str, Any]]) -> None:
     state = manifest["progress"]["rollouts"]["buffer"]
     counts = state["counts"]
     assert counts["learned"] == steps * rollout.prompts_per_step
-    held = [*(waiting["number"] for waiting in state["waiting"]), *(group["number"] for group in state["ready"])]
-    assert len(set(held)) == len(held)
-    assert not set(held) & times.keys()
+    pending = [*(waiting["number"] for waiting in state["waiting"]), *(group["number"] for group in state["ready"])]
+    assert len(set(pending)) == len(pending)
+    assert not set(pending) & times.keys()
     outcomes = ("learned", "equal", "discarded", "stale")
-    assert counts["dispatched"] == len(held) + sum(counts[outcome] for outcome in outcomes)
+    assert counts["dispatched"] == len(pending) + sum(counts[outcome] for outcome in outcomes)
     assert (counts["stale"], counts["discarded"], counts["failed"], counts["timed_out"]) == (0, 0, 0, 0)
     assert counts["responses"] == (counts["dispatched"] - len(state["waiting"])) * rollout.group_size
 

@@ -84,11 +84,11 @@ class Attempts:
 
     Attributes:
         failed: engines that have failed at it and still answer.
-        lost: engines that were lost meanwhile.
+        losses: number of engines that were lost meanwhile.
     """
 
     failed: list[int] = field(default_factory=list)
-    lost: int = 0
+    losses: int = 0
 
 
 class LostMeanwhileError(EngineLostError):
@@ -327,7 +327,7 @@ class RolloutCollector:
             try:
                 group = await self._group(number, dispatch.prompt, sampling, self._task.group_size, attempts)
             except LostMeanwhileError as error:
-                if attempts.lost == LOSSES:
+                if attempts.losses == LOSSES:
                     raise EngineLostError(
                         f"{error}; {LOSSES} engines were lost while they answered prompt {number}"
                     ) from error
@@ -406,12 +406,12 @@ class RolloutCollector:
             try:
                 trajectories = await self._task.episodes.run(engine, prompt, sampling, n)
             except EngineError as error:
-                if await self._pool.lost(index):
-                    attempts.lost += 1
+                if await self._pool.check_failure(index):
+                    attempts.losses += 1
                     raise LostMeanwhileError(str(error)) from error
                 attempts.failed.append(index)
                 raise
-        self._pool.answered(index)
+        self._pool.succeeded(index)
         # One alone has no advantage; an evaluation of one sample is complete with it.
         if len(trajectories) < min(n, 2):
             return None
@@ -436,7 +436,7 @@ class RolloutCollector:
                 try:
                     return await self._group(number, prompt, seeded(number), n, attempts)
                 except LostMeanwhileError as error:
-                    if attempts.lost == LOSSES:
+                    if attempts.losses == LOSSES:
                         raise EngineLostError(str(error)) from error
                     # Another engine answers, or this one when it is back.
                     await asyncio.sleep(BACKOFF_S)

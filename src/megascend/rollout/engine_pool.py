@@ -29,7 +29,7 @@ class Member:
         engine: its client.
         version: weights that it is known to have, in its own count; None: it needs weights before its next prompt.
         reported: version that it has reported; None: it has not been asked.
-        offered: version of the last update that this run has begun on it.
+        target_version: version of the last update that this run has begun on it.
         problem: why it does not answer or takes no weights; None if it does.
         check: task that asks for its version; None unless that is in doubt.
         checked: set once ``check`` has had an answer or an error.
@@ -38,7 +38,7 @@ class Member:
     engine: InferenceEngine
     version: int | None = None
     reported: int | None = None
-    offered: int | None = None
+    target_version: int | None = None
     problem: Exception | None = None
     check: asyncio.Task[None] | None = None
     checked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -109,9 +109,9 @@ class EnginePool:
     async def choose(self, avoid: Collection[int]) -> int | None:
         """Return the least busy engine that may get prompts, not one of ``avoid`` if there is another; None if there is none."""
 
-        others = [member for index, member in enumerate(self._members) if index not in avoid]
+        preferred = [member for index, member in enumerate(self._members) if index not in avoid]
         # One that has just failed at another prompt may be sound.
-        while not any(member.ready for member in others) and (doubtful := [m for m in others if m.doubtful]):
+        while not any(member.ready for member in preferred) and (doubtful := [m for m in preferred if m.doubtful]):
             if await self._late(doubtful):
                 break
         ready = [index for index, member in enumerate(self._members) if member.ready]
@@ -127,11 +127,11 @@ class EnginePool:
         finally:
             self._load[index] -= n
 
-    def answered(self, index: int) -> None:
+    def succeeded(self, index: int) -> None:
         """Record that an engine has answered a prompt."""
         self._availability.answered(index)
 
-    async def lost(self, index: int) -> bool:
+    async def check_failure(self, index: int) -> bool:
         """Record that an engine has failed at a prompt; return whether it is lost. Otherwise the prompt may be at fault."""
         self.incidents += 1
         # Other prompts avoid it for a while, even if it is sound.
@@ -199,7 +199,7 @@ class EnginePool:
                 member.version = None
             if not member.returned or member.reported is None or member.reported < version:
                 continue
-            if member.reported == member.offered == version:
+            if member.reported == member.target_version == version:
                 # Committed in an update that failed elsewhere.
                 self._confirm(member, version)
             else:
@@ -211,7 +211,7 @@ class EnginePool:
         else:
             members = [member for member in self._members if member.ready and member.version != version]
         for member in members:
-            member.offered = version
+            member.target_version = version
         return [member.engine for member in members]
 
     def updated(self, version: int, engines: Sequence[InferenceEngine] | None) -> None:

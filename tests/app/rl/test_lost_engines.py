@@ -114,11 +114,11 @@ IN_CI = [
     ("delta", ("verify", 2, "before")),
 ]
 MOMENTS = [
-    (mode, (call, number, when))
+    (mode, (call, number, side))
     for mode in ("full", "delta")
     for call, number in (("generate", 3), ("locations", 2), ("begin_update", 1), ("begin_update", 2), ("verify", 2))
     + (("commit", 1), ("commit", 2))
-    for when in ("before", "after")
+    for side in ("before", "after")
 ]
 DEATHS = [
     *(pytest.param(mode, death, id=f"{mode}-{death}") for mode, death in IN_CI),
@@ -137,7 +137,7 @@ def test_run_goes_on_without_an_engine_and_gives_it_weights_when_it_is_back(
     death: tuple[str, int, str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Without lag, every response is of the weights that the trainer has: log-probabilities show whether an engine has them."""
+    """Compare log-probabilities: without lag, those of engine and trainer are equal only if their weights are."""
     output = f"lost-{mode}-{'-'.join(map(str, death))}"
     rollout = {"max_lag": 0, "prompts_per_step": 3}
     config = settings(folder, output, steps=12, rollout=rollout, sync={"mode": mode, "timeout_s": 20})
@@ -169,8 +169,8 @@ def test_engine_restarted_unnoticed_gives_no_sample_of_its_first_weights(
 ) -> None:
     config = settings(folder, f"unnoticed-{call}-{engines}", steps=6, rollout={"max_lag": 0}, sync={"timeout_s": 20})
     mortal = MortalEngine(folder / "model", name="mortal", death=(call, 3, "unnoticed"))
-    others = [MortalEngine(folder / "model", name="sound", seed=1)][: engines - 1]
-    assert run(config, mortal, *others).steps == 6
+    companions = [MortalEngine(folder / "model", name="sound", seed=1)][: engines - 1]
+    assert run(config, mortal, *companions).steps == 6
     assert max(row["mismatch_max"] for row in rows(config)) < EXACT
     # One update is repeated, or it gets one more; an offer of complete weights is one that it can take.
     assert mortal.calls.count("begin_update") == (7 if call == "begin_update" else 8)
@@ -180,9 +180,9 @@ def test_run_without_any_engine_waits_for_one(folder: Path, caplog: pytest.LogCa
     for number, call in enumerate(("generate", "commit")):
         evaluation = {"prompts": folder / "prompts.jsonl", "every": 2}
         config = settings(folder, f"alone-{number}", steps=5, rollout={"max_lag": 0}, evaluation=evaluation)
-        alone = MortalEngine(folder / "model", name="alone", death=(call, 9 if call == "generate" else 3, "after"))
+        engine = MortalEngine(folder / "model", name="alone", death=(call, 9 if call == "generate" else 3, "after"))
         with caplog.at_level(logging.WARNING):
-            assert run(config, alone).steps == 5
+            assert run(config, engine).steps == 5
         assert max(row["mismatch_max"] for row in rows(config)) < EXACT
     assert sum("alone is lost, and is asked again" in message for message in caplog.messages) == 2
     assert sum("alone answers again, with weights of version 0" in message for message in caplog.messages) == 2
@@ -393,12 +393,12 @@ def test_engines_and_controller_may_start_later_end_and_come_back(
     assert all(step < 30 for _, step in events)
     assert versions == [31, 31]
     assert max(row["mismatch_max"] for row in rows(config)) < EXACT
-    lost = [message for message in caplog.messages if "is lost, and is asked again" in message]
+    losses = [message for message in caplog.messages if "is lost, and is asked again" in message]
     # A controller that is back within the time of a call is asked again without its engines being lost.
-    assert [message.split(" is lost")[0] for message in lost][:1] == [
+    assert [message.split(" is lost")[0] for message in losses][:1] == [
         f"engine 0 of the controller {folder / 'controller.json'}"
     ]
-    assert len(lost) <= 3
+    assert len(losses) <= 3
     # Both answer after all of it.
     learned = [line for line in lines(config) if line["step"] > events[1][1] + 2]
     assert {line["engine"].split(" of ")[0] for line in learned} == {"engine 0", "engine 1"}

@@ -153,7 +153,7 @@ class EngineServers:
         return [client for client in map(self.client, self._sleeping) if client.ended == ended]
 
     async def _sleep(self) -> None:
-        await self._each(lambda client: client.sleep(SLEEP_S))
+        await self._call_running(lambda client: client.sleep(SLEEP_S))
 
     async def _renew(self) -> None:
         while True:
@@ -161,9 +161,9 @@ class EngineServers:
             await self._sleep()
 
     async def _wake(self) -> None:
-        await self._each(lambda client: client.resume())
+        await self._call_running(lambda client: client.resume())
 
-    async def _each(self, call: Callable[[StartedVllm], Awaitable[None]]) -> None:
+    async def _call_running(self, call: Callable[[StartedVllm], Awaitable[None]]) -> None:
         """Call the servers that have not ended; one that ends meanwhile occupies no memory either, and is found by others."""
 
         async def guarded(client: StartedVllm) -> None:

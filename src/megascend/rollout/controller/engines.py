@@ -57,9 +57,8 @@ class Engines:
         if not failed:
             return succeeded
         # Of the kind of all errors: a caller that waits for lost engines must not wait for one that refuses.
-        lost = all(isinstance(error, ConnectionError) for error in failed.values())
-        late = all(isinstance(error, TimeoutError) for error in failed.values())
-        kind = EngineTimeoutError if late else EngineLostError if lost else EngineError
+        kinds = ((TimeoutError, EngineTimeoutError), (ConnectionError, EngineLostError), (Exception, EngineError))
+        kind = next(kind for base, kind in kinds if all(isinstance(error, base) for error in failed.values()))
         reasons = "; ".join(f"engine {name!r}: {type(error).__name__}: {error}" for name, error in failed.items())
         raise kind(f"{label} failed: {reasons}" + (f" (done by {', '.join(succeeded)})" if succeeded else ""))
 

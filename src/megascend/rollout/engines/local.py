@@ -62,21 +62,21 @@ class LocalEngine(RemoteEngine):
         self.name = name
         self.answer_s = timeout_s
         self.control_s = self.commit_s = control_timeout_s
-        self._answered = self._was_ready = False
+        self._loaded = self._was_ready = False
         self._restarts = RestartLimit()
         kind = ModelProcess if own_process else ModelInProcess
         self._make_host = partial(kind, name, Path(model), settings)
         self._host = self._make_host()
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        if not self._answered:
+        if not self._loaded:
             # The child first imports transformers and loads the model, which takes minutes on a busy machine.
             timeout_s = max(timeout_s, self.answer_s)
         try:
             answer = await asyncio.wait_for(self._host.call(call, arguments), timeout_s)
         except asyncio.TimeoutError:
             raise EngineTimeoutError(f"{self.name}: no answer to {call} within {timeout_s:g} s") from None
-        self._answered = self._was_ready = True
+        self._loaded = self._was_ready = True
         return answer
 
     async def revive(self) -> bool:
@@ -92,7 +92,7 @@ class LocalEngine(RemoteEngine):
             raise EngineError(f"{ending} before it answered")
         self._restarts.note(ending)
         await self._host.close()
-        self._answered, self._host = False, self._make_host()
+        self._loaded, self._host = False, self._make_host()
         return True
 
     async def close(self) -> None:
