@@ -279,10 +279,14 @@ class EnginePool:
         waits = {asyncio.ensure_future(m.checked.wait()): m for m in members if m.check is not None}
         if not waits:
             return []
-        _, late = await asyncio.wait(waits, timeout=VERDICT_S)
-        for wait in late:
+        _, pending = await asyncio.wait(waits, timeout=VERDICT_S)
+        for wait in pending:
             wait.cancel()
-        return [waits[wait] for wait in late]
+        late = [waits[wait] for wait in pending if not waits[wait].checked.is_set()]
+        for member in late:
+            # Nothing waits for it from now on, but its answer still counts.
+            self._note(member, EngineTimeoutError(f"{member.engine.name}: no answer within {VERDICT_S:g} s"))
+        return late
 
     def _begin_check(self, member: Member, delay_s: float = 0.0) -> None:
         if member.ready:

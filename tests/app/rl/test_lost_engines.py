@@ -19,11 +19,12 @@ import pytest
 from app.rl.test_loop import DEADLINE_S, folder, in_a_fork, rows, settings  # noqa: F401
 from megascend.app.rl.train import RlResult, train_rl
 from megascend.config.rl import RlConfig
-from megascend.errors import EngineError, EngineLostError, WeightSyncError
+from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, WeightSyncError
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import run_distributed
+from weightwire.engine import Completion
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import ManifestError
 from weightwire.keys import ENVIRONMENT, Key, generate_key
@@ -158,6 +159,50 @@ def test_run_goes_on_without_an_engine_and_gives_it_weights_when_it_is_back(
     if mode == "delta":
         # The engine that is back has no base: complete weights for a while, then changes again.
         assert sum(row["sync_share"] not in (None, 1.0) for row in rows(config)) > 6
+
+
+@pytest.mark.parametrize("call", ["generate", pytest.param("begin_update", marks=pytest.mark.nightly)])
+def test_run_goes_on_without_an_engine_that_hangs(
+    folder: Path,  # noqa: F811
+    call: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Stop an engine for six seconds, longer than all deadlines; it still has its old weights then."""
+    monkeypatch.setattr("megascend.rollout.engine_pool.VERDICT_S", 0.5)
+
+    class Hanging(MortalEngine):
+        until = 0.0
+
+        async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+            if not self.until and (call, self.calls.count(call) + 1) == self.death[:2]:
+                self.until = time.monotonic() + 6
+            while time.monotonic() < self.until:
+                await asyncio.sleep(0.05)
+            return await super().ask(call, arguments, timeout_s)
+
+        async def generate(self, *arguments: Any, **options: Any) -> list[Completion]:
+            try:
+                return await asyncio.wait_for(super().generate(*arguments, **options), 2)
+            except asyncio.TimeoutError as error:
+                raise EngineTimeoutError("hanging: no answer to generate within 2 s") from error
+
+    slow = folder / "slow.py"
+    slow.write_text("import time\ndef slow(response, example):\n    time.sleep(0.08)\n    return len(response)\n")
+    rollout = {"max_lag": 0, "reward": f"{slow}:slow", "drop_equal": False}
+    config = settings(folder, f"hangs-{call}", steps=28, rollout=rollout, sync={"timeout_s": 2})
+    hanging = Hanging(folder / "model", name="hanging", death=(call, 3, "hangs"))
+    with caplog.at_level(logging.WARNING):
+        assert run(config, hanging, MortalEngine(folder / "model", name="sound", seed=1)).steps == 28
+    assert max(row["mismatch_max"] for row in rows(config)) < EXACT
+    assert sum(message.startswith("hanging is lost") for message in caplog.messages) == 1
+    assert [line["engine"] for line in lines(config) if line["step"] > 24].count("hanging") > 0
+    # Updates do not wait for it again and again.
+    assert sum(row["sync_s"] > 0.4 for row in rows(config)) <= 5
+    gap = {line["step"] for line in lines(config)} - {
+        line["step"] for line in lines(config) if line["engine"] == "hanging"
+    }
+    assert len(gap) > 3
 
 
 @pytest.mark.parametrize("call", ["generate", "begin_update", "verify", "commit"])
