@@ -258,6 +258,7 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
             with WeightSync(backend, [engine], bucket_bytes=50_000) as sync:
                 offset = 1 + max(collector.engine_versions())
                 sync.push(offset)
+                collector.updated(offset)
                 collector.start(0, offset)
                 first = collector.take(0, 120)
                 assert first is not None
@@ -271,7 +272,7 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
                 ]
                 weights = {name: tensor.cpu().clone() for name, tensor in backend.named_weights()}
                 sync.push(offset + 1)
-                collector.updated(1)
+                collector.updated(offset + 1)
                 second = collector.take(1, 120)
                 assert second is not None
                 replayed = learn(backend, second, objective)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from megascend.cli.random_checkpoint import byte_tokenizer
-from megascend.errors import ConfigError, DataError, EngineLostError
+from megascend.errors import ConfigError, DataError, EngineError
 from megascend.rollout import collector
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
@@ -56,7 +57,7 @@ class ScriptedEngine(Engine):
         cut = reply[: sampling.max_tokens]
         reason = "stop" if len(cut) == len(reply) else "length"
         logprobs = tuple(-0.25 * (index + 1) for index in range(len(cut)))
-        return [Completion(tuple(cut), logprobs, reason, self.version, self.version)]
+        return [Completion(tuple(cut), logprobs, reason, self.weights, self.weights)]
 
 
 def play(
@@ -176,6 +177,7 @@ def collecting(
     task = Task(episodes, lambda tokens: tokenizer.decode(list(tokens)), Sampling(4, seed=1), group_size=4)
     rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
     try:
+        rollouts.updated(0)
         rollouts.start(step=0, offset=0)
         yield rollouts
     finally:
@@ -205,16 +207,18 @@ def test_failed_episodes_are_counted_and_left_out(hangs: bool, caplog: pytest.Lo
 
 
 def test_too_many_failed_episodes_end_the_run() -> None:
+    engine = Engine("one")
     with (
-        collecting(Sometimes(period=2), Engine("one"), max_failed=0.4) as rollouts,
+        collecting(Sometimes(period=2), engine, max_failed=0.4) as rollouts,
         pytest.raises(DataError, match=r"of the last \d+ episodes failed, more than the share 0.4 .*no such tool"),
     ):
-        learn_from(rollouts, 20)
+        learn_from(rollouts, engine, 20)
 
 
-def learn_from(rollouts: RolloutCollector, steps: int) -> None:
-    """Take groups of a number of steps, with engines that are never updated."""
+def learn_from(rollouts: RolloutCollector, engine: Engine, steps: int) -> None:
+    """Take groups of a number of steps."""
     for step in range(steps):
+        engine.weights = step
         rollouts.updated(step)
         rollouts.take(step, DEADLINE_S)
 
@@ -231,7 +235,7 @@ def test_engine_error_that_an_environment_catches_is_retried_elsewhere(monkeypat
                 return None
             return conversation.trajectory(float(id(conversation)))
 
-    failing, sound = Engine("one", fails=True), Engine("two")
+    failing, sound = Engine("one", fails=EngineError), Engine("two")
     with collecting(Swallows(), failing, sound) as rollouts:
         groups = rollouts.take(0, DEADLINE_S)
         counts = rollouts.counts()
@@ -239,10 +243,39 @@ def test_engine_error_that_an_environment_catches_is_retried_elsewhere(monkeypat
     assert {trajectory.engine for group in groups for trajectory in group.trajectories} == {"two"}
     assert (counts.failed, counts.discarded) == (0, 0)
     with (
-        collecting(Swallows(), Engine("one", fails=True)) as rollouts,
-        pytest.raises(EngineLostError, match="one is lost"),
+        collecting(Swallows(), Engine("one", fails=EngineError)) as rollouts,
+        pytest.raises(EngineError, match="one has failed"),
     ):
         rollouts.take(0, DEADLINE_S)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, ConnectionResetError])
+def test_environment_that_ends_at_random_loses_no_prompt(error: type[BaseException]) -> None:
+    class Ends(Sometimes):
+        ended = 0
+
+        async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
+            trajectory = await super().run(policy, example)
+            if draw.random() < 0.2:
+                self.ended += 1
+                raise error
+            return trajectory
+
+    draw, environment, engine = random.Random(3), Ends(period=10**6), Engine("one")
+    groups = []
+    with collecting(environment, engine) as rollouts:
+        for step in range(10):
+            engine.weights = step
+            rollouts.updated(step)
+            batch = rollouts.take(step, DEADLINE_S)
+            assert batch is not None
+            groups += batch
+        counts = rollouts.counts()
+    assert len({group.number for group in groups}) == 40
+    # All that were dispatched are learned from, dropped, or still on their way; each of their episodes counts once.
+    assert 0 < counts.failed <= environment.ended
+    assert sum(len(group.trajectories) for group in groups) <= environment.runs - counts.failed
+    assert counts.dispatched - counts.learned - counts.discarded - counts.equal <= 4
 
 
 def test_blocking_environment_does_not_hold_up_the_engines() -> None:

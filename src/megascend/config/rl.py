@@ -108,6 +108,10 @@ class Rollout(Section):
         "started with --enable-return-routed-experts",
     )
     timeout_s: Size = Field(600, description="seconds after which a request to an engine fails")
+    engines_lost_s: Size = Field(
+        600,
+        description="seconds without an engine, at the start and after the last one was lost, after which the run ends",
+    )
     records: RolloutRecords = RolloutRecords()
     controller: str | None = Field(
         None,

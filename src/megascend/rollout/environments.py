@@ -409,7 +409,7 @@ class EnvironmentEpisodes(Episodes):
         problem: Exception | None = None
         try:
             # A copy: an environment may change its example.
-            result = await asyncio.wait_for(self._environment.run(policy, dict(prompt)), self._limits.timeout_s)
+            result = await asyncio.wait_for(self._result(policy, dict(prompt)), self._limits.timeout_s)
             trajectories = self._checked(result)
         # Also one that the environment raised itself: the two cannot be told apart on Python 3.10.
         except asyncio.TimeoutError as error:
@@ -427,6 +427,21 @@ class EnvironmentEpisodes(Episodes):
         if problem is not None:
             self._count(problem, prompt)
         return trajectories
+
+    async def _result(self, policy: Policy, example: dict[str, Any]) -> Any:
+        """Run the environment; what would end this task or its loop, and not the episode alone, becomes an exception."""
+        start = time.monotonic()
+        try:
+            return await self._environment.run(policy, example)
+        except SystemExit as error:
+            raise RuntimeError(f"SystemExit: {error}") from error
+        except asyncio.CancelledError as error:
+            task: Any = asyncio.current_task()
+            # Python 3.10 cannot tell; there wait_for() cancels a task of its own.
+            late = time.monotonic() - start >= self._limits.timeout_s
+            if task.cancelling() if hasattr(task, "cancelling") else late:
+                raise
+            raise RuntimeError("CancelledError, and nobody cancelled the episode") from error
 
     def _checked(self, result: Any) -> list[Trajectory]:
         trajectories = [result] if isinstance(result, Trajectory) else list(result or ())

@@ -100,7 +100,7 @@ def make_collector(
         max_equal_groups=rollout.max_equal_groups,
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
-    return RolloutCollector(engines, prompts, buffer, task)
+    return RolloutCollector(engines, prompts, buffer, task, rollout.engines_lost_s)
 
 
 def load_grader(config: RlConfig) -> Reward | Environment:

@@ -28,6 +28,7 @@ from megascend.errors import DataError, EngineError
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
+    from megascend.app.rl.engines import EngineUpdates
     from megascend.app.rl.reference import Reference
     from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from megascend.rollout.episodes import Episodes
     from megascend.rollout.group import TrajectoryGroup
     from megascend.rollout.rewards import Reward
-    from megascend.weightsync import WeightSync
     from weightwire.engine import InferenceEngine
 
 EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
@@ -130,14 +130,14 @@ class ReinforcementLearning(Training[RlConfig]):
     _grader: Reward | Environment
     _run: Run[RlConfig]
     _rollouts: SharedRollouts
-    _sync: WeightSync
+    _updates: EngineUpdates
     _counts: Counts
 
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
         self._servers: EngineServers | None = None
         self.totals = Totals()
-        self._offset = self._version = 0
+        self._version = 0
         self._since = 0.0
         self._records: RolloutLog | None = None
         self._reference: Reference | None = None
@@ -153,10 +153,16 @@ class ReinforcementLearning(Training[RlConfig]):
             check_servers(config)
 
     def start(self, plan: RunPlan[RlConfig], launch: Launch, stack: ExitStack) -> None:
+        from megascend.app.rl.engines import controller_engines
         from megascend.app.rl.servers import start_servers
 
-        if self._make_engines is None and plan.config.started_engines:
+        if self._make_engines is not None:
+            return
+        if plan.config.started_engines:
             self._servers = start_servers(plan.config, launch, plan.limits, stack)
+        if plan.config.rollout.controller is not None and launch.rank == 0:
+            # It may be started after the run.
+            controller_engines(plan.config, plan.config.rollout.controller)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
         from megascend.app.rl.reference import check_reference
@@ -195,7 +201,7 @@ class ReinforcementLearning(Training[RlConfig]):
 
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
-        from megascend.app.rl.engines import make_engines
+        from megascend.app.rl.engines import EngineUpdates, make_engines
         from megascend.app.rl.rollouts import SharedRollouts
         from megascend.app.rl.set_up import check_router_replay, fingerprint, make_collector
         from megascend.data.order import Batches
@@ -231,7 +237,7 @@ class ReinforcementLearning(Training[RlConfig]):
         # An episode may take its time between two responses.
         patience_s = config.rollout.timeout_s + (environment.timeout_s if environment is not None else 0)
         self._rollouts = SharedRollouts(backend, collector, patience_s)
-        self._sync = run.stack.enter_context(
+        sync = run.stack.enter_context(
             WeightSync(
                 backend,
                 engines,
@@ -245,11 +251,9 @@ class ReinforcementLearning(Training[RlConfig]):
             )
         )
         self._wake_engines()
-        # Engines count their versions up, and may have lived longer than this process.
-        steps_before = backend.step_count
-        self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - steps_before
-        # Also after a resume: engines may have been restarted with the checkpoint's first weights.
-        self._sync.push(version=steps_before + self._offset, adapter=run.adapter)
+        self._updates = EngineUpdates(backend, self._rollouts, sync, run.adapter)
+        self._updates.begin()
+        self._rollouts.recover = self._updates.recover
         if progress is None and config.evaluation is not None:
             reward = self._evaluate(0)
             self.totals.reward_before = self.totals.reward_after = reward
@@ -257,7 +261,8 @@ class ReinforcementLearning(Training[RlConfig]):
         # Before the first prompt: what ends while the loop is prepared belongs to the first step.
         self._counts = self._rollouts.counts()
         # After the push and the evaluation: no training prompt is sampled with other weights.
-        self._rollouts.on_rank_0(lambda collector: collector.start(steps_before, self._offset))
+        steps, offset = backend.step_count, self._updates.offset
+        self._rollouts.on_rank_0(lambda collector: collector.start(steps, offset))
 
     def start_loop(self, log: RunLog) -> None:
         run = self._run
@@ -288,10 +293,10 @@ class ReinforcementLearning(Training[RlConfig]):
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
         stepped, pause_s, pushed = time.perf_counter(), 0.0, None
         if number % config.sync.every == 0 or number == config.steps:
-            pushed = self._sync.push(version=number + self._offset, adapter=run.adapter)
-            pause_s, self._version = pushed.pause_s, number
             # Only now may prompts be dispatched that count on these weights.
-            self._rollouts.on_rank_0(lambda collector: collector.updated(number))
+            pushed, self._version = self._updates.push(number), number
+            # None: engines were lost. Those that are back get these weights, or later ones.
+            pause_s = 0.0 if pushed is None else pushed.pause_s
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
             eval_reward = self.totals.reward_after = self._evaluate(number)
@@ -359,7 +364,7 @@ class ReinforcementLearning(Training[RlConfig]):
         settings = self._run.config.evaluation
         assert settings is not None
         held_out = [prompt for _, prompt in self.prompts.held_out]
-        reward = self._rollouts.evaluate(held_out, settings.temperature, settings.samples, self._offset)
+        reward = self._rollouts.evaluate(held_out, settings.temperature, settings.samples, self._updates.offset)
         self._evaluated.append((step, self._rollouts.evaluated))
         return reward
 
