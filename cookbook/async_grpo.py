@@ -344,6 +344,7 @@ def main() -> None:
         first = sync.push(version=completed_steps + offset)
         if main_rank:
             print(f"weights: {precision}, {first.nbytes:,} bytes over {first.transport}", flush=True)
+        rollouts.on_rank_0(lambda collector: collector.updated(completed_steps + offset))
         before = saved["before"] if saved else rollouts.evaluate(held_out, temperature=1.0, n=4)
         rollouts.on_rank_0(lambda collector: collector.start(step=completed_steps, offset=offset))
 
@@ -356,7 +357,7 @@ def main() -> None:
             learned = learn(backend, groups, Objective(loss="ppo", advantages="grpo"))
             update = backend.optimizer_step()
             pushed = sync.push(version=step + offset)
-            rollouts.on_rank_0(lambda collector, step=step: collector.updated(step))
+            rollouts.on_rank_0(lambda collector, step=step: collector.updated(step + offset))
             assert learned.mismatch is not None
             rewards = [value for group in groups for value in group.rewards]
             rows.append(

@@ -33,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from megascend.errors import MegascendError
 from megascend.rollout.engines.placement import device_options, place_engines, visible_gpus
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import MODULE, VllmProcess, engine_environment, vllm_device
-from megascend.weightsync.delivery import Delivery, Update
+from megascend.weightsync.delivery import Delivery
 from weightwire.engine import Sampling
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import read_key, write_key
@@ -198,25 +197,9 @@ def push(
     delivery: Delivery, engine: VllmEngine, weights: dict[str, Tensor], version: int, load: Load, window_s: float
 ) -> dict[str, float]:
     """Push once; return seconds by phase and part, and the tokens per second within the window."""
-    update, seconds = Update(), {}
-    specs = tuple(map(spec_of, weights, weights.values()))
     before, start = load.tokens(), time.perf_counter()
-
-    @contextlib.contextmanager
-    def timed(phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        seconds[phase] = time.perf_counter() - begin
-
-    with timed("whole"):
-        with timed("begin"):
-            delivery.begin(update, [engine], version, specs)
-        with timed("transfer"):
-            update.send(weights.items())
-        with timed("verify"):
-            delivery.verify(update)
-        with timed("commit"):
-            delivery.commit(update)
+    update = delivery.push([engine], version, weights)
+    seconds = {"whole": sum(update.seconds.values())} | update.seconds
     during = load.tokens()
     seconds["rate during"] = (during - before) / (time.perf_counter() - start)
     time.sleep(max(0.0, window_s - (time.perf_counter() - start)))
@@ -364,12 +347,10 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
     print(f"== {shape}, {config['num_hidden_layers']} layers, {nbytes / 1e9:.2f} GB", flush=True)
     with Server(directory, work, arguments, device) as server:
         engine = server.client()
-        with Load(engine, server.process.address, config, arguments) as load, contextlib.closing(
-            Delivery(
-                transport=arguments.transport, device=own_device, host="127.0.0.1", bucket_bytes=None, digest="multilinear64",
-                timeout_s=120.0,
-            )
-        ) as delivery:  # fmt: skip
+        with (
+            Load(engine, server.process.address, config, arguments) as load,
+            contextlib.closing(Delivery(transport=arguments.transport, device=own_device, timeout_s=120.0)) as delivery,
+        ):
             time.sleep(arguments.warm_up)
             rounds, undisturbed = [], []
             for version in range(1, arguments.times + 3):

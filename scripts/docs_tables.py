@@ -27,6 +27,7 @@ from megascend.bootstrap.mindspeed.tree import BRANCHES
 from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
+from megascend.config.rl_presets import PRESETS
 from megascend.config.serve import ServeConfig
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import stages
@@ -144,6 +145,18 @@ def text_of(value: Any) -> str:
 def sentence(text: str) -> str:
     """Convert reStructuredText's literals to Markdown's, and remove a full stop at the end."""
     return text.replace("``", "`").removesuffix(".")
+
+
+def presets() -> str:
+    """Format the presets of ``objective``: what each sets, with its paper."""
+    rows = []
+    for name, preset in PRESETS.items():
+        values = ", ".join(
+            f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in preset.settings.items()
+        )
+        rows.append([f"`{name}`", values, f"{preset.paper}{f'; {preset.remark}' if preset.remark else ''}"])
+    return table(["preset", "sets", "source"], rows)
 
 
 # --- metrics ---
@@ -346,6 +359,23 @@ def family_speed() -> str:
     return f"One {stored['device']}, {stored['tokens']:,} tokens a step; {versions}.\n\n" + table(header, lines)
 
 
+def router_replay() -> str:
+    """Format what scripts/bench_router_replay.py has measured with a vLLM on a CPU."""
+    stored = json.loads((DOCS.parent / "benchmarks" / "router_replay" / "cpu.json").read_text(encoding="utf-8"))
+    lines = []
+    for row in stored["rows"]:
+        pairs = (
+            f"{row['without'][figure]:.1e} / {row['with'][figure]:.1e}"
+            for figure in ("mean", "largest", "kl", "above_cap")
+        )
+        lines.append([row["engine"], row["trainer"], f"{row['changed']:.1%}", *pairs])
+    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
+    header = ["vLLM", "trainer", "choices that differ", "mean |d|", "largest |d|", "KL", "weights above 2"]
+    legend = "d = log p of the trainer - log p of vLLM; without / with replay."
+    tokens = sum(row["tokens"] for row in stored["rows"]) / len(stored["rows"])
+    return f"About {tokens:,.0f} sampled tokens a row; {versions}. {legend}\n\n" + table(header, lines)
+
+
 def ratio_text(entry: dict[str, float] | None) -> str:
     """Format a stored ratio; empty if there is none."""
     return "" if entry is None else f"{entry['ratio']:.3f}"
@@ -355,6 +385,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings of train and rl": lambda: settings(TrainerConfig),
     "settings of train": lambda: settings(RunConfig, base=TrainerConfig),
     "settings of rl": lambda: settings(RlConfig, base=TrainerConfig),
+    "presets": presets,
     "settings of serve": lambda: settings(ServeConfig),
     "metrics of train": lambda: metrics(declared_metrics(StepRecord)),
     "metrics of losses": lambda: metrics(LOSS_METRICS),
@@ -366,6 +397,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "published models": published_models,
     "stored ratios": stored_ratios,
     "speed of families": family_speed,
+    "router replay": router_replay,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }

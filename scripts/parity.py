@@ -1,6 +1,6 @@
 """Print the parity tables of docs/numerics.md: layouts and families against Hugging Face + torch AdamW, on the installed stack.
 
-    python scripts/parity.py [--only REGEX] [--json]
+    python scripts/parity.py [--only REGEX] [--json FILE]
     python scripts/parity.py --lora                       # one LoRA adapter against peft, the base model frozen
     python scripts/parity.py --platform cuda --jobs 4     # on GPUs, one for each process, four cases at a time
     megascend simnpu -- python scripts/parity.py --platform npu   # with MindSpeed on the path, on the simulated device
@@ -276,7 +276,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX", help="only cases whose name matches")
     parser.add_argument("--lora", action="store_true", help="train one adapter of all linear layers, against peft")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a Markdown table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, besides the table")
     parser.add_argument("--platform", choices=("cpu", "cuda", "npu"), default="cpu")
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="run every case in this precision")
     parser.add_argument("--jobs", type=int, default=1, help="CUDA: cases side by side; they share the GPUs")
@@ -300,11 +300,10 @@ def main() -> int:
     if not rows:
         parser.error(f"no case matches {arguments.only!r}")
     versions = installed_versions()
-    print(
-        json.dumps({"versions": versions, "rows": rows}, indent=2)
-        if arguments.json
-        else table(rows, versions, arguments.platform, arguments.lora)
-    )
+    # A file, and not stdout: kernel compilers print there too.
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    print(table(rows, versions, arguments.platform, arguments.lora))
     return 0 if all(row["within_bounds"] for row in rows) else 1
 
 

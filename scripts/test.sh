@@ -14,6 +14,7 @@
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
 # MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: one a core, at most 7)
 # MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 3600; --nightly: 28800)
+# MEGASCEND_TEST_RETRIES    run up to so many failed tests again, alone; those that pass then are listed as flaky (default: 0; CI: 3)
 # MEGASCEND_TEST_VERIFIED   1 leaves the simulator's own tests out where it is the one that tests/simnpu/.verified notes (default: 1;
 #                           --nightly: 0)
 # MEGASCEND_PARITY_STEPS    optimizer steps of parity's trajectories (default: 4; --nightly: 10)
@@ -55,14 +56,32 @@ cores=$(getconf _NPROCESSORS_ONLN)
 # One worker more than cores made ranks wait for each other longer than it filled gaps.
 workers=${MEGASCEND_TEST_WORKERS:-$((cores < 7 ? cores : 7))}
 
+run_pytest() {
+  OMP_NUM_THREADS=1 timeout --kill-after=30 "$deadline" "$python" -m pytest "${filter[@]}" "$@"
+}
+
 run_tests() {
-  local status=0 start=$SECONDS
-  OMP_NUM_THREADS=1 timeout --kill-after=30 "$deadline" "$python" -m pytest -n "$workers" "${filter[@]}" "$@" || status=$?
+  local status=0 start=$SECONDS cache
+  cache=$(mktemp -d)
+  run_pytest -n "$workers" -o cache_dir="$cache" "$@" || status=$?
+  if [ "$status" = 1 ] && retry_failed "$cache" "$@"; then status=0; fi
+  rm -rf "$cache"
   if [ "$status" = 124 ]; then
     echo "stopped: the tests did not end within $deadline s (MEGASCEND_TEST_DEADLINE)" >&2
   fi
   echo "(took $((SECONDS - start)) s)"
   return "$status"
+}
+
+# retry_failed CACHE ARGUMENTS: run the tests again that failed, one after the other.
+retry_failed() {
+  local cache=$1 names
+  shift
+  names=$("$python" -c 'import json, sys; print(*json.load(open(sys.argv[1])), sep="\n")' "$cache/v/cache/lastfailed")
+  [ "$(wc -l <<< "$names")" -le "${MEGASCEND_TEST_RETRIES:-0}" ] || return 1
+  echo "== once more, alone: $names"
+  run_pytest --last-failed -o cache_dir="$cache" "$@" || return 1
+  sed 's/^/flaky, failed beside other tests and passed alone: /' <<< "$names"
 }
 
 run_main() {

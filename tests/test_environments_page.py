@@ -19,7 +19,7 @@ def follow(folder: Path, warm_up_steps: int, steps: int) -> dict[str, str]:
     """Follow the page with a number of steps; return what each command prints."""
     for name, text in page_files(PAGE).items():
         text = text.replace("\nsteps: 70\n", f"\nsteps: {warm_up_steps}\n").replace(
-            "\nsteps: 40\n", f"\nsteps: {steps}\n"
+            "\nsteps: 60\n", f"\nsteps: {steps}\n"
         )
         (folder / name).write_text(text, encoding="utf-8")
     return {command: run_page_command(command, folder, DEADLINE_S) for command in page_commands(PAGE)}
@@ -27,7 +27,7 @@ def follow(folder: Path, warm_up_steps: int, steps: int) -> dict[str, str]:
 
 @pytest.mark.nightly
 def test_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
-    printed = follow(tmp_path, 70, 40)
+    printed = follow(tmp_path, 70, 60)
     assert list(printed) == [
         "python make_problems.py",
         "megascend new-model model --layers 3 --context 64",
@@ -44,7 +44,7 @@ def test_model_learns_to_use_the_calculator(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "runs" / "calculator" / "rollouts.jsonl").open(encoding="utf-8")]
     for part in ("right", "called"):
         early, late = (
-            [line["rewards"][part] for line in lines if line["step"] in steps] for steps in (range(1, 6), range(36, 41))
+            [line["rewards"][part] for line in lines if line["step"] in steps] for steps in (range(1, 6), range(56, 61))
         )
         assert sum(late) / len(late) > sum(early) / len(early)
     assert "reward 1.2 (right 1, called 1)" in printed["megascend rollouts runs/calculator --sort reward --limit 3"]

@@ -7,7 +7,8 @@ From the bottom up:
 - :mod:`weightwire.digest`: checksums of buckets;
 - :mod:`weightwire.group`: membership of the sender and its receivers, through a store;
 - :mod:`weightwire.transports`: the media that move bytes, one file each, in a registry;
-- :mod:`weightwire.sender`, :mod:`weightwire.receiver`: the two sides of one update;
+- :mod:`weightwire.sender` (from rank 0), :mod:`weightwire.sharded` (from every rank): the trainer's side of one update;
+- :mod:`weightwire.staging`, :mod:`weightwire.reception`, :mod:`weightwire.receiver`: the engine's side: memory, transfer, states;
 - :mod:`weightwire.engine`: the contract of an inference engine; :mod:`weightwire.remote_engine`: the same as JSON, on both
   sides; :mod:`weightwire.engine_calls`: concurrent calls of engines;
 - :mod:`weightwire.asgi`: requests authenticated by their head, for the servers on either side.

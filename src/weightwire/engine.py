@@ -298,6 +298,13 @@ class InferenceEngine(ABC):
         finally:
             await self.resume()
 
+    async def revive(self) -> bool:
+        """Start the engine again if this object has started it and it has ended; return whether it was started.
+
+        It then has its first weights.
+        """
+        return False
+
     async def close(self) -> None:  # noqa: B027  most engines hold nothing
         """Release ownership and connections. The engine keeps running, unless this object started it."""
 

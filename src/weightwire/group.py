@@ -158,30 +158,14 @@ class Group:
             PeerLostError: a member is lost.
             TransportError: the store does not answer.
         """
-        names = [f"{purpose}/{rank}" for rank in range(self.size)]
-        start = time.monotonic()
-        try:
-            self._records.write(names[self.rank], text)
-            while None in (texts := self._records.get_all(names)):
-                self.check()
-                if time.monotonic() - start > timeout_s:
-                    missing = ", ".join(self.member(rank) for rank, value in enumerate(texts) if value is None)
-                    raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {purpose!r} of {missing}")
-                time.sleep(poll_pause(time.monotonic() - start))
-        except RuntimeError as error:
-            if isinstance(error, WireError):
-                raise
-            raise TransportError(f"the store does not answer: {error}") from error
-        return [text for text in texts if text is not None]
+        self._write(f"{purpose}/{self.rank}", text)
+        return self._await(purpose, range(self.size), timeout_s, "of")
 
     # --- events ---
 
     def acknowledge(self, event: str) -> None:
         """Report an event that other members wait for."""
-        try:
-            self._records.write(f"{event}/{self.rank}", "1")
-        except RuntimeError as error:
-            raise TransportError(f"the store does not answer: {error}") from error
+        self._write(f"{event}/{self.rank}", "1")
 
     def await_receivers(self, event: str, timeout_s: float, ranks: Iterable[int] | None = None) -> None:
         """Wait until members have acknowledged an event: those of ``ranks``; default: all but rank 0.
@@ -191,21 +175,34 @@ class Group:
             PeerLostError: a member is lost.
             TransportError: the store does not answer.
         """
+        self._await(event, range(1, self.size) if ranks is None else ranks, timeout_s, "from")
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            self._records.write(name, text)
+        except RuntimeError as error:
+            raise TransportError(f"the store does not answer: {error}") from error
+
+    def _await(self, purpose: str, ranks: Iterable[int], timeout_s: float, preposition: str) -> list[str]:
+        """Return the records of members in the order of ``ranks``, once all have written theirs."""
         # Polled: the store's own wait could not be ended when a member is lost.
         start = time.monotonic()
-        missing = list(range(1, self.size) if ranks is None else ranks)
+        texts: dict[int, str | None] = dict.fromkeys(ranks)
         while True:
+            missing = [rank for rank, text in texts.items() if text is None]
             try:
-                missing = [rank for rank in missing if self._records.get(f"{event}/{rank}") is None]
+                answers = self._records.get_all([f"{purpose}/{rank}" for rank in missing])
             except RuntimeError as error:
                 raise TransportError(f"the store does not answer: {error}") from error
+            texts.update(zip(missing, answers, strict=True))
+            missing = [rank for rank, text in texts.items() if text is None]
             if not missing:
-                return
+                return [text for text in texts.values() if text is not None]
             self.check()
             waited = time.monotonic() - start
             if waited > timeout_s:
                 names = ", ".join(map(self.member, missing))
-                raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {event!r} from {names}")
+                raise DeadlineError(f"timed out after {timeout_s:g} s waiting for {purpose!r} {preposition} {names}")
             time.sleep(poll_pause(waited))
 
     # --- failures ---

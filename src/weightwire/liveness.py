@@ -113,7 +113,7 @@ class Identity:
         return [self.host, self.space, self.pid, self.started]
 
     def state(self) -> str | None:
-        """Return ``ended`` or ``stopped``; None if the process runs or cannot be checked from here."""
+        """Return ``running``, ``stopped`` or ``ended``; None if the process cannot be checked from here."""
         # Another pid namespace has other processes under the same numbers.
         if not self.space or self.space != _space() or self.started < 0:
             return None
@@ -127,7 +127,7 @@ class Identity:
         # reused.
         if int(fields[19]) != self.started or fields[0] in "ZX":
             return "ended"
-        return "stopped" if fields[0] in "Tt" else None
+        return "stopped" if fields[0] in "Tt" else "running"
 
 
 def memory_space() -> str:

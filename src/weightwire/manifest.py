@@ -89,7 +89,7 @@ class TensorSpec:
             raise ManifestError(f"manifest: {self.name!r:.80} is not the name of a tensor")
         if self.dtype not in DTYPE_BYTES:
             raise ManifestError(f"manifest: {self.name} has dtype {self.dtype!r:.40}; known: {', '.join(DTYPE_BYTES)}")
-        if len(self.shape) > MAX_DIMENSIONS or not all(_is_count(size, MAX_BYTES) for size in self.shape):
+        if len(self.shape) > MAX_DIMENSIONS or not all(is_count(size, MAX_BYTES) for size in self.shape):
             raise ManifestError(f"manifest: {self.name} has shape {self.shape!r:.80}")
 
 
@@ -146,11 +146,11 @@ class Manifest:
     adapter: AdapterInfo | None = None
 
     def __post_init__(self) -> None:
-        if not _is_count(self.version, 2**62):
+        if not is_count(self.version, 2**62):
             raise ManifestError(f"manifest: version {self.version!r:.40} is not an integer >= 0")
         if not 0 < len(self.tensors) <= MAX_TENSORS:
             raise ManifestError(f"manifest: {len(self.tensors)} tensors; 1 to {MAX_TENSORS} are possible")
-        if not _is_count(self.bucket_bytes, MAX_BUCKET_BYTES) or self.bucket_bytes < 1:
+        if not is_count(self.bucket_bytes, MAX_BUCKET_BYTES) or self.bucket_bytes < 1:
             raise ManifestError(
                 f"manifest: bucket_bytes {self.bucket_bytes!r:.40} is not between 1 and {MAX_BUCKET_BYTES}"
             )
@@ -293,7 +293,8 @@ def _spec(row: Any) -> TensorSpec:
     return TensorSpec(row[0], row[1], tuple(row[2]))
 
 
-def _is_count(value: Any, limit: int) -> bool:
+def is_count(value: Any, limit: int) -> bool:
+    """Check for an integer from 0 to ``limit``."""
     # isinstance(True, int) holds, and JSON has booleans.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= limit
 

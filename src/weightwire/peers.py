@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 """Interval of a member's heartbeats, in seconds."""
+HALTED = ("stopped", "ended")
+"""States of a process that does nothing."""
 SILENCE_S = 30.0
 """A member without a heartbeat for this long counts as gone, in seconds."""
 STORE_S = 5.0
@@ -244,7 +246,7 @@ class Peers:
         for rank in self.watched:
             if self.lost is None and not self.has_left(rank) and self._observer.silent_s(rank) > SILENCE_S:
                 state = self.identities[rank].state()
-                symptom = f"is {state}" if state else "sends no heartbeats"
+                symptom = f"is {state}" if state in HALTED else "sends no heartbeats"
                 self.lost = PeerLostError(
                     f"{self.describe(rank)} {symptom}, for {SILENCE_S:g} s{self._progress_note(rank)}"
                 )
@@ -279,7 +281,7 @@ class Peers:
         # Processes of other machines have no state here, and are left out.
         peers = ((rank, identity) for rank, identity in self.identities.items() if rank != self.rank)
         states = {rank: identity.state() for rank, identity in peers if not self.has_left(rank)}
-        return {rank: state for rank, state in states.items() if state is not None}
+        return {rank: state for rank, state in states.items() if state in HALTED}
 
     def report(self) -> str:
         """Describe the progress of the watched members, and the age of their heartbeats."""
@@ -327,7 +329,7 @@ class Peers:
         state = None if sender is None else sender.state()
         # torch's error does not say whether the store was slow or is gone, so the port is asked instead.
         if self.rank != 0 and (state == "ended" or not self._listening() or now - self._unanswered > SILENCE_S):
-            reason = f"its process has {state}" if state else "its store does not answer"
+            reason = "its process has ended" if state == "ended" else "its store does not answer"
             self.lost = PeerLostError(f"{self.describe(0)} is gone: {reason} ({str(error)[:200]})")
 
     def _listening(self) -> bool:

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from weightwire.errors import ManifestError, PlanError
-from weightwire.manifest import DTYPE_BYTES, MAX_BYTES, MAX_DIMENSIONS, TensorSpec, exactly
+from weightwire.manifest import DTYPE_BYTES, MAX_BYTES, MAX_DIMENSIONS, TensorSpec, exactly, is_count
 from weightwire.slices import Box, cut, overlap, subtract
 
 CHUNKS_PER_MEMBER = 16
@@ -168,7 +168,7 @@ class Share:
             if (
                 not isinstance(row, list)
                 or len(row) != 2
-                or not _is_index(row[0], 2**20)
+                or not is_count(row[0], 2**20 - 1)
                 or not isinstance(row[1], list)
             ):
                 raise ManifestError(f"plan: {row!r:.120} is not a chunk")
@@ -180,7 +180,7 @@ class Share:
             chunks.append(Chunk(pieces, nbytes, row[0], ()))
         steps = []
         for row in fields["operations"]:
-            if not isinstance(row, list) or len(row) != 3 or not all(_is_index(value, 2**32) for value in row):
+            if not isinstance(row, list) or len(row) != 3 or not all(is_count(value, 2**32 - 1) for value in row):
                 raise ManifestError(f"plan: {row!r:.80} is not an operation")
             sends, chunk, peer = row
             if sends > 1 or chunk >= len(chunks):
@@ -202,13 +202,13 @@ class Share:
 
 def parse_piece(row: Any, tensors: Sequence[TensorSpec]) -> Region:
     """Parse an untrusted ``[tensor, offsets, sizes]``, which must lie within its tensor."""
-    if not isinstance(row, list) or len(row) != 3 or not _is_index(row[0], len(tensors)):
+    if not isinstance(row, list) or len(row) != 3 or not is_count(row[0], len(tensors) - 1):
         raise ManifestError(f"plan: {row!r:.120} is not a slice of {len(tensors)} tensors")
     shape = tensors[row[0]].shape
     for values in row[1:]:
         if not isinstance(values, list) or len(values) != len(shape) or len(values) > MAX_DIMENSIONS:
             raise ManifestError(f"plan: {row!r:.120} is not a slice of shape {list(shape)}")
-        if not all(_is_index(value, MAX_BYTES) for value in values):
+        if not all(is_count(value, MAX_BYTES - 1) for value in values):
             raise ManifestError(f"plan: {row!r:.120} is not a slice of shape {list(shape)}")
     offsets, sizes = tuple(row[1]), tuple(row[2])
     if not all(size > 0 and start + size <= length for start, size, length in zip(offsets, sizes, shape, strict=True)):
@@ -495,11 +495,6 @@ def _share_out(parts: Sequence[_Part], senders: int, receivers: int, *, relayed:
                 members.sort(key=lambda member: (member - senders - source) % receivers)
             chunks.append(Chunk(pieces, nbytes, source, tuple(members), relayed and len(members) > 1))
     return tuple(chunks)
-
-
-def _is_index(value: Any, limit: int) -> bool:
-    # isinstance(True, int) holds, and JSON has booleans.
-    return type(value) is int and 0 <= value < limit
 
 
 def needs_from_json(rows: Any, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from weightwire.group import Group, Listener, join
 from weightwire.manifest import Bucket, Manifest, TensorSpec, plan_buckets
 from weightwire.offer import Seal
 from weightwire.transports import Setup, Transport, Work, make_transport
-from weightwire.transports.base import device_types
+from weightwire.transports.base import PairTransport, device_types
+
+Medium = TypeVar("Medium", bound=Transport | PairTransport)
 
 TRAFFIC_PARTS = ("export", "fill", "digest", "send", "receivers")
 RECEIVED = "received"
@@ -93,8 +95,88 @@ class Buffers:
         return buffer[:nbytes]
 
 
-class Sender:
-    """Sender of one manifest's tensors over one transport, for one update. A context manager.
+def connect_transport(make: Callable[[str, Setup], Medium], name: str, setup: Setup) -> Medium:
+    """Create a transport for a group that this member has joined; on failure, report it to the other members and leave."""
+    group = setup.group
+    try:
+        return make(name, setup)
+    except BaseException as error:
+        explanation = group.explain(error, "connecting") if isinstance(error, TransportError) else error
+        group.fail(str(error))
+        group.close()
+        raise explanation from error
+
+
+class MemberSender(Generic[Medium]):
+    """A member of a group that sends. A context manager; an error within it is reported to the other members.
+
+    Args:
+        label: of this member, for them.
+        group: complete group, with which the transport was created.
+        device: device of the two buffers.
+        timeout_s: deadline of each message, from when its buffer is needed again, in seconds.
+        buffers: those of earlier updates, to be used again; default: new ones.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        manifest: Manifest,
+        group: Group,
+        transport: Medium,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        buffers: Buffers | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self._label, self._group, self._transport = label, group, transport
+        self._device, self._timeout_s = device, timeout_s
+        self._buffers = buffers or Buffers()
+        self._works: deque[Sequence[Work]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._group.fail(f"{self._label} left with {kind.__name__}")  # ignored if a failure was reported before
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group and release the buffers. Rank 0 leaves last: the group ends with it."""
+        self._transport.close()
+        self._group.close()
+        self._buffers = Buffers()
+        # Works hold references to buffers.
+        self._works.clear()
+
+    def _wait_until_in_flight(self, count: int) -> None:
+        """Wait for the oldest messages, in order, until ``count`` are in flight."""
+        while len(self._works) > count:
+            for work in self._works.popleft():
+                work.wait(self._timeout_s)
+
+    @contextlib.contextmanager
+    def _reporting(self, activity: Callable[[], str]) -> Iterator[None]:
+        """Report an error within the context to the other members, and cancel transfers in flight."""
+        try:
+            yield
+        except TransportError as error:
+            explanation = self._group.explain(error, activity())
+            # The broken connection is a consequence. The others shall look for its cause instead of naming this member.
+            self._group.fail(str(error), at_fault=False)
+            self._transport.abort()
+            raise explanation from error
+        except BaseException as error:
+            # What was to be sent has failed: here this member is at fault.
+            self._group.fail(str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}")
+            self._transport.abort()
+            raise
+
+
+class Sender(MemberSender[Transport]):
+    """Sender of one manifest's tensors over one transport, for one update, as rank 0 of its group.
 
     Tensors are read on the current stream of their device, on which their values must be ready, as anything computed with plain
     torch is; that stream is synchronised before a bucket is handed to the transport.
@@ -102,32 +184,16 @@ class Sender:
     :meth:`connect` creates one when all receivers have joined.
 
     Args:
-        manifest: manifest of the tensors to send.
-        group: complete group; this process is its rank 0.
-        transport: created with this group.
-        device: device of the buckets, chosen by the transport.
-        timeout_s: deadline of each bucket, from when the buffer is needed again, in seconds.
         overlap: fill one bucket while the other is sent; otherwise wait for every bucket before the next one is filled.
-        buffers: buckets of earlier updates, to be used again; default: new ones.
+        member: as for :class:`MemberSender`.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        group: Group,
-        transport: Transport,
-        *,
-        device: torch.device,
-        timeout_s: float,
-        overlap: bool = True,
-        buffers: Buffers | None = None,
+        self, manifest: Manifest, group: Group, transport: Transport, *, overlap: bool = True, **member: Any
     ) -> None:
-        self.manifest, self.traffic = manifest, Traffic()
-        self._group, self._transport = group, transport
-        self._device, self._timeout_s, self._overlap = device, timeout_s, overlap
+        super().__init__("the sender", manifest, group, transport, **member)
+        self.traffic, self._overlap = Traffic(), overlap
         self._buckets = plan_buckets(manifest.tensors, manifest.bucket_bytes)
-        self._buffers = buffers or Buffers()
-        self._works: deque[Work] = deque()
         self._digests: list[digest.Pending] = []
 
     @classmethod
@@ -157,30 +223,9 @@ class Sender:
         # The transport's preferred memory: NCCL reads the device's, Gloo the host's.
         bucket_device = torch.device(device_types(transport)[0] if device is None else device)
         group = join(listener.host, listener.port, name, 0, timeout_s)
-        try:
-            medium = make_transport(transport, Setup(group, manifest, bucket_device, timeout_s, options or {}))
-        except BaseException as error:
-            explanation = group.explain(error, "connecting") if isinstance(error, TransportError) else error
-            group.fail(str(error))
-            group.close()
-            raise explanation from error
+        setup = Setup(group, manifest, bucket_device, timeout_s, options or {})
+        medium = connect_transport(make_transport, transport, setup)
         return cls(manifest, group, medium, device=bucket_device, timeout_s=timeout_s, overlap=overlap, buffers=buffers)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._group.fail(f"the sender left with {kind.__name__}")  # ignored if a failure was reported before
-        self.close()
-
-    def close(self) -> None:
-        """Leave the group and release the buffers."""
-        self._transport.close()
-        self._group.close()
-        self._buffers = Buffers()
-        # Works hold references to buffers.
-        self._works.clear()
 
     def send(self, weights: Iterable[tuple[str, Tensor]]) -> Seal:
         """Send the tensors, in the manifest's order, and return when every receiver has them all.
@@ -191,31 +236,21 @@ class Sender:
             ManifestError: the tensors are not those of the manifest.
             PeerLostError, DeadlineError, TransportError: a receiver is lost, or too slow; the message names it.
         """
-        try:
+        with self._reporting(self._activity):
             self._send(weights)
             # A send that completed locally may still be in a buffer of the network: only receivers know what has
             # arrived.
             with self.traffic.timed("receivers"):
                 self._group.await_receivers(RECEIVED, self._timeout_s)
-        except TransportError as error:
-            activity = f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
-            explanation = self._group.explain(error, activity)
-            # The broken connection is a consequence. Receivers shall look for its cause instead of naming the sender.
-            self._group.fail(str(error), at_fault=False)
-            self._transport.abort()
-            raise explanation from error
-        except BaseException as error:
-            # The export itself failed: here the sender is at fault.
-            text = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
-            self._group.fail(text)
-            self._transport.abort()
-            raise
         return Seal(
             self._group.name,
             self.manifest.version,
             self.manifest.identity,
             tuple(pending() for pending in self._digests),
         )
+
+    def _activity(self) -> str:
+        return f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
 
     def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         tensors = self._checked(weights)
@@ -278,11 +313,6 @@ class Sender:
         size = min(self.manifest.bucket_bytes, self.manifest.nbytes)
         return self._buffers.take(bucket.index % 2, size, self._device)[: bucket.nbytes]
 
-    def _wait_until_in_flight(self, count: int) -> None:
-        """Wait for the oldest buckets, in order, until ``count`` are in flight."""
-        while len(self._works) > count:
-            self._works.popleft().wait(self._timeout_s)
-
     def _hand_over(self, bucket: Bucket, buffer: Tensor, source: torch.device) -> None:
         # Tests of faults replace this method, and select the bucket.
         # The transport uses streams of its own, and must not read before the copies have been made. With a GPU source
@@ -290,7 +320,7 @@ class Sender:
         with self.traffic.timed("fill"):
             for device in {buffer.device, source}:
                 synchronise_stream(device)
-        self._works.append(self._transport.send(buffer))
+        self._works.append([self._transport.send(buffer)])
         with self.traffic.timed("digest"):  # started; overlaps with the transfer
             self._digests.append(digest.begin(self.manifest.digest, buffer))
         self.traffic.buckets += 1

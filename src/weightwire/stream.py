@@ -20,6 +20,7 @@ from weightwire.digest import digest
 from weightwire.errors import DigestError, ManifestError, TransportError, VersionError, WireError
 from weightwire.group import Group
 from weightwire.manifest import MAX_DIMENSIONS, TensorSpec, exactly
+from weightwire.sender import spec_of, synchronise_stream
 from weightwire.transports.base import Transport, Work
 
 MAX_HEADER_BYTES = 2**26
@@ -120,7 +121,7 @@ class StreamSender:
             ManifestError: the name or the dtype is not supported.
             TransportError: a bucket could not be sent.
         """
-        spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        spec = spec_of(name, tensor)
         spec.check()
         data, offset = tensor.detach().contiguous().view(-1).view(torch.uint8), 0
         # An empty tensor is in no bucket's bytes, and still has to be announced by a header.
@@ -135,8 +136,7 @@ class StreamSender:
             if self._filled == buffer.numel():
                 self._send(last=False)
         # The caller may overwrite its tensor as soon as this returns.
-        if data.device.type != "cpu":
-            getattr(torch, data.device.type).current_stream(data.device).synchronize()
+        synchronise_stream(data.device)
 
     def finish(self) -> None:
         """Send the last bucket, and wait until all buffers may be reused.

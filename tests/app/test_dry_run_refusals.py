@@ -148,6 +148,8 @@ def test_rl_dry_run_describes_prompts_trial_and_memory(folder: Path) -> None:
     assert any(line.startswith("trial ") and "prompts.jsonl:1: reward" in line for line in lines)
     assert any(line.strip().startswith("total ") for line in lines)
     assert any(line.startswith("steps     3 of ") for line in lines)
+    parts = "loss ppo (clip_low 0.1, clip_high 0.28), advantages grpo, average tokens, no correction"
+    assert f"objective dapo: {parts}, overlong_share 0.2 of 8" in lines
     assert not (folder / "out").exists()
 
 
@@ -155,6 +157,7 @@ def rl_lines(folder: Path) -> dict[str, list[str]]:
     """Return the text of a dry run of ``rl``."""
     rollout = {"prompts": str(folder / "prompts.jsonl"), "reward": f"{__file__}:reward", "max_tokens": 8}
     common = {"engine": "fsdp", "platform": "cpu", "steps": 3, "engines": ["local"], "rollout": rollout}
+    common["objective"] = {"preset": "dapo", "clip_low": 0.1}
     config = RlConfig(model=folder / "qwen3", output=folder / "out", **common)
     return {"lines": list(report_rl(dry_run_rl(preflight(config, 1, overwrite=False)), Style(colour=False)))}
 

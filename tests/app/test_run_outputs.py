@@ -176,6 +176,22 @@ def test_plot_connects_the_values_of_a_metric_of_few_steps() -> None:
     assert (line.get_marker(), line.get_linestyle()) == (".", "-")
 
 
+def test_plot_has_a_line_for_each_part_and_no_panel_without_values() -> None:
+    rows = [{"step": step, "reward": 0.5, "rewards": {"right": step / 10}, "entropy": None} for step in range(1, 9)]
+    rows[3]["rewards"] = {"right": 0.4, "format": 1.0}
+    panels = [plot.Panel(name, name, "tab:blue", smoothed=True) for name in ("entropy", "reward", "rewards", "lag")]
+    reward, parts = plot.draw(rows, "a run", panels).axes
+    assert [axes.get_title("left") for axes in (reward, parts)] == ["reward", "rewards"]
+    right, form = parts.lines
+    assert (right.get_label(), form.get_label()) == ("right", "format")
+    assert list(right.get_ydata()) == pytest.approx([step / 10 for step in range(1, 9)])
+    assert list(form.get_ydata()) == pytest.approx([float("nan")] * 3 + [1.0] + [float("nan")] * 4, nan_ok=True)
+    assert [text.get_text() for text in parts.get_legend().get_texts()] == ["right", "format"]
+    long = plot.draw([{"step": step, "rewards": {"right": 1.0}} for step in range(1, 81)], "a run", panels)
+    assert [text.get_text() for text in long.axes[0].get_legend().get_texts()] == ["right"]
+    assert len(long.axes[0].lines) == 2  # each step, and the smoothed line
+
+
 def test_plot_is_a_png(tmp_path: Path) -> None:
     rows = [record(step).to_dict() for step in range(1, 20)]
     rows[5] = record(6, loss=float("nan"), skipped=True).to_dict()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -93,6 +94,26 @@ def test_settings_of_a_loss_go_by_name_and_make_equal_losses():
     assert wide.describe() == "loss='ppo', clip_high=0.28"
     with pytest.raises(ConfigError, match="no setting 'beta'; it has: clip_low, clip_high"):
         wide.with_settings(beta=1.0)
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages():
+    """Compare with -max(min(r A, clip(r) A), c A), whose gradient is 0 where the last one is the largest."""
+    logprobs = tensor([1.5, 0.5, -1.0, 1.5], requires_grad=True)
+    advantages = tensor([-1.0, -2.0, -1.0, 1.0])
+    values, metrics = ppo(logprobs, inputs(old_logprobs=torch.zeros(4), advantages=advantages), dual_clip=3.0)
+    values.sum().backward()
+    assert values.tolist() == pytest.approx([3.0, 2 * math.exp(0.5), 0.8, -1.2])
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 2 * math.exp(0.5), 0.0, 0.0])
+    assert metrics["clip_fraction"].tolist() == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_divisor_replaces_the_sum_of_weights():
+    halved = replace(BUILT_IN["ppo"], divisor=8.0)
+    assert halved.describe() == "loss='ppo', divisor=8.0"
+    assert halved.effective_settings() == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    for options in ({"divisor": 0.0}, {"divisor": 2.0, "reduction": "sum"}):
+        with pytest.raises(ConfigError, match="divisor is a number above 0 for losses with reduction='mean'"):
+            replace(BUILT_IN["ppo"], **options)
 
 
 def test_the_gradient_of_cispo_is_the_policys_at_a_clipped_ratio():

@@ -18,8 +18,9 @@ def overrides(**values: str | Path) -> list[str]:
 @pytest.mark.slow
 def test_example_learns_and_resumes(megascend, small_model: Path, tmp_path: Path) -> None:
     settings = {"model": small_model, "output": tmp_path / "run", "evaluation__samples": "1", "checkpoint__every": "2"}
-    completed = megascend("rl", EXAMPLE, *overrides(**settings, steps="2"), cwd=ROOT)
+    completed = megascend("rl", EXAMPLE, *overrides(**settings, steps="2"), "--profile", cwd=ROOT)
     assert completed.returncode == 0, completed.stderr
+    assert "profile: steps 1 to 2 in" in completed.stdout
     assert "reward" in completed.stdout
     assert "2 steps in" in completed.stdout
     extra = megascend("rl", EXAMPLE, *overrides(**settings, steps="3"), "--resume", "auto", cwd=ROOT)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
-from megascend.config.rl import RlConfig, Rollout
+import pytest
+import yaml
+
+from megascend.config.rl import Objective, RlConfig, Rollout, load_rl_config
+from megascend.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -32,7 +37,7 @@ def test_router_replay_needs_engines_that_return_experts() -> None:
     assert RlConfig(**settings, engines=("http://host:8000",)).rollout.router_replay
 
 
-SETTINGS = {"model": "m", "output": "o", "steps": 1, "rollout": {"prompts": "p", "reward": "m:f"}}
+SETTINGS: dict[str, Any] = {"model": "m", "output": "o", "steps": 1, "rollout": {"prompts": "p", "reward": "m:f"}}
 
 
 def test_placement_needs_engines_that_the_run_starts() -> None:
@@ -46,3 +51,84 @@ def test_placement_needs_engines_that_the_run_starts() -> None:
         RlConfig(**SETTINGS, engines=("vllm", "vllm"), placement={"engines": [[1]]})
     with pytest.raises(ValueError, match="memory"):
         RlConfig(**SETTINGS, engines=("vllm",), placement={"memory": 1.5})
+
+
+def with_objective(**objective: Any) -> RlConfig:
+    return RlConfig(**SETTINGS, objective=objective)
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("grpo", ("ppo", 0.2, 0.2, "grpo", "none", "responses", 0.0)),
+        ("dr_grpo", ("ppo", 0.2, 0.2, "centered", "none", "fixed", 0.0)),
+        ("dapo", ("ppo", 0.2, 0.28, "grpo", "none", "tokens", 0.2)),
+        ("gspo", ("gspo", 3e-4, 4e-4, "grpo", "none", "responses", 0.0)),
+        ("cispo", ("cispo", 1.0, 4.0, "grpo", "none", "tokens", 0.0)),
+        ("reinforce++", ("ppo", 0.2, 0.2, "reinforce++", "none", "responses", 0.0)),
+        ("rloo", ("importance_sampling", None, None, "rloo", "truncated", "sums", 0.0)),
+    ],
+)
+def test_presets_set_what_is_not_set(preset: str, settings: tuple[Any, ...]) -> None:
+    names = ("loss", "clip_low", "clip_high", "advantages", "correction", "average", "overlong_share")
+    config = with_objective(preset=preset)
+    assert tuple(getattr(config.objective, name) for name in names) == settings
+    assert config.objective.length == config.rollout.max_tokens
+    # What a run stores is what it has read, also by a version with other presets.
+    assert RlConfig(**config.model_dump(mode="json")) == config
+    assert with_objective(preset=preset, average="sums").objective.average == "sums"
+
+
+def test_settings_win_over_a_preset_also_from_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(SETTINGS | {"objective": {"preset": "dapo", "clip_low": 0.1}}), encoding="utf-8")
+    objective = load_rl_config(path, ["objective.clip_high=0.4", "objective.length=99"]).objective
+    assert (objective.clip_low, objective.clip_high, objective.length) == (0.1, 0.4, 99)
+    assert (objective.average, objective.correction) == ("tokens", "none")
+
+
+def test_clip_ranges_that_would_not_be_applied_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"objective\.clip_high: 0\.28 has no effect with objective\.correction: trunc"
+    ):
+        with_objective(clip_high=0.28)
+    with pytest.raises(ConfigError, match=r"objective\.dual_clip: 3 has no effect"):
+        with_objective(preset="rloo", dual_clip=3)
+    with pytest.raises(ConfigError, match=r"dual_clip: Input should be greater than 1"):
+        with_objective(preset="grpo", dual_clip=1.0)
+    # A preset's ranges are those of its loss, where there is a ratio to clip.
+    for changes in ({"correction": "truncated"}, {"loss": "gspo"}, {"loss": "dro"}):
+        assert with_objective(preset="dapo", **changes).objective.loss_options == {}
+
+
+def test_equal_groups_are_kept_where_they_have_advantages() -> None:
+    assert with_objective(preset="grpo").rollout.drop_equal
+    assert not with_objective(preset="reinforce++").rollout.drop_equal
+    assert with_objective(preset="reinforce++", advantages="reinforce++_baseline").rollout.drop_equal
+    rollout = SETTINGS["rollout"] | {"drop_equal": True}
+    assert RlConfig(**SETTINGS | {"rollout": rollout}, objective={"preset": "reinforce++"}).rollout.drop_equal
+
+
+def test_a_penalty_on_responses_is_refused_with_an_environment() -> None:
+    rollout = {"prompts": "p", "environment": {"name": "m:E"}}
+    with pytest.raises(ConfigError, match=r"objective\.overlong_share: 0\.2 is a penalty on single responses"):
+        RlConfig(**SETTINGS | {"rollout": rollout}, objective={"preset": "dapo"})
+    config = RlConfig(**SETTINGS | {"rollout": rollout}, objective={"preset": "dapo", "overlong_share": 0})
+    assert config.objective.clip_high == 0.28
+
+
+def test_options_that_a_loss_does_not_have_are_refused_by_name() -> None:
+    from megascend.app.rl.set_up import check_objective
+
+    for values, words in (
+        (
+            {"preset": "gspo", "dual_clip": 3},
+            r"objective\.dual_clip: 3, but loss 'gspo' has no setting 'dual_clip'",
+        ),
+        (
+            {"loss": "dro", "correction": "none", "clip_low": 0.2},
+            r"objective\.clip_low: 0\.2, but loss 'dro' has no setting",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_objective(Objective(**values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import json
 import os
 import pickle
@@ -36,6 +37,7 @@ from megascend.diagnostics.heartbeat import Observer
 from megascend.diagnostics.upstream_errors import is_secondary, library_of
 from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.distributed.launch import Launch
+from megascend.distributed.objects import barrier
 from megascend.distributed.process_groups import initialize
 from megascend.errors import CollectiveTimeoutError, DataError, PeerLostError, ProcessGroupError
 from megascend.testing import Lost, run_distributed
@@ -101,6 +103,12 @@ FINE = PeerStatus(REDUCING)
             PeerStatus(IN_FORWARD),
             PeerVerdict.LATE,
             "rank 1 has not come: in forward of step 3 for 61 s, at tokenize (data.py:40)",
+        ),
+        (
+            PeerStatus(IN_FORWARD, 7.0, 7.0, "running"),
+            PeerVerdict.LATE,
+            "rank 1 has not come: in forward of step 3 for 61 s, at tokenize (data.py:40); its process runs and has been silent "
+            "for 7 s",
         ),
         (None, PeerVerdict.LATE, "rank 1 has not been heard of at all"),
         (
@@ -579,6 +587,25 @@ def test_adopted_group_is_monitored(runtime: Runtime) -> None:
     assert run_distributed(work, 2)[0].startswith("rank 0: forward of step 1 failed after ")
 
 
+def test_silent_rank_whose_process_runs_is_late_and_not_gone(runtime: Runtime) -> None:
+    """Hold the GIL of rank 1, as a long call of an extension does: its heartbeats stop, and it may come back."""
+
+    def work() -> str:
+        groups = initialize(plan(Parallel(), 2), runtime.platform, 60.0)
+        if groups.rank == 1:
+            ctypes.PyDLL(None).sleep(3600)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            barrier(groups, timeout_s=4.0)
+        assert not isinstance(caught.value, PeerLostError)
+        return str(caught.value)
+
+    message, lost = run_distributed(work, 2, init=False, expect_lost={1})
+    assert lost == Lost(None)
+    assert re.search(
+        r"Rank 1 has not come: after start-up for .*; its process runs and has been silent for \d+ s", message
+    )
+
+
 # --- a rank that is stuck ---
 
 
@@ -606,7 +633,7 @@ def test_rank_that_waits_for_a_dead_peer_exits(runtime: Runtime, tmp_path) -> No
                 time.sleep(3600)
         wait_until(error_file.exists, 150)
         stuck = pickle.loads((tmp_path / "process").read_bytes())
-        wait_until(lambda: stuck.state() is not None)
+        wait_until(lambda: stuck.state() == "ended")
         time.sleep(1)  # its main thread has ended; its other threads may take a moment
 
     results = run_distributed(work, 3, init=False, timeout_s=180, expect_lost={0, 1})

@@ -15,17 +15,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "real_vllm"))
 sys.path.append(str(Path(__file__).parent))
 
-from driving import FAULTS, ROOT, TOKENS, Reference, Server
 from vllm_weights import changed_weights
 
 from megascend.distributed.launch import child_environment
@@ -35,6 +33,7 @@ from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import engine_environment, vllm_device
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from megascend.weightsync.delivery import Delivery, Update
+from support.vllm_server import FAULTS, ROOT, TOKENS, Reference, Server
 from weightwire.engine import Sampling
 from weightwire.errors import OwnerError
 from weightwire.sender import spec_of
@@ -74,9 +73,9 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     options = [*placement.options()]
     if placement.with_trainer:
         options[-1] = "--gpu-memory-utilization=0.3"
-    instance = Server(checkpoint, folder, *options, variables=placement.environment() | SMALL_GROUPS, device="cuda")
-    yield instance
-    instance.process.close()
+    variables = placement.environment() | SMALL_GROUPS
+    with Server(checkpoint, folder, *options, variables=variables, device="cuda") as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +95,7 @@ def faults() -> None:
 
 @pytest.fixture(scope="module")
 def delivery() -> Iterator[Delivery]:
-    with contextlib.closing(
-        Delivery(
-            transport="auto",
-            device=DEVICE,
-            host="127.0.0.1",
-            bucket_bytes=200_000,
-            digest="multilinear64",
-            timeout_s=60.0,
-        )
-    ) as opened:
+    with contextlib.closing(Delivery(device=DEVICE, bucket_bytes=200_000, timeout_s=60.0)) as opened:
         yield opened
 
 
@@ -125,19 +115,8 @@ def off(left: Sequence[float], right: Sequence[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(left, right, strict=True))
 
 
-def run(server: Server, act: Callable[[VllmEngine], Awaitable[Any]], **options: Any) -> Any:
-    async def with_client() -> Any:
-        engine = server.engine(**options)
-        try:
-            return await act(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(asyncio.wait_for(with_client(), 300))
-
-
 def versions(server: Server) -> dict[str, Any]:
-    return run(server, lambda engine: engine.info())
+    return server.run(lambda engine: engine.info())
 
 
 def assert_active(server: Server, reference: Reference, seed: int, version: int) -> None:
@@ -147,7 +126,7 @@ def assert_active(server: Server, reference: Reference, seed: int, version: int)
         sampled = (await engine.generate(TOKENS[:16], Sampling(max_tokens=24, seed=5)))[0]
         return await engine.info(), await engine.logprobs(TOKENS), sampled
 
-    info, prompt, sampled = run(server, ask)
+    info, prompt, sampled = server.run(ask)
     assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
     assert off(prompt, expected(server, reference, seed)) < BOUND
     sequence = [*TOKENS[:16], *sampled.tokens]
@@ -196,7 +175,7 @@ def test_responses_during_pushes_come_from_one_version_after_the_other(server, r
                 return version + 1, completions
         raise AssertionError("no response was sampled during a push")
 
-    last, completions = run(server, act)
+    last, completions = server.run(act)
     for index, completion in enumerate(completions):
         sequence = [*TOKENS[: 6 + index], *completion.tokens]
         old, new = (expected(server, reference, seed, sequence, 6 + index) for seed in (1, 3))
@@ -232,8 +211,8 @@ class Flipping:
 
 def test_damaged_transfer_changes_nothing(server, reference, delivery) -> None:
     take_over(delivery, server, 1)
-    engine, weights, update = server.engine(take_over=True), weights_of(server, 2), Update()
-    delivery.begin(update, [engine], 3, tuple(map(spec_of, weights, weights.values())))
+    update, weights = Update([server.engine(take_over=True)], 3), weights_of(server, 2)
+    delivery.begin(update, tuple(map(spec_of, weights, weights.values())))
     assert update.sender is not None
     update.sender._transport = Flipping(update.sender._transport)  # type: ignore[assignment]
     try:

@@ -31,16 +31,9 @@ def main() -> None:
     address, key_file, checkpoint, seed, version, moment, device = sys.argv[1:]
     weights = changed_weights(Path(checkpoint), int(seed), torch.device(device))
     engine = VllmEngine(address, key=read_key(key_file), owner="trainer", take_over=True)
-    delivery = Delivery(
-        transport="auto",
-        device=torch.device(device),
-        host="127.0.0.1",
-        bucket_bytes=BUCKET_BYTES,
-        digest="multilinear64",
-        timeout_s=30.0,
-    )
-    update = Update()
-    delivery.begin(update, [engine], int(version), tuple(map(spec_of, weights, weights.values())))
+    delivery = Delivery(device=torch.device(device), bucket_bytes=BUCKET_BYTES, timeout_s=30.0)
+    update = Update([engine], int(version))
+    delivery.begin(update, tuple(map(spec_of, weights, weights.values())))
     if moment == "transfer":
         transport: Any = update.sender._transport  # type: ignore[union-attr]
         send, count = transport.send, 0

@@ -9,20 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driving import ROOT, TOKENS, Reference, Server, changed, far, push, vllm_python
-from safetensors.torch import load_file
 
-from megascend import Adam, Batching, Parallel, Sample
+from megascend import Adam, Parallel, Sample
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.trainers import make_trainer
+from support.vllm_server import BOUND, ROOT, TOKENS, Server, assert_active, changed, far, push, vllm_python
 from weightwire.engine import Sampling
 from weightwire.errors import CommitError
-from weightwire.group import Listener
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
 
-BOUND = 1e-5
 SERVERS = {"one worker": [], "two workers": ["--tensor-parallel-size", "2"]}
 
 
@@ -37,30 +35,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=SERVERS)
 def server(request, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    instance = Server(checkpoint, tmp_path_factory.mktemp("vllm"), *SERVERS[request.param])
-    yield instance
-    instance.process.close()
+    with Server(checkpoint, tmp_path_factory.mktemp("vllm"), *SERVERS[request.param]) as instance:
+        yield instance
 
 
-def test_updates_are_active_and_a_failed_one_is_undone(server: Server, checkpoint: Path) -> None:
-    weights, reference, listener = load_file(checkpoint / "model.safetensors"), Reference(checkpoint), Listener()
-
-    async def act() -> None:
-        engine = server.engine()
+def test_updates_are_active_and_a_failed_one_is_undone(server, weights, reference, listener) -> None:
+    async def act(engine) -> None:
         workers = await engine.receivers()
 
-        async def assert_in_force(expected: dict, version: int) -> None:
-            info = await engine.info()
-            assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
-            assert far(await engine.logprobs(TOKENS), reference.logprobs(expected, TOKENS)) < BOUND
+        async def assert_weights_active(expected: dict, version: int) -> None:
+            await assert_active(engine, reference.logprobs(expected, TOKENS), version)
 
-        await assert_in_force(weights, 0)
+        await assert_weights_active(weights, 0)
         await push(engine, listener, weights, 1)
-        await assert_in_force(weights, 1)
+        await assert_weights_active(weights, 1)
         for version in (2, 3):
             new = changed(weights, version)
             await push(engine, listener, new, version)
-            await assert_in_force(new, version)
+            await assert_weights_active(new, version)
         completion = (await engine.generate(TOKENS[:12], Sampling(max_tokens=16, stop_token_ids=(299,), seed=3)))[0]
         sequence = [*TOKENS[:12], *completion.tokens]
         assert far(completion.logprobs, reference.logprobs(new, sequence, begin=12)) < BOUND
@@ -73,12 +65,11 @@ def test_updates_are_active_and_a_failed_one_is_undone(server: Server, checkpoin
                     await push(engine, listener, changed(weights, 4), 4)
             finally:
                 server.fault.unlink()
-            await assert_in_force(new, 3)
+            await assert_weights_active(new, 3)
         await push(engine, listener, weights, 5)
-        await assert_in_force(weights, 5)
-        await engine.close()
+        await assert_weights_active(weights, 5)
 
-    asyncio.run(asyncio.wait_for(act(), 300))
+    server.run(act)
 
 
 LAYOUTS = {"EP2": (2, Parallel(expert=2)), "TP2, EP2": (4, Parallel(tensor=2, expert=2))}
@@ -93,16 +84,8 @@ def test_engine_logprobs_match_the_trainer(server: Server, checkpoint: Path, lay
 
     def on_rank():
         from megascend import WeightSync
-        from megascend.backends import MegatronBackend
 
-        backend = MegatronBackend(
-            checkpoint,
-            parallel,
-            precision="fp32",
-            timeout_s=120,
-            batching=Batching(micro_batch_tokens=64),
-            optimizer=Adam(lr=5e-3),
-        )
+        backend = make_trainer(checkpoint, parallel, optimizer=Adam(lr=5e-3), timeout_s=120)
         engine = server.engine() if backend.rank == 0 else None
         sync = WeightSync(backend, [engine] if engine else [], bucket_bytes=50_000)
 

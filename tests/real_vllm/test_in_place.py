@@ -10,17 +10,29 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from driving import TOKENS, Reference, Server, Weights, changed, far, manifest_of, offered, push, send, vllm_python
 from safetensors.torch import load_file
 
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.vllm_server import (
+    BOUND,
+    TOKENS,
+    Reference,
+    Server,
+    assert_active,
+    changed,
+    far,
+    manifest_of,
+    offered,
+    push,
+    send,
+    vllm_python,
+)
 from weightwire.engine import Sampling
 from weightwire.errors import CommitError, ManifestError, NotServingError
 from weightwire.group import Listener
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-BOUND = 1e-5
 VARIABLES = {"WEIGHTWIRE_PLAIN_LINEAR": "1", "WEIGHTWIRE_SCRATCH_BYTES": "40000"}
 
 
@@ -29,41 +41,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     vllm_python()
     folder = tmp_path_factory.mktemp(f"vllm{request.param}")
     checkpoint = write_tiny_checkpoint(folder / "qwen3", "qwen3", head_dim=32)
-    instance = Server(checkpoint, folder, f"--tensor-parallel-size={request.param}", variables=VARIABLES)
-    yield instance
-    instance.process.close()
-
-
-@pytest.fixture(scope="module")
-def reference(server: Server) -> Reference:
-    return Reference(server.checkpoint)
-
-
-@pytest.fixture(scope="module")
-def weights(server: Server) -> Weights:
-    return load_file(server.checkpoint / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def listener() -> Listener:
-    return Listener()
-
-
-def with_engine(server: Server, act: Any) -> Any:
-    async def run() -> Any:
-        engine = server.engine()
-        try:
-            return await act(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(asyncio.wait_for(run(), 300))
-
-
-async def assert_active(engine: Any, expected: list[float], version: int) -> None:
-    info = await engine.info()
-    assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
-    assert far(await engine.logprobs(TOKENS), expected) < BOUND
+    with Server(checkpoint, folder, f"--tensor-parallel-size={request.param}", variables=VARIABLES) as instance:
+        yield instance
 
 
 def test_first_update_reloads_and_later_ones_are_exchanged(server, weights, reference, listener):
@@ -76,7 +55,7 @@ def test_first_update_reloads_and_later_ones_are_exchanged(server, weights, refe
             await assert_active(engine, reference.logprobs(new, TOKENS), version)
         assert seconds["exchange"] < seconds["paused"] < 2
 
-    with_engine(server, act)
+    server.run(act)
 
 
 def test_response_during_an_exchange_has_tokens_of_both_versions(server, weights, reference, listener):
@@ -97,7 +76,7 @@ def test_response_during_an_exchange_has_tokens_of_both_versions(server, weights
                 return completions
         raise AssertionError("no response was sampled during a push")
 
-    completions = with_engine(server, act)
+    completions = server.run(act)
     for index, completion in enumerate(completions):
         sequence = [*TOKENS[: 6 + index], *completion.tokens]
         old, new_values = (reference.logprobs(model, sequence, begin=6 + index) for model in (weights, new))
@@ -114,7 +93,7 @@ def baseline(server, weights, reference, listener) -> list[float]:
         await push(engine, listener, weights, 1)
         await push(engine, listener, weights, 2)
 
-    with_engine(server, act)
+    server.run(act)
     return reference.logprobs(weights, TOKENS)
 
 
@@ -126,7 +105,7 @@ def assert_unharmed(server, weights, reference, listener, baseline) -> None:
         assert "exchange" in await push(engine, listener, new, 3)
         await assert_active(engine, reference.logprobs(new, TOKENS), 3)
 
-    with_engine(server, act)
+    server.run(act)
 
 
 @pytest.mark.parametrize("fault", ["exchange", "exchange:1"])
@@ -147,7 +126,7 @@ def test_exchange_that_stops_is_undone_on_all_workers(server, weights, reference
         sequence = [*TOKENS[:7], *completion.tokens]
         assert far(completion.logprobs, reference.logprobs(weights, sequence, begin=7)) < BOUND
 
-    with_engine(server, act)
+    server.run(act)
     assert_unharmed(server, weights, reference, listener, baseline)
 
 
@@ -166,7 +145,7 @@ def test_failed_undo_stops_serving_until_a_commit_succeeds(server, weights, refe
         await push(engine, listener, new, 4)
         await assert_active(engine, reference.logprobs(new, TOKENS), 4)
 
-    with_engine(server, act)
+    server.run(act)
 
 
 def test_trainer_killed_during_an_exchange_does_not_stop_it(server, weights, reference, listener, baseline):
@@ -193,14 +172,13 @@ def test_trainer_killed_during_an_exchange_does_not_stop_it(server, weights, ref
             await asyncio.sleep(0.1)
         await assert_active(engine, reference.logprobs(new, TOKENS), 3)
 
-    with_engine(server, act)
+    server.run(act)
 
 
 def test_separate_output_layer_of_a_tied_model_is_refused(listener, tmp_path):
     vllm_python()
     checkpoint = write_tiny_checkpoint(tmp_path / "tied", "qwen3", head_dim=32, tie_word_embeddings=True)
-    instance = Server(checkpoint, tmp_path, variables=VARIABLES)
-    try:
+    with Server(checkpoint, tmp_path, variables=VARIABLES) as instance:
         weights = load_file(checkpoint / "model.safetensors")
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
         expected = Reference(checkpoint)
@@ -218,6 +196,4 @@ def test_separate_output_layer_of_a_tied_model_is_refused(listener, tmp_path):
                 await push(engine, listener, other, 3)
             await assert_active(engine, values, 2)
 
-        with_engine(instance, act)
-    finally:
-        instance.process.close()
+        instance.run(act)

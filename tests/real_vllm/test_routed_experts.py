@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from driving import ROOT, TOKENS, Reference, Server, far, vllm_python
 from safetensors.torch import load_file
 
 from megascend import Adam, Batching
-from megascend.app.rl.learn import group_samples, learn
+from megascend.app.rl.learn import learn, step_samples
 from megascend.app.rl.train import train_rl
 from megascend.config.rl import Objective, RlConfig
 from megascend.errors import EngineError
@@ -34,6 +33,7 @@ from megascend.rollout.episodes import GradedResponses
 from megascend.rollout.group import TrajectoryGroup
 from megascend.testing import run_distributed
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.vllm_server import ROOT, TOKENS, Reference, Server, far, vllm_python
 from weightwire.engine import Completion, RoutedExperts, Sampling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "step"))
@@ -108,9 +108,9 @@ def server(checkpoint: Path, installed: Any, tmp_path_factory: pytest.TempPathFa
     version, device = installed
     if device == "cpu" and version != (0, 30):
         pytest.skip(f"vLLM {version[0]}.{version[1]} returns no routed experts on a CPU; 0.30 does")
-    instance = Server(checkpoint, tmp_path_factory.mktemp("vllm"), FLAG, "--max-num-batched-tokens", str(STEP_TOKENS))
-    yield instance
-    instance.process.close()
+    options = (FLAG, "--max-num-batched-tokens", str(STEP_TOKENS))
+    with Server(checkpoint, tmp_path_factory.mktemp("vllm"), *options) as instance:
+        yield instance
 
 
 @dataclass(frozen=True)
@@ -258,12 +258,13 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
             with WeightSync(backend, [engine], bucket_bytes=50_000) as sync:
                 offset = 1 + max(collector.engine_versions())
                 sync.push(offset)
+                collector.updated(offset)
                 collector.start(0, offset)
                 first = collector.take(0, 120)
                 assert first is not None
                 fresh = learn(backend, first, objective)
                 norm = backend.optimizer_step().grad_norm
-                samples = [sample for group in first for sample in group_samples(group, objective)]
+                samples = step_samples(first, objective)
                 plain = [replace(sample, routed_experts=None) for sample in samples]
                 stale = backend.forward_backward(samples).metrics["router_replay_changed"]
                 logprobs = [
@@ -271,7 +272,7 @@ def test_trainer_replays_what_the_rollout_chose(server: Server, checkpoint: Path
                 ]
                 weights = {name: tensor.cpu().clone() for name, tensor in backend.named_weights()}
                 sync.push(offset + 1)
-                collector.updated(1)
+                collector.updated(offset + 1)
                 second = collector.take(1, 120)
                 assert second is not None
                 replayed = learn(backend, second, objective)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from driving import START_S, vllm_python
 
 from megascend.config.serve import ServeConfig
 from megascend.rollout.engines.vllm_process import VllmProcess
 from megascend.serve.samplers.vllm import KEY_VARIABLE
+from support.vllm_server import START_S, vllm_python
 from weightwire.vllm.contract import CPU_VARIABLES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driving import TOKENS, Reference, Server, far, vllm_python
 from safetensors.torch import load_file
 
-from megascend import Adam, Batching, Parallel, WeightSync
+from megascend import Adam, Parallel, WeightSync
 from megascend.testing import run_distributed
 from megascend.testing.parity import causal_samples, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.trainers import make_trainer
+from support.vllm_server import BOUND, TOKENS, Reference, Server, far, vllm_python
 from weightwire.manifest import TensorSpec
 from weightwire.plan import Region
 from weightwire.sender import spec_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
 
-BOUND = 1e-5
 MODELS: dict[str, tuple[str, dict[str, Any], Parallel]] = {
     "dense, TP2": ("qwen3", {"head_dim": 32}, Parallel(tensor=2)),
     "one KV head, tied, PP2": (
@@ -42,9 +42,8 @@ def model(request, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Para
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    instance = Server(model[0], tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
-    yield instance
-    instance.process.close()
+    with Server(model[0], tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2") as instance:
+        yield instance
 
 
 def expected_needs(
@@ -99,16 +98,7 @@ def test_workers_describe_their_slices_and_get_them(
         assert {(specs[piece.tensor].name, *piece.box) for piece in pieces} == expected_needs(specs, config, worker)
 
     def on_rank() -> Any:
-        from megascend import MegatronBackend
-
-        backend = MegatronBackend(
-            checkpoint,
-            parallel,
-            precision="fp32",
-            optimizer=Adam(lr=1e-2),
-            timeout_s=120,
-            batching=Batching(micro_batch_tokens=64),
-        )
+        backend = make_trainer(checkpoint, parallel, optimizer=Adam(lr=1e-2), timeout_s=120)
         engine = server.engine("trainer") if backend.rank == 0 else None
         pushes = []
         with WeightSync(backend, [engine] if engine else [], bucket_bytes=50_000, mode="delta", full_every=1) as sync:

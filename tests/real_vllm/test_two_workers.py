@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driving import TOKENS, Reference, Server, changed, far, push, vllm_python
-from safetensors.torch import load_file
 
 from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.vllm_server import BOUND, TOKENS, Server, assert_active, changed, far, push, vllm_python
 from weightwire.errors import CommitError
-from weightwire.group import Listener
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
-
-BOUND = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -27,16 +22,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    instance = Server(checkpoint, tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2")
-    yield instance
-    instance.process.close()
+    with Server(checkpoint, tmp_path_factory.mktemp("vllm"), "--tensor-parallel-size", "2") as instance:
+        yield instance
 
 
-def test_failed_commit_is_undone_on_both_workers(server, checkpoint):
-    weights, reference, listener = load_file(checkpoint / "model.safetensors"), Reference(checkpoint), Listener()
-
-    async def act():
-        engine = server.engine()
+def test_failed_commit_is_undone_on_both_workers(server, weights, reference, listener):
+    async def act(engine):
         assert await engine.receivers() == 2
         await push(engine, listener, weights, 1)
         baseline = await engine.logprobs(TOKENS)
@@ -48,11 +39,9 @@ def test_failed_commit_is_undone_on_both_workers(server, checkpoint):
         finally:
             server.fault.unlink()
         assert await engine.logprobs(TOKENS) == baseline
-        info = await engine.info()
-        assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, 1)
+        await assert_active(engine, baseline, 1)
         new = changed(weights, 2)
         await push(engine, listener, new, 2)
         assert far(await engine.logprobs(TOKENS), reference.logprobs(new, TOKENS)) < BOUND
-        await engine.close()
 
-    asyncio.run(asyncio.wait_for(act(), 300))
+    server.run(act)

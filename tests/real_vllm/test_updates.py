@@ -11,18 +11,27 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from driving import (
+
+from megascend import Adam, Adapters, Lora, Parallel, Sample
+from megascend.errors import EngineError, EngineLostError
+from megascend.rollout.engines.vllm import VllmEngine
+from megascend.testing import run_distributed
+from megascend.testing.parity import causal_samples, token_lists
+from megascend.testing.tiny_models import write_tiny_checkpoint
+from support.trainers import make_trainer
+from support.vllm_server import (
+    BOUND,
     ROOT,
     TOKENS,
-    Reference,
     Server,
+    assert_active,
     changed,
     far,
     manifest_of,
@@ -31,14 +40,6 @@ from driving import (
     send,
     vllm_python,
 )
-from safetensors.torch import load_file
-
-from megascend import Adam, Adapters, Batching, Lora, Parallel, Sample
-from megascend.errors import EngineError, EngineLostError
-from megascend.rollout.engines.vllm import VllmEngine
-from megascend.testing import run_distributed
-from megascend.testing.parity import causal_samples, token_lists
-from megascend.testing.tiny_models import write_tiny_checkpoint
 from weightwire.engine import Sampling
 from weightwire.errors import (
     CommitError,
@@ -54,7 +55,6 @@ from weightwire.group import Listener
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-BOUND = 1e-5
 LORA_BOUND = 1e-4
 
 
@@ -66,46 +66,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    instance = Server(
-        checkpoint, tmp_path_factory.mktemp("vllm"), "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"
-    )
-    yield instance
-    instance.process.close()
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> Reference:
-    return Reference(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return load_file(checkpoint / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def listener() -> Listener:
-    return Listener()
-
-
-def with_engine(server: Server, act: Callable[[VllmEngine], Awaitable[Any]], **options: Any) -> Any:
-    """Run a coroutine with a client, which releases the engine afterwards."""
-
-    async def run() -> Any:
-        engine = server.engine(**options)
-        try:
-            return await act(engine)
-        finally:
-            await engine.close()
-
-    return asyncio.run(asyncio.wait_for(run(), 300))
-
-
-async def assert_in_force(engine: VllmEngine, expected: list[float], version: int) -> None:
-    """Check that the engine computes with these weights, reports their version, and is not paused."""
-    info = await engine.info()
-    assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
-    assert far(await engine.logprobs(TOKENS), expected) < BOUND
+    options = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+    with Server(checkpoint, tmp_path_factory.mktemp("vllm"), *options) as instance:
+        yield instance
 
 
 def test_update_is_active_and_responses_report_its_version(server, weights, reference, listener):
@@ -114,9 +77,9 @@ def test_update_is_active_and_responses_report_its_version(server, weights, refe
     assert far(old_values, new_values) > 0.1
 
     async def act(engine):
-        await assert_in_force(engine, old_values, 0)
+        await assert_active(engine, old_values, 0)
         await push(engine, listener, new, 1)
-        await assert_in_force(engine, new_values, 1)
+        await assert_active(engine, new_values, 1)
         sampling = Sampling(max_tokens=16, stop_token_ids=(299,), seed=3)
         for completion in await engine.generate(TOKENS[:12], sampling, n=3):
             assert (completion.first_version, completion.last_version) == (1, 1)
@@ -124,11 +87,11 @@ def test_update_is_active_and_responses_report_its_version(server, weights, refe
             assert far(completion.logprobs, reference.logprobs(new, sequence, begin=12)) < BOUND
         with pytest.raises(VersionError, match="version 1 of model is offered, and version 1 is already active"):
             await push(engine, listener, weights, 1)
-        await assert_in_force(engine, new_values, 1)
+        await assert_active(engine, new_values, 1)
         await push(engine, listener, weights, 2)
-        await assert_in_force(engine, old_values, 2)
+        await assert_active(engine, old_values, 2)
 
-    with_engine(server, act)
+    server.run(act)
 
 
 def test_logprobs_are_of_the_sampling_distribution(server, weights, reference, listener):
@@ -136,7 +99,7 @@ def test_logprobs_are_of_the_sampling_distribution(server, weights, reference, l
         await push(engine, listener, weights, 1)
         return (await engine.generate(TOKENS[:8], Sampling(max_tokens=1, temperature=0.5, seed=1)))[0]
 
-    completion = with_engine(server, act)
+    completion = server.run(act)
     logs = torch.tensor([reference.logprobs(weights, [*TOKENS[:8], token], begin=8)[0] for token in range(320)])
     expected = (logs / 0.5).log_softmax(0)[completion.tokens[0]].item()
     assert abs(completion.logprobs[0] - expected) < BOUND
@@ -155,7 +118,7 @@ def test_response_during_an_update_has_tokens_of_both_versions(server, weights, 
         await push(engine, listener, new, 2)
         return [(await task)[0] for task in running]
 
-    completions = with_engine(server, act)
+    completions = server.run(act)
     assert any(completion.first_version < completion.last_version for completion in completions)
     for index, completion in enumerate(completions):
         sequence = [*TOKENS[: 6 + index], *completion.tokens]
@@ -184,17 +147,10 @@ def test_engine_logprobs_match_the_trainer(server, checkpoint, layout, trained):
 
     def on_rank():
         from megascend import WeightSync
-        from megascend.backends import MegatronBackend
 
         lora, adapter_only = trained != "model", trained == "adapter"
-        backend = MegatronBackend(
-            checkpoint,
-            parallel,
-            precision="fp32",
-            timeout_s=120,
-            batching=Batching(micro_batch_tokens=64),
-            **({"adapters": Adapters()} if lora else {"optimizer": Adam(lr=5e-3)}),
-        )
+        options = {"adapters": Adapters()} if lora else {"optimizer": Adam(lr=5e-3)}
+        backend = make_trainer(checkpoint, parallel, timeout_s=120, **options)
         name = "policy" if lora else None
         if lora:
             backend.add_adapter("policy", Lora(rank=4, alpha=8.0, optimizer=Adam(lr=2e-2)))
@@ -234,7 +190,7 @@ def baseline(server, weights, reference, listener) -> list[float]:
     async def act(engine):
         await push(engine, listener, weights, 1)
 
-    with_engine(server, act)
+    server.run(act)
     return reference.logprobs(weights, TOKENS)
 
 
@@ -243,11 +199,11 @@ def assert_unharmed(server, weights, reference, listener, baseline) -> None:
     new = changed(weights, seed=9)
 
     async def act(engine):
-        await assert_in_force(engine, baseline, 1)
+        await assert_active(engine, baseline, 1)
         await push(engine, listener, new, 2)
-        await assert_in_force(engine, reference.logprobs(new, TOKENS), 2)
+        await assert_active(engine, reference.logprobs(new, TOKENS), 2)
 
-    with_engine(server, act)
+    server.run(act)
 
 
 class Flipping:
@@ -272,7 +228,7 @@ def test_flipped_byte_raises_digest_error(server, weights, reference, listener, 
         with pytest.raises(DigestError, match=r"worker 0.*1 of \d+ buckets differ.*the first is bucket 2"):
             await push(engine, listener, changed(weights, 3), 2, wrap=Flipping)
 
-    with_engine(server, act)
+    server.run(act)
     assert_unharmed(server, weights, reference, listener, baseline)
 
 
@@ -291,7 +247,7 @@ def test_tensors_of_another_model_are_refused_before_sending(server, weights, re
         with pytest.raises(ManifestError, match=r"model\.layers\.[14]\.mlp\.up_proj\.weight"):
             await push(engine, listener, other, 2)
 
-    with_engine(server, act)
+    server.run(act)
     assert_unharmed(server, weights, reference, listener, baseline)
 
 
@@ -311,7 +267,7 @@ def test_failed_commit_restores_the_previous_weights(server, weights, reference,
         assert far(completion.logprobs, reference.logprobs(weights, sequence, begin=7)) < BOUND
         assert (completion.first_version, completion.last_version) == (1, 1)
 
-    with_engine(server, act)
+    server.run(act)
     assert_unharmed(server, weights, reference, listener, baseline)
 
 
@@ -335,10 +291,10 @@ def test_failed_restore_stops_serving_until_a_commit_succeeds(server, weights, r
             await engine.logprobs(TOKENS)
         assert status(server, "/v1/models") == status(server, "/health") == 503
         await push(engine, listener, new, 3)
-        await assert_in_force(engine, reference.logprobs(new, TOKENS), 3)
+        await assert_active(engine, reference.logprobs(new, TOKENS), 3)
         assert status(server, "/v1/models") == status(server, "/health") == 200
 
-    with_engine(server, act)
+    server.run(act)
 
 
 class Dying:
@@ -399,9 +355,9 @@ def test_trainer_killed_at_any_moment_leaves_a_working_engine(server, weights, r
     asyncio.run(until_running(server))
 
     async def act(engine):
-        await assert_in_force(engine, reference.logprobs(new, TOKENS), 2)
+        await assert_active(engine, reference.logprobs(new, TOKENS), 2)
 
-    with_engine(server, act)
+    server.run(act)
 
 
 async def until_running(server: Server) -> None:
@@ -422,14 +378,14 @@ def test_one_owner_at_a_time(server, weights, reference, listener, baseline):
         assert engine.owner in str(caught.value)
         with pytest.raises(OwnerError, match=r"another run#.* does not own the engine"):
             await other.resume()
-        await assert_in_force(engine, baseline, 1)
+        await assert_active(engine, baseline, 1)
         taking_over = server.engine(owner="another run", take_over=True)
         await push(taking_over, listener, weights, 1)  # a new owner's versions restart
         with pytest.raises(OwnerError, match="its owner is another run#"):
             await engine.drop("update-0")
         await taking_over.close()
 
-    with_engine(server, act)
+    server.run(act)
     assert_unharmed(server, weights, reference, listener, baseline)
 
 
@@ -450,7 +406,7 @@ def test_commit_without_a_verified_update_raises(server, weights, reference, lis
         await engine.begin_update(second)
         await engine.drop(second.update)
 
-    with_engine(server, act)
+    server.run(act)
     assert_unharmed(server, weights, reference, listener, baseline)
 
 
@@ -467,7 +423,7 @@ def test_a_pause_ends_with_its_lease(server, baseline):
         await engine.resume()
         assert not (await engine.info())["paused"]
 
-    with_engine(server, act)
+    server.run(act)
 
 
 # --- the guard ---
@@ -535,7 +491,7 @@ def test_bad_requests_are_refused_with_a_reason(server, baseline):
         with pytest.raises(EngineError, match=r"no adapter_config\.json"):
             await engine.load_adapter("x", "/nowhere")
 
-    with_engine(server, act)
+    server.run(act)
 
 
 def test_receiver_side_imports_neither_megatron_nor_megascend():
@@ -583,13 +539,13 @@ def test_hundred_updates_lose_no_request_and_no_memory(server, weights, referenc
                 sizes.append(memory(server))
         running = False
         await asyncio.gather(*requests)
-        await assert_in_force(engine, reference.logprobs(versions[101 % 2], TOKENS), 101)
+        await assert_active(engine, reference.logprobs(versions[101 % 2], TOKENS), 101)
         assert len(answers) == count >= 32
         assert all(len(completion.tokens) == 24 or completion.finish_reason == "stop" for completion in answers)
         assert all(1 <= completion.first_version <= completion.last_version <= 101 for completion in answers)
         assert any(completion.first_version < completion.last_version for completion in answers)
 
-    with_engine(server, act)
+    server.run(act)
     print("bytes of server and workers after updates 21 and 100:", sizes)
     assert sizes[1] - sizes[0] < 20 * 2**20, sizes
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megascend.errors import DataError, EngineLostError
+from megascend.errors import DataError, EngineError, EngineLostError
 from megascend.rollout import collector
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
@@ -45,14 +45,22 @@ class Prompts:
 class Engine:
     """Engine double that answers at once, or raises EngineLostError."""
 
-    def __init__(self, name: str, fails: bool = False) -> None:
-        self.name, self.fails, self.requests, self.version = name, fails, [], 0
+    def __init__(self, name: str, fails: type[EngineError] | None = None) -> None:
+        self.name, self.fails, self.requests, self.weights = name, fails, [], 0
 
     async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
         self.requests.append(tokens[0])
-        if self.fails:
+        if self.fails is not None:
+            raise self.fails(f"{self.name} has failed")
+        return [Completion((number,), (-0.5,), "stop", self.weights, self.weights) for number in range(n)]
+
+    async def version(self) -> int:
+        if self.fails is EngineLostError:
             raise EngineLostError(f"{self.name} is lost")
-        return [Completion((number,), (-0.5,), "stop", self.version, self.version) for number in range(n)]
+        return self.weights
+
+    async def revive(self) -> bool:
+        return False
 
     async def close(self) -> None:
         pass
@@ -71,6 +79,7 @@ def collecting(monkeypatch: pytest.MonkeyPatch, *engines: Engine, **changes: Any
     task = Task(episodes, decode, sampling=Sampling(max_tokens=1), group_size=2, **changes)
     rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
     try:
+        rollouts.updated(0)
         rollouts.start(step=0, offset=0)
         yield rollouts
     finally:
@@ -78,7 +87,7 @@ def collecting(monkeypatch: pytest.MonkeyPatch, *engines: Engine, **changes: Any
 
 
 def test_a_prompt_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
-    failing, sound = Engine("one", fails=True), Engine("two")
+    failing, sound = Engine("one", fails=EngineError), Engine("two")
     with collecting(monkeypatch, failing, sound) as rollouts:
         groups = rollouts.take(0, DEADLINE_S)
     assert groups is not None
@@ -102,8 +111,8 @@ def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplo
 
 
 def test_prompt_failed_by_all_engines_raises_the_engines_error(monkeypatch):
-    engines = Engine("one", fails=True), Engine("two", fails=True)
-    with collecting(monkeypatch, *engines) as rollouts, pytest.raises(EngineLostError, match="is lost"):
+    engines = Engine("one", fails=EngineError), Engine("two", fails=EngineError)
+    with collecting(monkeypatch, *engines) as rollouts, pytest.raises(EngineError, match="has failed"):
         rollouts.take(0, DEADLINE_S)
     request_counts = [engine.requests.count(number) for number in range(4) for engine in engines]
     assert max(request_counts) <= 2
@@ -172,7 +181,7 @@ def test_groups_without_signal_are_warned_of_without_a_bound(bounded, monkeypatc
     engine = Engine("one")
     with caplog.at_level(logging.WARNING), collecting(monkeypatch, engine, reward=reward, **settings) as rollouts:
         for step in range(12 if bounded else 1):
-            engine.version = step
+            engine.weights = step
             rollouts.updated(step)
             assert rollouts.take(step, DEADLINE_S) is not None
     assert [message.split(" groups")[0].split()[-1] for message in caplog.messages] == ["20", "40"]
@@ -216,3 +225,14 @@ for _ in range(3):
 graders.close()
 """
     subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
+
+
+def test_reward_that_is_cancelled_ends_the_run(monkeypatch):
+    def cancelled(response, prompt):
+        raise asyncio.CancelledError
+
+    with (
+        collecting(monkeypatch, Engine("one"), reward=cancelled) as rollouts,
+        pytest.raises(DataError, match=r"cancelled was cancelled at prompt \d, although the run goes on"),
+    ):
+        rollouts.take(0, DEADLINE_S)

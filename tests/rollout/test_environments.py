@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from megascend.cli.random_checkpoint import byte_tokenizer
-from megascend.errors import ConfigError, DataError, EngineLostError
+from megascend.errors import ConfigError, DataError, EngineError
 from megascend.rollout import collector
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import RolloutCollector, Task
@@ -58,7 +60,7 @@ class ScriptedEngine(Engine):
         reason = "stop" if len(cut) == len(reply) else "length"
         logprobs = tuple(-0.25 * (index + 1) for index in range(len(cut)))
         allowed = tuple((token, 300) for token in cut) if sampling.truncates and self.truncates else None
-        return [Completion(tuple(cut), logprobs, reason, self.version, self.version, allowed=allowed)]
+        return [Completion(tuple(cut), logprobs, reason, self.weights, self.weights, allowed=allowed)]
 
 
 def play(
@@ -197,6 +199,7 @@ def collecting(
     task = Task(episodes, lambda tokens: tokenizer.decode(list(tokens)), Sampling(4, seed=1), group_size=4)
     rollouts = RolloutCollector(engines, Prompts(), RolloutBuffer(4, 0), task)
     try:
+        rollouts.updated(0)
         rollouts.start(step=0, offset=0)
         yield rollouts
     finally:
@@ -226,16 +229,18 @@ def test_failed_episodes_are_counted_and_left_out(hangs: bool, caplog: pytest.Lo
 
 
 def test_too_many_failed_episodes_end_the_run() -> None:
+    engine = Engine("one")
     with (
-        collecting(Sometimes(period=2), Engine("one"), max_failed=0.4) as rollouts,
+        collecting(Sometimes(period=2), engine, max_failed=0.4) as rollouts,
         pytest.raises(DataError, match=r"of the last \d+ episodes failed, more than the share 0.4 .*no such tool"),
     ):
-        learn_from(rollouts, 20)
+        learn_from(rollouts, engine, 20)
 
 
-def learn_from(rollouts: RolloutCollector, steps: int) -> None:
-    """Take groups of a number of steps, with engines that are never updated."""
+def learn_from(rollouts: RolloutCollector, engine: Engine, steps: int) -> None:
+    """Take groups of a number of steps."""
     for step in range(steps):
+        engine.weights = step
         rollouts.updated(step)
         rollouts.take(step, DEADLINE_S)
 
@@ -252,7 +257,7 @@ def test_engine_error_that_an_environment_catches_is_retried_elsewhere(monkeypat
                 return None
             return conversation.trajectory(float(id(conversation)))
 
-    failing, sound = Engine("one", fails=True), Engine("two")
+    failing, sound = Engine("one", fails=EngineError), Engine("two")
     with collecting(Swallows(), failing, sound) as rollouts:
         groups = rollouts.take(0, DEADLINE_S)
         counts = rollouts.counts()
@@ -260,10 +265,39 @@ def test_engine_error_that_an_environment_catches_is_retried_elsewhere(monkeypat
     assert {trajectory.engine for group in groups for trajectory in group.trajectories} == {"two"}
     assert (counts.failed, counts.discarded) == (0, 0)
     with (
-        collecting(Swallows(), Engine("one", fails=True)) as rollouts,
-        pytest.raises(EngineLostError, match="one is lost"),
+        collecting(Swallows(), Engine("one", fails=EngineError)) as rollouts,
+        pytest.raises(EngineError, match="one has failed"),
     ):
         rollouts.take(0, DEADLINE_S)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit, ConnectionResetError])
+def test_environment_that_ends_at_random_loses_no_prompt(error: type[BaseException]) -> None:
+    class Ends(Sometimes):
+        ended = 0
+
+        async def run(self, policy: Policy, example: Mapping[str, Any]) -> Trajectory:
+            trajectory = await super().run(policy, example)
+            if draw.random() < 0.2:
+                self.ended += 1
+                raise error
+            return trajectory
+
+    draw, environment, engine = random.Random(3), Ends(period=10**6), Engine("one")
+    groups = []
+    with collecting(environment, engine) as rollouts:
+        for step in range(10):
+            engine.weights = step
+            rollouts.updated(step)
+            batch = rollouts.take(step, DEADLINE_S)
+            assert batch is not None
+            groups += batch
+        counts = rollouts.counts()
+    assert len({group.number for group in groups}) == 40
+    # All that were dispatched are learned from, dropped, or still on their way; each of their episodes counts once.
+    assert 0 < counts.failed <= environment.ended
+    assert sum(len(group.trajectories) for group in groups) <= environment.runs - counts.failed
+    assert counts.dispatched - counts.learned - counts.discarded - counts.equal <= 4
 
 
 def test_blocking_environment_does_not_hold_up_the_engines() -> None:
@@ -291,14 +325,23 @@ def test_wrong_results_are_failures_that_say_what_was_returned(caplog: pytest.Lo
         async def run(self, policy: Policy, example: Mapping[str, Any]) -> Any:
             conversation = policy.conversation("go")
             await conversation.reply()
+            if isinstance(self.value, dict):
+                return conversation.trajectory(1.0, self.value)
             return conversation.trajectory(self.value) if isinstance(self.value, float) else self.value
 
     tokenizer = byte_tokenizer(4096)
-    for value, expected in ((None, "returned None, not a Trajectory"), (float("nan"), "returned the reward nan")):
+    for value, expected in (
+        (None, "returned None, not a Trajectory"),
+        (float("nan"), "returned the reward nan"),
+        ({"right": "yes"}, "returned the part 'right' 'yes', not a finite number"),
+    ):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert play(Returns(value), ScriptedEngine("a", tokenizer=tokenizer), tokenizer) == []
         assert expected in caplog.text
+    engine = ScriptedEngine("a", tokenizer=tokenizer)
+    [trajectory] = play(Returns({"right": np.bool_(True)}), engine, tokenizer)
+    assert json.dumps(trajectory.rewards) == '{"right": 1.0}'
 
 
 def test_experts_of_a_token_are_those_of_the_request_that_sampled_it() -> None:

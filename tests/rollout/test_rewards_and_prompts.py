@@ -91,7 +91,7 @@ def test_unusable_rewards_raise_config_error(code: Path) -> None:
 
 
 def test_reward_may_be_an_instance_or_a_function_without_signature(code: Path) -> None:
-    assert checked(load_reward(f"{code}:grader"), "a", {}) == 0.5
+    assert checked(load_reward(f"{code}:grader"), "a", {}) == (0.5, {})
     with pytest.raises(DataError, match="raised TypeError"):
         checked(load_reward("builtins:max"), "a", {"b": 1})
 
@@ -110,14 +110,18 @@ def test_reward_may_be_an_instance_or_a_function_without_signature(code: Path) -
 def test_numbers_of_every_kind_are_rewards(value: object) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        reward = checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
+        reward, _ = checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
+        parts = {"reward": 2, "exact": value}
+        graded = checked(lambda response, example: parts, "abc", {})  # type: ignore[arg-type, return-value]
     assert (reward, type(reward)) == (1.0, float)
+    assert graded == (2.0, {"exact": 1.0})
+    assert type(graded[1]["exact"]) is float
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, "1", b"1", [1.0], (1.0,), {"score": 1.0}, object(), 1j),
+        *(None, "1", b"1", [1.0], (1.0,), {"reward": {}}, {"reward": 1.0, "exact": None}, object(), 1j),
         *(float("nan"), float("inf"), -float("inf"), 10**400, Decimal("NaN"), Decimal("sNaN"), Decimal("1e999")),
         *(np.array([1.0]), np.ones(3), np.str_("1"), np.complex64(1), np.float32("nan"), np.datetime64("2026-01-01")),
         *(torch.ones(1), torch.ones(2, 2), torch.tensor(float("nan")), torch.tensor(1j)),
@@ -141,8 +145,20 @@ def test_a_reward_whose_advantage_would_overflow_raises(value: object) -> None:
         checked(lambda response, example: value, "abc", {})  # type: ignore[arg-type, return-value]
     for estimator in ESTIMATORS:
         with pytest.raises(DataError, match=r"response 1 is .*; beyond 1e\+18"):
-            advantages([0.0, float(value)], estimator)  # type: ignore[arg-type]
-        assert all(abs(advantage) < 3e38 for advantage in advantages([1e18, -1e18, 0.0], estimator))
+            advantages([[0.0, float(value)]], estimator)  # type: ignore[arg-type]
+        (values,) = advantages([[1e18, -1e18, 0.0]], estimator)
+        assert all(abs(advantage) < 3e38 for advantage in values)
+
+
+def test_mapping_without_reward_raises_with_its_names() -> None:
+    """A sum of all values, as it might be expected, would count an accuracy twice."""
+    message = (
+        "returned a mapping without 'reward', the number that is learned from; its names: score, acc; the response was"
+    )
+    with pytest.raises(DataError, match=message):
+        checked(lambda response, example: {"score": 1.0, "acc": 1.0}, "abc", {})
+    with pytest.raises(DataError, match="returned 'no' as 'exact', not a finite number"):
+        checked(lambda response, example: {"reward": 1.0, "exact": "no"}, "abc", {})  # type: ignore[dict-item, return-value]
 
 
 def test_reward_exception_is_reported_with_function_and_response(code: Path) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cached_responses import make_backend
 
-from megascend import Adapters, Batching, Lora, Parallel
+from megascend import Adapters, Lora, Parallel
 from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
@@ -55,20 +56,6 @@ LORAS = {
 }
 
 
-def make_backend(checkpoint: Path, layout: str, **options: Any) -> Any:
-    from megascend.backends import MegatronBackend
-
-    return MegatronBackend(
-        model=checkpoint,
-        parallel=LAYOUTS[layout][1],
-        precision="fp32",
-        batching=Batching(micro_batch_tokens=256),
-        timeout_s=60,
-        self_check=False,
-        **options,
-    )
-
-
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_greedy_responses_equal_transformers_generate(model: str, layout: str, parity_folder: Path) -> None:
     from megascend.sampling import decoders, sampler
@@ -86,7 +73,7 @@ def test_greedy_responses_equal_transformers_generate(model: str, layout: str, p
 
     def on_rank() -> tuple[list[SampleResult], str | None, set[float]]:
         decoders.KeyValues = Measured
-        with make_backend(checkpoint, layout) as backend:
+        with make_backend(checkpoint, LAYOUTS[layout][1]) as backend:
             responses = sampler.Sampler(backend)
             return responses.generate(requests), responses.cache_unsupported_reason, bytes_per_token
 
@@ -113,7 +100,7 @@ def test_adapters_on_projections_of_latents_equal_peft(layout: str, parity_folde
     limits = Adapters(max_count=4, max_rank=16)
 
     def write() -> None:
-        with make_backend(checkpoint, "single", adapters=limits) as backend:
+        with make_backend(checkpoint, Parallel(), adapters=limits) as backend:
             for name, lora in LORAS.items():
                 write_adapter(backend, tmp_path / name, lora)
 
@@ -123,7 +110,7 @@ def test_adapters_on_projections_of_latents_equal_peft(layout: str, parity_folde
     requests = [SampleRequest(prompt, GREEDY, name) for prompt, name in pairs]
 
     def on_rank() -> tuple[list[SampleResult], list[SampleResult], str | None]:
-        with make_backend(checkpoint, layout, adapters=limits) as backend:
+        with make_backend(checkpoint, LAYOUTS[layout][1], adapters=limits) as backend:
             for name in LORAS:
                 backend.load_adapter(name, tmp_path / name)
             sampler = Sampler(backend)

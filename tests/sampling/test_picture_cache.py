@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from cached_responses import VARIED, assert_cached_equal, engine_results, megatron_results
 
 from megascend import Adapters, Batching, Parallel
 from megascend.batch.images import SampleImages
-from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from support.covering import FIRST_STACK
-from support.forked_programs import run_forked
 from support.generated import GREEDY, assert_equal, generated
 from support.pictures import END, GRIDS, MERGE, TOKEN, picture_tokens, pixels, tower_adapter
 
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not FIRST_STACK, reason="models with pictures need the first stack"),
 ]
 
-RUNS = Path(__file__).parents[1] / "engines" / "fsdp" / "linear_attention_runs.py"
 LAYOUTS = {
     "single": (1, Parallel()),
     "TP2 + SP": (2, Parallel(tensor=2, sequence=True)),
@@ -79,9 +78,8 @@ def prompts() -> list[tuple[list[int], SampleImages | None, dict[str, Any]]]:
 
 def requests() -> list[SampleRequest]:
     """Return greedy requests, and one whose responses share a picture and end after different numbers of tokens."""
-    params = SamplingParams(12, temperature=1.3, seed=11, stop=((7,), *((n,) for n in range(40, 90))))
     tokens, images, _ = prompts()[1]
-    group = SampleRequest(tokens, params, num_samples=3, images=images)
+    group = SampleRequest(tokens, VARIED, num_samples=3, images=images)
     return [*(SampleRequest(tokens, GREEDY, images=images) for tokens, images, _ in prompts()), group]
 
 
@@ -89,50 +87,14 @@ def expected_responses(checkpoint: Path, adapter: Path | None = None) -> list[An
     return generated(checkpoint, [(tokens, adapter) for tokens, *_ in prompts()], [extra for *_, extra in prompts()])
 
 
-def assert_same(results: list[SampleResult], recomputed: list[SampleResult]) -> None:
-    """Assert that sampling with and without a cache gave the same responses."""
-    for result, other in zip(results, recomputed, strict=True):
-        assert [sample.tokens for sample in result.samples] == [sample.tokens for sample in other.samples]
-        for sample, expected in zip(result.samples, other.samples, strict=True):
-            assert sample.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
-
-
 @pytest.mark.parametrize(("arch", "layout", "packing"), CASES)
 def test_responses_of_megatrons_engine_equal_transformers_generate(
     arch: str, layout: str, packing: bool, parity_folder: Path
 ) -> None:
     checkpoint = case_checkpoint(parity_folder, arch)
-
-    def on_rank() -> tuple[list[SampleResult], list[SampleResult], str | None]:
-        from megascend.backends import MegatronBackend
-        from megascend.sampling.sampler import Sampler
-
-        with MegatronBackend(
-            model=checkpoint,
-            parallel=LAYOUTS[layout][1],
-            precision="fp32",
-            batching=Batching(packing=packing, micro_batch_tokens=256),
-            timeout_s=60,
-            self_check=False,
-        ) as backend:
-            sampler = Sampler(backend)
-            results = sampler.generate(requests())
-            return results, Sampler(backend, cache=False).generate(requests()), sampler.cache_unsupported_reason
-
-    ranks = run_distributed(on_rank, LAYOUTS[layout][0], init=False, timeout_s=120)
-    expected = expected_responses(checkpoint)
-    for results, recomputed, reason in ranks:
-        assert reason is None
-        assert_equal(results[:-1], expected)
-        assert_same(results, recomputed)
-        assert len({len(sample.tokens) for sample in results[-1].samples}) > 1
-
-
-def run_jobs(folder: Path, *jobs: Any) -> list[Any]:
-    torch.save(list(jobs), folder / "jobs")
-    completed = run_forked(RUNS, folder / "jobs", folder / "results", timeout_s=400)
-    assert completed.returncode == 0, completed.stderr[-6000:]
-    return torch.load(folder / "results", weights_only=False)
+    ranks = megatron_results(checkpoint, LAYOUTS[layout], packing, requests())
+    assert_cached_equal(ranks, expected_responses(checkpoint))
+    assert all(len({len(sample.tokens) for sample in results[-1].samples}) > 1 for results, *_ in ranks)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +105,9 @@ def test_responses_of_engines_without_megatron_equal_transformers_generate(
 ) -> None:
     engine, ranks, arch, packing = ENGINES[name]
     checkpoint = case_checkpoint(parity_folder, arch)
-    options = {"batching": Batching(packing=packing, micro_batch_tokens=256)}
-    (results_of_ranks,) = run_jobs(tmp_path, ("sampled", (engine, ranks, str(checkpoint), requests(), {}), options))
-    assert len(results_of_ranks) == ranks
-    expected = expected_responses(checkpoint)
-    for results, recomputed, reason in results_of_ranks:
-        assert reason is None
-        assert_equal(results[:-1], expected)
-        assert_same(results, recomputed)
+    assert_cached_equal(
+        engine_results(tmp_path, engine, ranks, checkpoint, packing, requests()), expected_responses(checkpoint)
+    )
 
 
 def test_adapters_in_the_tower_sample_as_peft(parity_folder: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cached_responses import VARIED, assert_cached_equal, engine_results, make_backend, megatron_results, run_jobs
 
 from megascend import Adapters, Batching, Lora, Parallel
 from megascend.engines import linear_attention
@@ -15,11 +16,10 @@ from megascend.engines.key_values import Filling, Growing, KeyValues
 from megascend.engines.linear_attention import LayerState
 from megascend.reference_fla.convolution import causal_conv1d
 from megascend.reference_fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams
+from megascend.sampling.request import SampleRequest, SampleResult
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
 from support.covering import FIRST_STACK
-from support.forked_programs import run_forked
 from support.generated import GREEDY, assert_equal, generated, prompts
 
 pytestmark = [
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not FIRST_STACK, reason="the second stack has no gated delta rule"),
 ]
 
-RUNS = Path(__file__).parents[1] / "engines" / "fsdp" / "linear_attention_runs.py"
 CONDITIONED = {"rms_norm_eps": 1e-2}
 """The gated norm divides outputs of linear attention by their size, which is near 0 for some tokens of a tiny model."""
 LAYOUTS = {
@@ -62,20 +61,8 @@ ENGINES: dict[str, tuple[str, int, str, bool]] = {
 
 def requests() -> list[SampleRequest]:
     """Return greedy requests, and one whose responses share a prompt and end after different numbers of tokens."""
-    group = SampleRequest(
-        prompts()[0],
-        SamplingParams(12, temperature=1.3, seed=11, stop=((7,), *((n,) for n in range(40, 90)))),
-        num_samples=3,
-    )
+    group = SampleRequest(prompts()[0], VARIED, num_samples=3)
     return [*(SampleRequest(prompt, GREEDY) for prompt in prompts()), group]
-
-
-def assert_same(results: list[SampleResult], recomputed: list[SampleResult]) -> None:
-    """Assert that sampling with and without a cache gave the same responses."""
-    for result, other in zip(results, recomputed, strict=True):
-        assert [sample.tokens for sample in result.samples] == [sample.tokens for sample in other.samples]
-        for sample, expected in zip(result.samples, other.samples, strict=True):
-            assert sample.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
 
 
 @pytest.mark.parametrize(("arch", "layout", "packing"), CASES)
@@ -83,37 +70,9 @@ def test_responses_of_megatrons_engine_equal_transformers_generate(
     arch: str, layout: str, packing: bool, parity_folder: Path
 ) -> None:
     checkpoint = case_checkpoint(parity_folder, arch, **CONDITIONED)
-
-    def on_rank() -> tuple[list[SampleResult], list[SampleResult], str | None]:
-        from megascend.backends import MegatronBackend
-        from megascend.sampling.sampler import Sampler
-
-        with MegatronBackend(
-            model=checkpoint,
-            parallel=LAYOUTS[layout][1],
-            precision="fp32",
-            batching=Batching(packing=packing, micro_batch_tokens=256),
-            timeout_s=60,
-            self_check=False,
-        ) as backend:
-            sampler = Sampler(backend)
-            results = sampler.generate(requests())
-            return results, Sampler(backend, cache=False).generate(requests()), sampler.cache_unsupported_reason
-
-    ranks = run_distributed(on_rank, LAYOUTS[layout][0], init=False, timeout_s=120)
-    expected = generated(checkpoint, [(prompt, None) for prompt in prompts()])
-    for results, recomputed, reason in ranks:
-        assert reason is None
-        assert_equal(results[:-1], expected)
-        assert_same(results, recomputed)
-        assert len({len(sample.tokens) for sample in results[-1].samples}) > 1
-
-
-def run_jobs(folder: Path, *jobs: Any) -> list[Any]:
-    torch.save(list(jobs), folder / "jobs")
-    completed = run_forked(RUNS, folder / "jobs", folder / "results", timeout_s=400)
-    assert completed.returncode == 0, completed.stderr[-6000:]
-    return torch.load(folder / "results", weights_only=False)
+    ranks = megatron_results(checkpoint, LAYOUTS[layout], packing, requests())
+    assert_cached_equal(ranks, generated(checkpoint, [(prompt, None) for prompt in prompts()]))
+    assert all(len({len(sample.tokens) for sample in results[-1].samples}) > 1 for results, *_ in ranks)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -122,14 +81,8 @@ def test_responses_of_engines_without_megatron_equal_transformers_generate(
 ) -> None:
     engine, ranks, arch, packing = ENGINES[name]
     checkpoint = case_checkpoint(parity_folder, arch, **CONDITIONED)
-    options = {"batching": Batching(packing=packing, micro_batch_tokens=256)}
-    (results_of_ranks,) = run_jobs(tmp_path, ("sampled", (engine, ranks, str(checkpoint), requests(), {}), options))
-    assert len(results_of_ranks) == ranks
     expected = generated(checkpoint, [(prompt, None) for prompt in prompts()])
-    for results, recomputed, reason in results_of_ranks:
-        assert reason is None
-        assert_equal(results[:-1], expected)
-        assert_same(results, recomputed)
+    assert_cached_equal(engine_results(tmp_path, engine, ranks, checkpoint, packing, requests()), expected)
 
 
 def test_adapters_of_one_batch_equal_peft(parity_folder: Path, tmp_path: Path) -> None:
@@ -168,18 +121,10 @@ def test_adapters_on_tensor_parallel_ranks_equal_peft(
     pairs = [(first, "all"), (second, None), (third, "other"), (first, "other"), (first, None)]
 
     def on_rank() -> tuple[list[SampleResult], str | None]:
-        from megascend.backends import MegatronBackend
         from megascend.sampling.sampler import Sampler
 
-        with MegatronBackend(
-            model=checkpoint,
-            parallel=LAYOUTS[layout][1],
-            precision="fp32",
-            adapters=Adapters(max_count=4, max_rank=16),
-            batching=Batching(packing=packing, micro_batch_tokens=256),
-            timeout_s=60,
-            self_check=False,
-        ) as backend:
+        limits = Adapters(max_count=4, max_rank=16)
+        with make_backend(checkpoint, LAYOUTS[layout][1], packing=packing, adapters=limits) as backend:
             for name, path in adapters.items():
                 backend.load_adapter(name, path)
             sampler = Sampler(backend)

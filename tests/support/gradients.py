@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,21 +33,34 @@ class Gradients:
 def reduced_gradients(case: Case, checkpoint: Path, samples: list[Any], loss: Any = "cross_entropy") -> Gradients:
     """Return what the optimizer is about to step with, on one rank of ``case``."""
     with case_backend(case, checkpoint) as backend:
-        optimizer, chunks = backend.engine.optimizer, backend.engine.bare_chunks
-        update, reduced = optimizer._update, []
+        return step_gradients(backend, lambda: backend.forward_backward(backend.shard(samples), loss))
 
-        def record(lr: float) -> Any:
-            reduced.extend([p.main_grad.clone() for p in chunk.parameters()] for chunk in chunks)
-            return update(lr)
 
-        optimizer._update = record
-        backend.forward_backward(backend.shard(samples), loss)
-        norm = backend.optimizer_step().grad_norm
-        # Gradients have their parameters' shapes: exported in their places, they are gathered and renamed as weights are.
-        for chunk, gradients in zip(chunks, reduced, strict=True):
-            for parameter, gradient in zip(chunk.parameters(), gradients, strict=True):
-                parameter.data.copy_(gradient)
-        return Gradients({name: tensor.clone() for name, tensor in backend.engine.named_weights()}, norm)
+def step_gradients(backend: Any, accumulate: Callable[[], Any]) -> Gradients:
+    """Return what a Megatron backend's optimizer is about to step with after ``accumulate``, and step. Collective.
+
+    Parameters are as the step left them afterwards.
+    """
+    optimizer, chunks = backend.engine.optimizer, backend.engine.bare_chunks
+    update, reduced = optimizer._update, []
+
+    def record(lr: float) -> Any:
+        reduced.extend([p.main_grad.clone() for p in chunk.parameters()] for chunk in chunks)
+        return update(lr)
+
+    optimizer._update = record
+    accumulate()
+    norm = backend.optimizer_step().grad_norm
+    optimizer._update = update
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    weights = [parameter.data.clone() for parameter in parameters]
+    # Gradients have their parameters' shapes: exported in their places, they are gathered and renamed as weights are.
+    for parameter, gradient in zip(parameters, (gradient for part in reduced for gradient in part), strict=True):
+        parameter.data.copy_(gradient)
+    values = {name: tensor.clone() for name, tensor in backend.engine.named_weights()}
+    for parameter, data in zip(parameters, weights, strict=True):
+        parameter.data.copy_(data)
+    return Gradients(values, norm)
 
 
 def reduced_adapter_gradients(case: Case, checkpoint: Path, adapter: Path, out: Path) -> Gradients:

@@ -17,6 +17,10 @@ import pytest
 from megascend.tracking.trackers import FOLDER, Trackers, read_run_ids
 
 CONFIG = {"seed": 1234, "optimizer": {"lr": 1e-5, "betas": [0.9, 0.999]}, "lora": None}
+ROLLOUTS = [
+    {"step": 4, "reward": 1.5, "rewards/right": 1.0, "prompt": "1+1=", "response": "2"},
+    {"step": 4, "reward": 0.0, "prompt": "1+1=", "response": "three"},
+]
 LOSSES = {1: 4.0, 2: 2.0, 3: 1.0, 4: 0.5}
 
 
@@ -34,6 +38,8 @@ def log_and_resume(tracker: str, output: Path, caplog: pytest.LogCaptureFixture)
         for step in (last_step + 1, last_step + 2):
             trackers.log(step, {"loss": LOSSES[step], "validation_loss": None, "tokens": 10 * step})
         trackers.log_texts(last_step + 2, {"one?": f"answer {last_step + 2}"})
+        if last_step:
+            trackers.log_rollouts(last_step + 2, ROLLOUTS)
         trackers.close(outcome)
         ids.append(read_run_ids(output / FOLDER)[tracker])
     assert [record.getMessage() for record in caplog.records if record.name.startswith("megascend")] == []
@@ -46,7 +52,7 @@ def log_and_resume(tracker: str, output: Path, caplog: pytest.LogCaptureFixture)
 def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     log_and_resume("wandb", tmp_path, caplog)
-    losses, settings, answers = {}, {}, []
+    losses, settings, answers, rollouts = {}, {}, [], []
     files = sorted((tmp_path / FOLDER / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2  # of one run: offline, every process has a file
     assert len({path.name for path in files}) == 1
@@ -57,10 +63,15 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
                 losses[row["_step"]] = row["train/loss"]
             for item in record.run.config.update:
                 settings[item.key] = json.loads(item.value_json)
-        answers += [json.loads(table.read_text())["data"] for table in path.parent.rglob("*.table.json")]
+        tables = {file.name: json.loads(file.read_text()) for file in path.parent.rglob("*.table.json")}
+        answers += [table["data"] for name, table in tables.items() if name.startswith("generation")]
+        rollouts += [table for name, table in tables.items() if name.startswith("rollouts")]
     assert losses == LOSSES
     assert (settings["seed"], settings["optimizer"]["lr"]) == (1234, 1e-5)
     assert answers == [[[2, "one?", "answer 2"]], [[4, "one?", "answer 4"]]]
+    [table] = rollouts
+    assert table["columns"] == ["step", "reward", "rewards/right", "prompt", "response"]
+    assert table["data"] == [[4, 1.5, 1.0, "1+1=", "2"], [4, 0.0, None, "1+1=", "three"]]
 
 
 def wandb_records(path: Path) -> list:
@@ -90,7 +101,7 @@ def test_swanlab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     runs = sorted((tmp_path / FOLDER / "swanlab").glob("run-*"))
     assert len({path.name.rpartition("-")[2] for path in runs}) == 1
     texts = [path.read_text() for run in runs for path in run.glob("media/**/*.txt")]
-    assert sorted(texts) == ["answer 2", "answer 4"]
+    assert sorted(texts) == ["2", "answer 2", "answer 4", "three"]
     content = b"".join(path.read_bytes() for run in runs for path in run.glob("*.swanlab"))
     assert b"train/loss" in content
     assert b"train/validation_loss" not in content
@@ -112,7 +123,9 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     figures = [(name, step, json.loads(values)) for name, step, values in rows]
     assert {step: values["train/loss"] for _, step, values in figures if "train/loss" in values} == LOSSES
     assert {name for name, _, _ in figures} == {"run"}
-    assert "answer 4" in str(figures[-1][2])
+    assert "answer 4" in str(figures[-2][2])
+    assert "reward 1.5" in str(figures[-1][2])
+    assert "three" in str(figures[-1][2])
     assert settings[0]["optimizer"]["lr"] == 1e-5
 
 
@@ -130,3 +143,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.
     assert {metric.step: metric.value for metric in client.get_metric_history(run_id, "train/loss")} == LOSSES
     assert (run.data.params["optimizer.lr"], run.data.params["lora"]) == ("1e-05", "None")
     assert "answer 4" in Path(client.download_artifacts(run_id, "generation/step-4.txt", str(tmp_path))).read_text()
+    table = json.loads(Path(client.download_artifacts(run_id, "rollouts/step-4.json", str(tmp_path))).read_text())
+    assert table["columns"] == ["step", "reward", "rewards/right", "prompt", "response"]
+    assert table["data"][0] == [4, 1.5, 1.0, "1+1=", "2"]
+    assert table["data"][1][3:] == ["1+1=", "three"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,19 @@ from megascend.tracking import TrackedRun, registry
 from megascend.tracking.registry import check_trackers, register_tracker
 from megascend.tracking.trackers import BackgroundTracker, Trackers
 
-ROW = {"step": 3, "loss": 0.5, "validation_loss": None, "skipped": False, "tokens": 7, "mfu": float("nan")}
+ROW = {
+    "step": 3,
+    "loss": 0.5,
+    "validation_loss": None,
+    "skipped": False,
+    "tokens": 7,
+    "mfu": float("nan"),
+    "rewards": {"right": 0.25, "unknown": None},
+}
+ROLLOUTS = [
+    {"step": 3, "reward": 1.2, "rewards/right": 1.0, "engine": "", "prompt": "1+1=", "response": "<b>2</b>\n| done"},
+    {"step": 3, "reward": 0.0, "engine": "vllm 0", "prompt": "1+1=", "response": "3"},
+]
 
 
 class RecordingTracker:
@@ -34,6 +47,9 @@ class RecordingTracker:
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         self.calls.append((step, dict(texts)))
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.calls.append((step, [dict(row) for row in rows]))
 
     def close(self, outcome: str) -> None:
         self.calls.append(outcome)
@@ -94,13 +110,27 @@ def test_a_tracker_gets_the_numbers_of_the_run_log(opened: list[RecordingTracker
     assert not (tmp_path / "run-7").exists()  # a run that does not start leaves nothing
     trackers.log(3, ROW)
     trackers.log_texts(3, {"one?": "two"})
+    trackers.log_rollouts(3, ROLLOUTS)
     trackers.close("finished")
     [tracker] = opened
-    assert tracker.calls == [
-        (3, {"train/loss": 0.5, "train/skipped": 0.0, "train/tokens": 7.0}), (3, {"one?": "two"}), "finished",
-    ]  # fmt: skip
+    figures = {"train/loss": 0.5, "train/skipped": 0.0, "train/tokens": 7.0, "train/rewards/right": 0.25}
+    assert tracker.calls == [(3, figures), (3, {"one?": "two"}), (3, ROLLOUTS), "finished"]
     assert (tracker.run.name, tracker.run.config, tracker.run.options) == ("run-7", {"seed": 5}, {"a": 1})
     assert tracker.run.folder.is_dir()
+
+
+def test_a_tracker_without_a_table_gets_rollouts_as_texts(
+    opened: list[RecordingTracker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(RecordingTracker, "log_rollouts")
+    trackers = Trackers({"kept": {}}, tmp_path, {})
+    trackers.log_rollouts(3, ROLLOUTS)
+    trackers.close("finished")
+    texts = {
+        "[step 3, reward 1.2, rewards/right 1] 1+1=": "<b>2</b>\n| done",
+        "[step 3, reward 0, engine vllm 0] 1+1=": "3",
+    }
+    assert opened[0].calls == [(3, texts), "finished"]
 
 
 def test_a_resumed_run_is_the_same_one_to_a_tracker(opened: list[RecordingTracker], tmp_path: Path) -> None:
@@ -169,6 +199,7 @@ def test_tensorboard_holds_the_figures_the_settings_and_the_answers(tmp_path: Pa
         for step in steps:
             trackers.log(step, {"loss": 1.0 / step + last_step})
         trackers.log_texts(steps[-1], {"one?": "two"})
+        trackers.log_rollouts(steps[-1], ROLLOUTS)
         trackers.close("finished")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -180,3 +211,9 @@ def test_tensorboard_holds_the_figures_the_settings_and_the_answers(tmp_path: Pa
     assert b'"seed": 5' in settings.tensor_proto.string_val[0]
     answers = events.Tensors("generation/0/text_summary")
     assert [(event.step, b"two" in event.tensor_proto.string_val[0]) for event in answers][-1] == (4, True)
+    text = events.Tensors("rollouts/text_summary")[-1].tensor_proto.string_val[0].decode()
+    # As code, in which Markdown and HTML of a response have no effect.
+    assert (
+        "**step 3, reward 1.2, rewards/right 1**\n\n    1+1=\n\nresponse:\n\n    <b>2</b>\n    | done\n\n**step 3"
+        in text
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -44,15 +44,10 @@ class Refusing(InferenceEngine):
     async def drop(self, update: str) -> None: ...
 
 
-@contextmanager
-def delivery(transport: str, **changes: Any) -> Iterator[Delivery]:
-    settings: dict[str, Any] = {"device": torch.device("cpu"), "host": "127.0.0.1", "bucket_bytes": None}
-    settings |= {"digest": "multilinear64", "timeout_s": 20.0, "transport": transport}
-    opened = Delivery(**settings | changes)
-    try:
+@contextlib.contextmanager
+def delivery(transport: str) -> Iterator[Delivery]:
+    with contextlib.closing(Delivery(transport=transport, device=torch.device("cpu"), timeout_s=20.0)) as opened:
         yield opened
-    finally:
-        opened.close()
 
 
 @pytest.mark.parametrize(
@@ -61,9 +56,9 @@ def delivery(transport: str, **changes: Any) -> Iterator[Delivery]:
     ids=["CPU", "CPU of another host", "GPU of this host"],
 )
 def test_the_default_transport_reaches_the_engine(location: Location, expected: str) -> None:
-    update = Update()
+    update = Update([Refusing("engine", location, location)], 1)
     with delivery("auto") as opened, pytest.raises(WeightSyncError, match=f"offered over {expected}, 268435456 bytes"):
-        opened.begin(update, [Refusing("engine", location, location)], 1, SPECS)
+        opened.begin(update, SPECS)
     assert update.transport == expected
 
 
@@ -72,9 +67,9 @@ def test_an_engine_that_does_not_tell_is_taken_to_be_on_the_cpu() -> None:
         locations = InferenceEngine.locations
 
     with delivery("auto") as opened, pytest.raises(WeightSyncError, match="offered over gloo"):
-        opened.begin(Update(), [Plain("engine", FOLDER)], 1, SPECS)
+        opened.begin(Update([Plain("engine", FOLDER)], 1), SPECS)
     with delivery("shared_memory") as opened, pytest.raises(WeightSyncError, match="offered over shared_memory"):
-        opened.begin(Update(), [Plain("engine", FOLDER)], 1, SPECS)
+        opened.begin(Update([Plain("engine", FOLDER)], 1), SPECS)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +85,5 @@ def test_a_transport_that_does_not_fit_raises_before_anything_begins(
 ) -> None:
     engine = Refusing("engine", location)
     with delivery(transport) as opened, pytest.raises(ConfigError, match=message):
-        opened.begin(Update(), [engine], 1, SPECS)
+        opened.begin(Update([engine], 1), SPECS)
     assert not engine.has_begun

@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "weightwire"))
 from engine_process import ended_by, engines
 
 import megascend
-from megascend import Adam, Adapters, Batching, Lora, Parallel
+from megascend import Adam, Adapters, Lora, Parallel
 from megascend.errors import ConfigError, MegascendError, OutOfStepError, WeightSyncError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from support.pictures import TOKEN, TOWER, picture_fields, picture_samples, picture_tokens
+from support.trainers import make_trainer
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -34,11 +35,6 @@ LAYOUTS: dict[str, tuple[int, Parallel, str, dict[str, Any]]] = {
     "MoE EP2": (2, Parallel(expert=2), "qwen3_moe", {}),
     "DP2 x TP2": (4, Parallel(tensor=2), "qwen2", {}),
 }
-
-
-def make_backend(checkpoint: Path, parallel: Parallel | None = None, **options: Any) -> Any:
-    settings: dict[str, Any] = {"precision": "fp32", "timeout_s": 60, "batching": Batching(micro_batch_tokens=64)}
-    return megascend.MegatronBackend(checkpoint, parallel, **settings | options)
 
 
 def equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
@@ -57,7 +53,7 @@ def test_engines_get_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
     with engines(tmp_path, "engine-a", "engine-b", workers=2) as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, parallel)
+            backend = make_trainer(checkpoint, parallel)
             with megascend.WeightSync(backend, served, bucket_bytes=100_000) as sync:
                 first = sync.push(1)
                 backend.forward_backward(backend.shard(causal_samples(token_lists())))
@@ -86,7 +82,7 @@ def test_the_first_push_is_the_checkpoint(parity_folder, tmp_path):
     with engines(tmp_path, "small") as small, engines(tmp_path, "large", workers=3) as large:
 
         def on_rank():
-            with megascend.WeightSync(make_backend(checkpoint, Parallel(tensor=2)), [*small, *large]) as sync:
+            with megascend.WeightSync(make_trainer(checkpoint, Parallel(tensor=2)), [*small, *large]) as sync:
                 return sync.push(0).nbytes
 
         run_distributed(on_rank, 2, init=False, timeout_s=120)
@@ -102,7 +98,7 @@ def test_push_of_merged_and_separate_adapters(parity_folder, tmp_path):
     with engines(tmp_path, "engine") as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, Parallel(tensor=2), adapters=Adapters())
+            backend = make_trainer(checkpoint, Parallel(tensor=2), adapters=Adapters())
             backend.add_adapter("a", Lora(rank=4, alpha=6.0, optimizer=Adam(lr=1e-2)))
             for _ in range(2):
                 backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter="a")
@@ -136,7 +132,7 @@ def test_engines_and_exports_get_the_trained_vision_tower(parity_folder, tmp_pat
     with engines(tmp_path, "engine") as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, Parallel(tensor=2, sequence=True), vision_tower="train")
+            backend = make_trainer(checkpoint, Parallel(tensor=2, sequence=True), vision_tower="train")
             with megascend.WeightSync(backend, served) as sync:
                 backend.forward_backward(backend.shard(samples))
                 backend.optimizer_step()
@@ -178,7 +174,7 @@ def test_push_of_adapters_in_the_vision_tower(parity_folder, tmp_path):
     with engines(tmp_path, "engine") as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, Parallel(tensor=2), adapters=Adapters(), vision_tower="train")
+            backend = make_trainer(checkpoint, Parallel(tensor=2), adapters=Adapters(), vision_tower="train")
             backend.add_adapter("a", Lora(rank=4, alpha=6.0, optimizer=Adam(lr=1e-2)))
             for _ in range(2):
                 backend.forward_backward(backend.shard(picture_samples()), adapter="a")
@@ -217,7 +213,7 @@ def pushes_that_fail(
     with engines(tmp_path, *(f"engine-{number}" for number in range(1, names + 1)), weights=OLD, version=3) as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, parallel, timeout_s=30)
+            backend = make_trainer(checkpoint, parallel, timeout_s=30)
             with megascend.WeightSync(backend, served, bucket_bytes=50_000, timeout_s=6.0) as sync:
                 undo = fault(sync, served) if backend.rank == 0 else None
                 with pytest.raises(MegascendError) as caught:
@@ -337,7 +333,7 @@ def test_a_commit_that_fails_on_one_worker_is_undone_on_all(parity_folder, tmp_p
     with engines(tmp_path, "engine", workers=2, weights=OLD, version=3) as served:
 
         def on_rank():
-            backend = make_backend(checkpoint)
+            backend = make_trainer(checkpoint)
             with megascend.WeightSync(backend, served) as sync:
                 served[0].now("fault", fails=1)
                 with pytest.raises(WeightSyncError, match="worker 1 cannot load") as caught:
@@ -358,7 +354,7 @@ def test_invalid_options_and_unreachable_host_raise(parity_folder, tmp_path):
     with engines(tmp_path, "engine", weights=OLD, version=3) as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, Parallel(tensor=2))
+            backend = make_trainer(checkpoint, Parallel(tensor=2))
             messages = []
             for options in ({"transport": "pigeon"}, {"timeout_s": 100.0}, {"digest": "xxh3"}):
                 with pytest.raises(ConfigError) as refused:
@@ -398,9 +394,9 @@ def test_two_trainers_at_one_engine(parity_folder, tmp_path):
     with engines(tmp_path, "engine", weights=OLD, version=3) as served:
 
         def on_rank():
-            backend = make_backend(checkpoint)
+            backend = make_trainer(checkpoint)
             with megascend.WeightSync(backend, served) as first, megascend.WeightSync(backend, served) as second:
-                sending = first._delivery
+                sending = first._ranks.delivery
                 assert sending is not None
                 verify = sending.verify
                 messages = []
@@ -427,15 +423,15 @@ def test_a_trainer_killed_after_the_transfer_leaves_the_old_weights(parity_folde
     with engines(tmp_path, "engine", weights=OLD, version=3) as served:
 
         def dying():
-            with megascend.WeightSync(make_backend(checkpoint), served, timeout_s=3.0) as sync:
-                sync._delivery.verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
+            with megascend.WeightSync(make_trainer(checkpoint), served, timeout_s=3.0) as sync:
+                sync._ranks.delivery.verify = lambda update: os.kill(os.getpid(), signal.SIGKILL)
                 sync.push(4)
 
         assert run_distributed(lambda: ended_by(dying), 1, init=False, timeout_s=60) == [-signal.SIGKILL]
         assert equal(served[0].weights()[0][0], OLD)
 
         def next_one():
-            with megascend.WeightSync(make_backend(checkpoint), served) as sync:
+            with megascend.WeightSync(make_trainer(checkpoint), served) as sync:
                 until = time.monotonic() + 60
                 while True:
                     with contextlib.suppress(WeightSyncError):

@@ -18,11 +18,12 @@ from engine_process import ended_by, engines
 from worker_slices import exported, slices_are, specs_of, vllm_like
 
 import megascend
-from megascend import Batching, Parallel
+from megascend import Parallel
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
 from support.forked_programs import run_forked
+from support.trainers import make_trainer
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -36,11 +37,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], str, dict[str, Any]]] = {
 }
 
 
-def make_backend(checkpoint: Path, parallel: dict[str, int], **options: Any) -> Any:
-    settings: dict[str, Any] = {"precision": "fp32", "timeout_s": 60, "batching": Batching(micro_batch_tokens=64)}
-    return megascend.MegatronBackend(checkpoint, Parallel(**parallel), **settings | options)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_workers_get_their_slices_of_the_export(parity_folder, tmp_path, name, precision):
@@ -50,7 +46,7 @@ def test_workers_get_their_slices_of_the_export(parity_folder, tmp_path, name, p
     with engines(tmp_path, "engine-a", "engine-b", workers=2, needs=vllm_like) as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, parallel, precision=precision)
+            backend = make_trainer(checkpoint, Parallel(**parallel), precision=precision)
             with megascend.WeightSync(backend, served, bucket_bytes=50_000, sharded=True) as sync:
                 first = sync.push(1)
                 backend.forward_backward(backend.shard(causal_samples(token_lists())))
@@ -80,7 +76,7 @@ def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_fold
     with engines(tmp_path, "described", needs=vllm_like) as first, engines(tmp_path, "silent") as second:
 
         def on_rank():
-            backend = make_backend(checkpoint, {"tensor": 2})
+            backend = make_trainer(checkpoint, Parallel(tensor=2))
             with megascend.WeightSync(backend, [*first, *second], sharded=True) as sync:
                 pushed = sync.push(1), sync.push(2)
             with megascend.WeightSync(
@@ -109,7 +105,7 @@ def test_a_model_whose_slices_cannot_be_described_is_sent_by_rank_0(parity_folde
     with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, {"expert": 2})
+            backend = make_trainer(checkpoint, Parallel(expert=2))
             with megascend.WeightSync(backend, served, mode="auto") as sync:
                 pushes = [sync.push(1), sync.push(2)]
             backend.export_hf(tmp_path / "after")
@@ -137,7 +133,7 @@ def fails_and_works_again(
     with engines(tmp_path, "engine-1", "engine-2", workers=2, weights=OLD, version=3, needs=vllm_like) as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, parallel, timeout_s=30)
+            backend = make_trainer(checkpoint, Parallel(**parallel), timeout_s=30)
             with megascend.WeightSync(backend, served, bucket_bytes=20_000, timeout_s=6.0, sharded=True) as sync:
                 undo = fault(sync, served, backend)
                 with pytest.raises(MegascendError) as caught:
@@ -228,14 +224,14 @@ def test_a_silent_engine_is_named(parity_folder, tmp_path):
             sync.engines = [engine for engine in sync.engines if engine.name == "engine-1"]
 
         # Before the test asks the engines for their state.
-        drop = sync._delivery.drop if backend.rank == 0 else None
+        drop = sync._ranks.delivery.drop if backend.rank == 0 else None
         if drop is not None:
 
             def drop_and_continue(update):
                 drop(update)
                 served[1].kill(signal.SIGCONT)
 
-            sync._delivery.drop = drop_and_continue
+            sync._ranks.delivery.drop = drop_and_continue
         return and_continue
 
     checkpoint = case_checkpoint(parity_folder, "qwen3")
@@ -261,7 +257,7 @@ def test_an_engine_restarted_with_other_workers_is_planned_anew(parity_folder, t
         state: dict[str, Any] = {}
 
         def on_rank():
-            backend = make_backend(checkpoint, {"tensor": 2}, timeout_s=30)
+            backend = make_trainer(checkpoint, Parallel(tensor=2), timeout_s=30)
             with megascend.WeightSync(backend, served, timeout_s=6.0, sharded=True) as sync:
                 sync.push(1)
                 if backend.rank == 0:
@@ -300,7 +296,7 @@ def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tm
             os.kill(os.getpid(), signal.SIGKILL)
 
         def dying():
-            backend = make_backend(checkpoint, {"tensor": 2}, timeout_s=20)
+            backend = make_trainer(checkpoint, Parallel(tensor=2), timeout_s=20)
             with megascend.WeightSync(backend, served, bucket_bytes=20_000, timeout_s=2.0, sharded=True) as sync:
                 at_message(rank, number, die)(sync, served, backend)
                 sync.push(4)
@@ -315,7 +311,7 @@ def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tm
             time.sleep(0.1)
 
         def on_rank():
-            backend = make_backend(checkpoint, {"tensor": 2})
+            backend = make_trainer(checkpoint, Parallel(tensor=2))
             with megascend.WeightSync(backend, served, sharded=True) as sync:
                 return sync.push(4).sharded
 
@@ -343,7 +339,7 @@ def test_differences_equal_complete_pushes(parity_folder, tmp_path):
 
         def on_rank():
             adam = megascend.Adam(lr=1e-5)
-            backend = make_backend(checkpoint, {"tensor": 2}, precision="bf16", optimizer=adam)
+            backend = make_trainer(checkpoint, Parallel(tensor=2), precision="bf16", optimizer=adam)
             pushes = []
             with megascend.WeightSync(backend, served, mode="delta", full_every=3) as sync:
                 for version in range(1, 7):
@@ -370,7 +366,7 @@ def test_a_single_rank_sends_differences_to_engines_that_describe_nothing(parity
     with engines(tmp_path, "engine-1", "engine-2") as served:
 
         def on_rank():
-            backend = make_backend(checkpoint, {}, precision="bf16", optimizer=megascend.Adam(lr=1e-6))
+            backend = make_trainer(checkpoint, precision="bf16", optimizer=megascend.Adam(lr=1e-6))
             with megascend.WeightSync(backend, served, mode="delta") as sync:
                 first = sync.push(1)
                 backend.forward_backward(backend.shard(causal_samples(token_lists())))
@@ -397,7 +393,7 @@ def test_wrong_settings_are_refused(parity_folder):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
 
     def on_rank():
-        backend = make_backend(checkpoint, {})
+        backend = make_trainer(checkpoint)
         for options, text in (
             ({"mode": "sparse"}, "mode 'sparse'; expected full, delta, auto"),
             ({"mode": "delta", "full_every": 0}, "full_every 0"),

@@ -342,9 +342,9 @@ def test_memory_of_the_base_is_reused():
     addresses = set()
     for version in range(1, 5):
         commit(receivers, engines, trainer.push(version, NEW if version % 2 else OLD))
-        memory = receivers[0]._memory
+        memory = receivers[0]._memory.spare
         assert memory is not None
-        assert receivers[0]._base is not None
+        assert receivers[0]._memory.base is not None
         addresses.add(memory.data_ptr())
         assert memory.numel() < 1.2 * sum(math.prod(s.shape) * 4 for s in SPECS)
     assert len(addresses) == 1

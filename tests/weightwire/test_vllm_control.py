@@ -28,7 +28,8 @@ from weightwire.errors import (
 from weightwire.group import Listener, join
 from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
-from weightwire.receiver import RECEIVING, Receiver
+from weightwire.receiver import Receiver
+from weightwire.reception import RECEIVING
 from weightwire.sender import Sender, spec_of
 from weightwire.transports import Setup, make_transport
 from weightwire.transports.choice import Location
@@ -336,7 +337,7 @@ def test_engine_sleeps_and_wakes_up_for_an_update(control, engine):
         await control.sleep("a#1", 60)
         await control.sleep("a#1", 60)  # renewed
         assert (engine.paused, engine.asleep, (await control.info())["asleep"]) == (True, True, True)
-        assert [worker.updates.receiver._memory for worker in engine.workers] == [None, None]
+        assert [worker.updates.receiver.keeps_memory for worker in engine.workers] == [False, False]
         with pytest.raises(UpdateError, match="asleep"):
             await push(control, 2.0, 2)
         await control.resume("a#1")

@@ -31,7 +31,7 @@ class Panel:
     """One panel of the plot.
 
     Attributes:
-        key: key in a row of metrics.jsonl.
+        key: key in a row of metrics.jsonl; a mapping has a line for each of its names.
         label: title of the panel.
         colour: colour of the line.
         smoothed: a run of many steps has a smoothed line over that of the steps.
@@ -58,14 +58,17 @@ def plot_metrics(
 
 
 def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) -> Figure:
-    """Draw the figure of a run, two panels a row, or three if there are more than four."""
+    """Draw the figure of a run, two panels a row, or three if there are more than four; panels without any value are left out."""
     require_extra("matplotlib", "plot")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # A run without evaluations, or without parts of the reward, has nothing to show of them.
+    panels = [panel for panel in panels if any(row.get(panel.key) not in (None, {}) for row in rows)] or panels[:1]
     across = 2 if len(panels) <= 4 else 3
     lines = -(-len(panels) // across)
-    figure = Figure(figsize=(5.2 * across if across == 2 else 4 * across, 3.4 * lines), layout="constrained")
+    size = (5.2 * across, 3.4 * lines) if across == 2 else (4 * across, (3.4 if lines <= 2 else 2.6) * lines)
+    figure = Figure(figsize=size, layout="constrained")
     # Not pyplot, which keeps figures in globals and may look for a display.
     FigureCanvasAgg(figure)
     grid = figure.subplots(lines, across, squeeze=False).flatten()
@@ -79,27 +82,31 @@ def draw(rows: Sequence[dict[str, Any]], title: str, panels: Sequence[Panel]) ->
 
 def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None:
     """Draw one panel over the steps; a metric of less than half of them, such as an evaluation's, over those that have it."""
-    present = [row for row in rows if row.get(panel.key) is not None]
+    present = [row for row in rows if row.get(panel.key) not in (None, {})]
     sparse = 2 * len(present) < len(rows)
     shown_rows = present if sparse else rows
-    steps, values = [row["step"] for row in shown_rows], column(shown_rows, panel.key)
+    steps, curves = [row["step"] for row in shown_rows], columns(shown_rows, panel.key)
+    values = [value for curve in curves.values() for value in curve]
     measured = [row for row in rows if panel.second is not None and row.get(panel.second[0]) is not None]
     second_values = column(measured, panel.second[0]) if panel.second is not None else []
     logarithmic = panel.decades and spans_decades([*values, *second_values])
-    if panel.smoothed and not sparse and len(rows) >= SMOOTHED_FROM:
-        reach = len(rows) // SMOOTHED_FROM
-        means = smoothed([math.log(value) for value in values], reach) if logarithmic else smoothed(values, reach)
-        curve = [math.exp(mean) for mean in means] if logarithmic else means
-        axes.plot(steps, values, color=panel.colour, linewidth=0.8, alpha=0.35, label="each step")
-        axes.plot(steps, curve, color=panel.colour, linewidth=1.6, label="smoothed")
-    else:
+    reach = len(rows) // SMOOTHED_FROM if panel.smoothed and not sparse else 0
+    for number, (name, curve) in enumerate(curves.items()):
+        # The colours of matplotlib's cycle tell the names of a mapping apart.
+        colour = f"C{number}" if name else panel.colour
+        if reach:
+            means = smoothed([math.log(value) for value in curve] if logarithmic else curve, reach)
+            label = "_" if name else "each step"  # matplotlib leaves such a label out of the legend
+            axes.plot(steps, curve, color=colour, linewidth=0.8, alpha=0.35, label=label)
+            curve = [math.exp(mean) for mean in means] if logarithmic else means
         # Without a line to its neighbours, a point is visible only with a marker.
-        marker = "." if sparse or len(rows) < MARKED_BELOW else None
-        axes.plot(steps, values, color=panel.colour, linewidth=1.4, marker=marker, label="each step")
+        marker = "." if not reach and (sparse or len(rows) < MARKED_BELOW) else None
+        label = name or ("smoothed" if reach else "each step")
+        axes.plot(steps, curve, color=colour, linewidth=1.6 if reach else 1.4, marker=marker, label=label)
     if panel.second is not None and measured:
         measured_steps = [row["step"] for row in measured]
         axes.plot(measured_steps, second_values, "o-", color=SECOND_COLOUR, markersize=3, label=panel.second[1])
-    if len(axes.lines) > 1:
+    if len(axes.lines) > 1 or "" not in curves:
         axes.legend(frameon=False, fontsize=9)
     axes.set_title(panel.label, loc="left", fontsize=11)
     axes.set_xlabel("step")
@@ -118,6 +125,14 @@ def draw_panel(axes: Axes, rows: Sequence[dict[str, Any]], panel: Panel) -> None
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
     """Return one metric of all rows; NaN where it is missing."""
     return [math.nan if row.get(key) is None else float(row[key]) for row in rows]
+
+
+def columns(rows: Sequence[dict[str, Any]], key: str) -> dict[str, list[float]]:
+    """Return one metric of all rows by its names, in the order of their appearance; under ``""`` if it is a number."""
+    names = dict.fromkeys(name for row in rows if isinstance(row.get(key), dict) for name in row[key])
+    if not names:
+        return {"": column(rows, key)}
+    return {name: column([row.get(key) or {} for row in rows], name) for name in names}
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:

@@ -258,7 +258,8 @@ def check_rollouts(config: RlConfig) -> None:
     from megascend.rollout.rewards import check_name
 
     free = config.rollout.environment is not None
-    read_prompts(config.rollout.prompts, free=free)
+    if config.rollout.prompts is not None:
+        read_prompts(config.rollout.prompts, free=free)
     if config.evaluation is not None:
         read_prompts(config.evaluation.prompts, free=free)
     if config.rollout.reward is not None:

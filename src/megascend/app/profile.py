@@ -1,4 +1,4 @@
-"""``megascend train --profile``: a trace of a few steps that Perfetto opens, and what took the time in them.
+"""``megascend train --profile``, or ``rl``: a trace of a few steps that Perfetto opens, and what took the time in them.
 
 OUTPUT/profile/trace-rank-0.json.gz    for https://ui.perfetto.dev, or chrome://tracing
 OUTPUT/profile/top-rank-0.txt          kernels and operators, the longest first
@@ -128,7 +128,7 @@ class StepProfiler:
             self._recorded = range(number + 2, number + 2 + fewer)
             logger.warning("profile: %s; recording %d instead", problem, fewer)
         else:
-            logger.warning("profile: %s; nothing is kept: lower data.global_batch_size, or raise the limit", problem)
+            logger.warning("profile: %s; nothing is kept: use smaller batches, or raise the limit", problem)
 
     def _write(self, session: Any, steps: range) -> int:
         """Write both files if the trace is within the limit; return its size in bytes."""

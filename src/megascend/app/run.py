@@ -7,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
@@ -19,6 +19,7 @@ from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.event_log import EventLog
 from megascend.app.plot import PANELS, Panel, plot_metrics
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
+from megascend.app.profile import StepProfiler
 from megascend.app.resume import begin, belongs, check_start
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
@@ -125,10 +126,6 @@ class Training(ABC, Generic[AnyConfig]):
     def next_batch(self, number: int, stop: Callable[[], bool]) -> Any | None:
         """Return the batch of step ``number``; None if a signal stops any rank while they wait for it. Collective."""
 
-    def step_context(self, number: int) -> AbstractContextManager[None]:
-        """Return a context around a step, its log row and its evaluations, up to its checkpoint."""
-        return nullcontext()
-
     @abstractmethod
     def step(self, number: int, batch: Any) -> MetricsRecord:
         """Train on a batch. Collective."""
@@ -139,9 +136,6 @@ class Training(ABC, Generic[AnyConfig]):
     @abstractmethod
     def progress(self) -> dict[str, Any]:
         """Return the state to save beside the model, as of the last optimizer step, even if a later batch has been taken."""
-
-    def end_loop(self) -> None:
-        """Clean up after the loop has ended without an error."""
 
     @abstractmethod
     def title(self, run: Run[AnyConfig]) -> str:
@@ -326,17 +320,19 @@ def train_steps(
         steps_done=steps_done,
         waiting=lambda: directory.waiting,
     ) as log:
+        steps = range(steps_done + 1, config.steps + 1)
+        profiler = StepProfiler(config.profile, config.output, backend.platform, backend.rank, steps)
         training.start_loop(log)
         in_step = False
         try:
-            for number in range(steps_done + 1, config.steps + 1):
+            for number in steps:
                 batch = training.next_batch(number, lambda: signals.received is not None)
                 if batch is None:
                     # The batch of this step never came: the checkpoint is that of the step before.
                     number -= 1
                     saves.after_step(number, True)
                     break
-                with training.step_context(number):
+                with profiler.step(number):
                     # Between these two lines other ranks may be in a collective of this step.
                     in_step = True
                     record = training.step(number, batch)
@@ -362,7 +358,7 @@ def train_steps(
             if complete and everywhere and last and backend.step_count > steps_done:
                 saves.save_last(backend.step_count)
             raise
-        training.end_loop()
+        profiler.finish()
         # A run that was resumed at its end has no step to take the directory over with.
         if number == config.steps:
             directory.take_over()

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,11 +54,15 @@ class MetricsRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON can hold it: rounded to six digits, null for numbers that are not finite."""
-        return {key: rounded(value) if isinstance(value, float) else value for key, value in vars(self).items()}
+        return {key: rounded(value) for key, value in vars(self).items()}
 
 
-def rounded(value: float) -> float | None:
-    """Round ``value`` to six digits; None if it is not finite, which JSON cannot say."""
+def rounded(value: Any) -> Any:
+    """Round a float, and those of a mapping, to six digits; None if it is not finite, which JSON cannot say."""
+    if isinstance(value, Mapping):
+        return {key: rounded(part) for key, part in value.items()}
+    if not isinstance(value, float):
+        return value
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
@@ -137,13 +141,21 @@ class RunLog:
         self._clock.step_done(record.step)
         self._display.show(record)
 
-    def write_texts(self, step: int, texts: Mapping[str, str], title: str = "answers after step") -> None:
-        """Show what the model answered at a step, by prompt, under ``title`` and the step, and hand it to the trackers."""
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Show what the model answered after a step, by prompt, and hand it to the trackers."""
         if not self._enabled:
             return
-        self._display.print_text(f"{title} {step}:\n" + "\n".join(map(quoted, texts.keys(), texts.values())))
+        self._display.print_text(f"answers after step {step}:\n" + "\n".join(map(quoted, texts.keys(), texts.values())))
         if self._trackers is not None and not self._waiting():
             self._trackers.log_texts(step, texts)
+
+    def write_rollouts(self, step: int, text: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show ``text`` about rollouts of a step, and hand them to the trackers."""
+        if not self._enabled:
+            return
+        self._display.print_text(text)
+        if self._trackers is not None and not self._waiting():
+            self._trackers.log_rollouts(step, rows)
 
     def micro_batch(self, finished: int, count: int) -> None:
         """Note that the next of a step's ``count`` micro batches begins, after ``finished``; for ``Backend.on_micro_batch``."""
@@ -365,19 +377,17 @@ class BarDisplay:
         return Group(first, Text(self._summary, overflow="fold"))
 
 
-def quoted(prompt: str, answer: str, characters: int | None = MAX_CHARACTERS) -> str:
-    """Write a prompt and its answer for a terminal: both begin a line, are cut to ``characters``, and hold no control characters.
+def quoted(prompt: str, answer: str) -> str:
+    """Write a prompt and its answer for a terminal, each as :func:`quoted_text` does."""
+    return f"{quoted_text(prompt, '  > ')}\n{quoted_text(answer, '    ')}"
 
-    None for ``characters``: nothing is cut.
-    """
-    short = [
-        text if characters is None or len(text) <= characters else f"{text[:characters].rstrip()}..."
-        for text in (prompt, answer)
-    ]
+
+def quoted_text(text: str, mark: str, characters: int | None = MAX_CHARACTERS) -> str:
+    """Write a text for a terminal: behind ``mark``, cut to ``characters`` (None: whole), and without control characters."""
+    short = text if characters is None or len(text) <= characters else f"{text[:characters].rstrip()}..."
     # A model may answer with escape sequences, which would act on the terminal.
-    plain = ["".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text) for text in short]
-    question, reply = (text.strip().replace("\n", "\n    ") for text in plain)
-    return f"  > {question}\n    {reply}"
+    plain = "".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in short)
+    return mark + plain.strip().replace("\n", "\n    ")
 
 
 def clock(seconds: float) -> str:

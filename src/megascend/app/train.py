@@ -7,16 +7,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.preflight import RunPlan
-from megascend.app.profile import StepProfiler
 from megascend.app.resume import with_template_date
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
-from megascend.app.run_log import MetricsRecord, RunLog, rounded
+from megascend.app.run_log import MetricsRecord, RunLog
 from megascend.config import RunConfig
 from megascend.io.paths import make_directory
 from megascend.tracking.metrics import Metric
@@ -136,7 +134,6 @@ class SupervisedTraining(Training[RunConfig]):
     _stream: Batches[int]
     _budget: TokenBudget
     _log: RunLog
-    _profiler: StepProfiler
 
     def __init__(self) -> None:
         self.counts = TrainCounts()
@@ -220,17 +217,11 @@ class SupervisedTraining(Training[RunConfig]):
             print(backend.self_check.summary(), flush=True)
 
     def start_loop(self, log: RunLog) -> None:
-        config, backend, self._log = self._run.config, self._run.backend, log
-        backend.on_micro_batch = log.micro_batch
-        steps = range(backend.step_count + 1, config.steps + 1)
-        self._profiler = StepProfiler(config.profile, config.output, backend.platform, backend.rank, steps)
+        self._log, self._run.backend.on_micro_batch = log, log.micro_batch
         self._since = time.perf_counter()
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
         return self.objective.batch(self.samples.learned, next(self._stream))
-
-    def step_context(self, number: int) -> AbstractContextManager[None]:
-        return self._profiler.step(number)
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
         """Train on a batch, and measure the validation loss where it is due."""
@@ -298,9 +289,6 @@ class SupervisedTraining(Training[RunConfig]):
 
     def progress(self) -> dict[str, Any]:
         return {"data": self._stream_state, "counts": vars(self.counts), "budget": self._budget.state_dict()}
-
-    def end_loop(self) -> None:
-        self._profiler.finish()
 
     def title(self, run: Run[RunConfig]) -> str:
         return f"{model_line(run.config, run.backend)}\n{self._trained(run)}"
@@ -393,7 +381,7 @@ class StepRecord(MetricsRecord):
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values, with each of ``metrics`` under its own name."""
         values = super().to_dict()
-        return values | {key: rounded(value) for key, value in values.pop("metrics").items()}
+        return values | values.pop("metrics")
 
     def progress(self) -> str:
         """Return the number of passes over the data."""

@@ -103,6 +103,8 @@ class Loss:
         entropy: True if ``inputs.entropy`` is needed.
         reduction: ``mean``: the sum of weighted values is divided by the weights of the global batch (or its pairs). ``sum``: it
             is not; then weights may also be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
+        divisor: number by which the sum of weighted values is divided in place of the weights (or pairs) of the global batch;
+            weights may then be 0 everywhere.
         settings: keyword arguments of ``function``; see :meth:`with_settings`.
         is_cross_entropy: the values are the negative log-probabilities, and the function only adds metrics. If the head can, it
             computes the gradient with the logits, as for ``cross_entropy``; the function is then called without a graph.
@@ -117,8 +119,14 @@ class Loss:
     settings: tuple[tuple[str, float], ...] = ()
     of: Literal["logprobs", "values"] = "logprobs"
     is_cross_entropy: bool = False
+    divisor: float | None = None
 
     def __post_init__(self) -> None:
+        if self.divisor is not None and (self.reduction == "sum" or not 0 < self.divisor < math.inf):
+            raise ConfigError(
+                f"loss {self.name!r}: divisor is a number above 0 for losses with reduction='mean'; got {self.divisor}, "
+                f"reduction={self.reduction!r}"
+            )
         if self.is_cross_entropy and (self.per != "token" or self.of != "logprobs" or self.entropy):
             raise ConfigError(
                 f"loss {self.name!r}: is_cross_entropy=True is for losses of tokens by their log-probabilities; got "
@@ -131,21 +139,28 @@ class Loss:
         Raises:
             ConfigError: the function has no such argument; the message lists its arguments.
         """
-        parameters = list(inspect.signature(self.function).parameters.values())[2:]
-        names = [
-            parameter.name
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        ]
+        names = list(self._arguments())
         unknown = [name for name in settings if name not in names]
         if unknown:
             raise ConfigError(f"loss {self.name!r} has no setting {unknown[0]!r}; it has: {', '.join(names) or 'none'}")
         return replace(self, settings=tuple(sorted({**dict(self.settings), **settings}.items())))
 
+    def effective_settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of the function with their values, defaults included."""
+        defaults = {name: value for name, value in self._arguments().items() if value is not inspect.Parameter.empty}
+        return defaults | dict(self.settings)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the names and defaults of the function's keyword arguments."""
+        parameters = list(inspect.signature(self.function).parameters.values())[2:]
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return {parameter.name: parameter.default for parameter in parameters if parameter.kind in kinds}
+
     def describe(self) -> str:
         """Describe what must be equal on all ranks."""
         settings = "".join(f", {name}={value!r}" for name, value in self.settings)
-        return f"loss={self.name!r}{settings}" + (", reduction='sum'" if self.reduction == "sum" else "")
+        divisor = "" if self.divisor is None else f", divisor={self.divisor!r}"
+        return f"loss={self.name!r}{settings}{divisor}" + (", reduction='sum'" if self.reduction == "sum" else "")
 
     def __call__(self, logprobs: Tensor, inputs: LossInputs) -> Any:
         return self.function(logprobs, inputs, **dict(self.settings))
@@ -162,10 +177,20 @@ def importance_sampling(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, d
     return -_ratio_times(log_ratio, inputs.advantages), {"ratio": _ratio_figure(log_ratio)}
 
 
-def ppo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2):
-    """Clipped surrogate objective (Schulman et al. 2017, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A)."""
+def ppo(
+    logprobs: Tensor,
+    inputs: LossInputs,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+):
+    """Clipped surrogate objective (Schulman et al. 2017, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A).
+
+    With ``dual_clip`` c > 1, a negative advantage gives at most -c A (Ye et al. 2020, arXiv:1912.09729, eq. 5): without it, the
+    loss of such a token grows with its ratio, beyond all bounds.
+    """
     log_ratio = logprobs - inputs.old_logprobs
-    surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
+    surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high, dual_clip)
     return -surrogate, {
         "ratio": _ratio_figure(log_ratio),
         "clip_fraction": was_clipped.float(),
@@ -263,15 +288,21 @@ def _ratio_times(log_ratio: Tensor, factor: Tensor) -> Tensor:
     return _RatioTimes.apply(torch.where(factor != 0, log_ratio, 0.0), factor)
 
 
-def _clipped_surrogate(log_ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def _clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return min(r A, clip(r, 1 - low, 1 + high) A) for r = exp(log_ratio), and where the clipped term is the smaller one.
 
-    The clipped term is constant, and an overflowing ratio must not be in its graph: 0 times its gradient would be NaN.
+    With ``dual`` it is at least dual * A where A is negative, which also counts as clipped. The clipped term is constant, and an
+    overflowing ratio must not be in its graph: 0 times its gradient would be NaN.
     """
     ratio = torch.exp(log_ratio.detach())
     bound = torch.clamp(ratio, 1 - low, 1 + high)
     above, below = (advantages > 0) & (ratio > bound), (advantages < 0) & (ratio < bound)
     was_clipped = above | below
+    if dual is not None:
+        over_dual = (advantages < 0) & (ratio > dual)
+        bound, was_clipped = torch.where(over_dual, dual, bound), was_clipped | over_dual
     unclipped = _ratio_times(log_ratio, torch.where(was_clipped, 0.0, advantages))
     return torch.where(was_clipped, bound * advantages, unclipped), was_clipped
 

@@ -139,6 +139,8 @@ class ForwardBackwardResult:
     def _average(self, name: str, total: float, counts: TokenCounts) -> float:
         if name == "loss" and self._loss.reduction == "sum":
             return total
+        if name == "loss" and self._loss.divisor is not None:
+            return total / self._loss.divisor
         count = counts.pairs if self._loss.per == "pair" else counts.weight
         if name == MTP_LOSS:
             count = counts.mtp_weight

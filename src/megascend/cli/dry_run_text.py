@@ -104,13 +104,19 @@ def report(dry: DryRun, style: Style) -> Iterator[str]:
 
 def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
     """Yield the lines of a dry run of ``rl``, which shows no samples: responses do not exist yet."""
+    from megascend.app.rl.learn import describe_objective
     from megascend.app.rl.trial import CANNED
 
     config, rollout = dry.config, dry.config.rollout
     yield from _model_and_layout(dry)
     yield f"steps     {config.steps} of {rollout.prompts_per_step} x {rollout.group_size} responses; lag {rollout.max_lag}"
+    yield f"objective {describe_objective(config.objective)}"
     for index, line in enumerate(dry.engines):
         yield f"{'' if index else 'engines':<10}{line}"
+    if config.reference is not None:
+        reference = config.reference
+        penalty = f"{reference.kl_estimator} in the {reference.penalty}, coefficient {reference.coefficient:g}"
+        yield f"reference {reference.model}; {penalty if reference.coefficient else 'measured only'}"
     evaluated = f", {dry.held_out} for evaluation" if config.evaluation is not None else ""
     shortest, median, longest = dry.prompt_lengths
     lengths = "; the environment makes them"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,41 +11,35 @@ from typing import Annotated, Any
 import typer
 
 
-class RolloutOrder(str, Enum):
-    """Figure by which trajectories are sorted."""
-
-    step = "step"
-    reward = "reward"
-    advantage = "advantage"
-    length = "length"
-    lag = "lag"
-    turns = "turns"
-
-
 class RolloutOutcome(str, Enum):
-    """Use of a trajectory's group: learned from, or dropped for a reason."""
+    """Use of a trajectory's group: learned from, dropped for a reason, or of an evaluation."""
 
     learned = "learned"
     equal = "equal"
     stale = "stale"
+    evaluated = "evaluated"
 
 
-FIGURES: dict[RolloutOrder, Callable[[dict[str, Any]], float]] = {
-    RolloutOrder.step: lambda row: row["step"],
-    RolloutOrder.reward: lambda row: row["reward"],
-    RolloutOrder.advantage: lambda row: row["advantage"],
-    RolloutOrder.length: lambda row: row["sampled_tokens"],
-    RolloutOrder.lag: lambda row: row["lag"],
-    RolloutOrder.turns: lambda row: row["turns"],
+FIGURES = {
+    "step": "step",
+    "reward": "reward",
+    "advantage": "advantage",
+    "length": "sampled_tokens",
+    "lag": "lag",
+    "turns": "turns",
 }
+"""Keys of rows by the name of the figure in ``--sort``."""
 
 
 def rollouts_command(
     run: Annotated[Path, typer.Argument(help="Run directory of `megascend rl`.")],
     step: Annotated[int | None, typer.Option("--step", help="Only of this step.")] = None,
-    prompt: Annotated[int | None, typer.Option("--prompt", help="Only of the prompt with this number.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", help="Only of the prompt with this number, in the order of sampling.")
+    ] = None,
     outcome: Annotated[
-        RolloutOutcome | None, typer.Option("--outcome", help="Only learned ones, or those dropped as equal or stale.")
+        RolloutOutcome | None,
+        typer.Option("--outcome", help="Only learned ones, those dropped as equal or stale, or those of evaluations."),
     ] = None,
     contains: Annotated[
         str | None, typer.Option("--contains", help="Only with this text in prompt or response.")
@@ -53,8 +47,12 @@ def rollouts_command(
     min_reward: Annotated[float | None, typer.Option("--min-reward", help="Only with at least this reward.")] = None,
     max_reward: Annotated[float | None, typer.Option("--max-reward", help="Only with at most this reward.")] = None,
     sort: Annotated[
-        RolloutOrder, typer.Option("--sort", help="Sort by this figure, largest first.")
-    ] = RolloutOrder.step,
+        str,
+        typer.Option(
+            "--sort",
+            help=f"Sort by {', '.join(FIGURES)} or a part of the reward, largest first; equal ones newest first.",
+        ),
+    ] = "step",
     ascending: Annotated[bool, typer.Option("--ascending", help="Smallest first.")] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Number of trajectories.")] = 20,
     offset: Annotated[int, typer.Option("--offset", min=0, help="Skip this many first.")] = 0,
@@ -76,16 +74,43 @@ def rollouts_command(
             and (contains is None or contains in row["prompt"] or contains in row["response"])
         )
 
+    from megascend.app.rl.rollout_log import trajectory_text
+
     # All rows in memory: a file is bounded by rollout.records.max_bytes.
     rows = [row for row in read_rollouts(run) if matches(row)]
-    rows.sort(key=FIGURES[sort], reverse=not ascending)
+    # Newest first, also among equal figures: the sort below keeps their order.
+    rows.sort(key=lambda row: row["step"], reverse=True)
+    if sort in FIGURES:
+        # Those of evaluations have no advantage.
+        rows = [row for row in rows if row[FIGURES[sort]] is not None]
+        rows.sort(key=lambda row: row[FIGURES[sort]], reverse=not ascending)
+    else:
+        rows = sorted_by_part(rows, sort, ascending)
     page = rows[offset : offset + limit]
     for row in page:
-        typer.echo(json.dumps(row) if as_json else trajectory_text(row, full=full))
+        prefix = f"step {row['step']}  prompt {row['prompt_number']}  "
+        typer.echo(json.dumps(row) if as_json else f"{prefix}{trajectory_text(row, full=full)}")
     if not as_json:
         last = offset + len(page)
         hint = f"; the next with --offset {last}" if last < len(rows) else ""
-        typer.echo(f"{len(page)} of {len(rows)} trajectories{hint}")
+        typer.echo(f"{len(page)} of {len(rows)} trajectories{hint}" if rows else "no trajectory matches")
+
+
+def sorted_by_part(rows: list[dict[str, Any]], part: str, ascending: bool) -> list[dict[str, Any]]:
+    """Return the rows that have a part of the reward, sorted by it.
+
+    Raises:
+        ConfigError: none has it.
+    """
+    from megascend.errors import ConfigError
+
+    graded = [row for row in rows if part in row["rewards"]]
+    if rows and not graded:
+        parts = dict.fromkeys(name for row in rows for name in row["rewards"])
+        raise ConfigError(
+            f"--sort {part}: no such figure or part of the reward; available: {', '.join([*FIGURES, *parts])}"
+        )
+    return sorted(graded, key=lambda row: row["rewards"][part], reverse=not ascending)
 
 
 def read_rollouts(run: Path) -> Iterator[dict[str, Any]]:
@@ -109,27 +134,3 @@ def read_rollouts(run: Path) -> Iterator[dict[str, Any]]:
                 # A run may be writing the last line.
                 if line.endswith("\n"):
                     yield json.loads(line)
-
-
-def trajectory_text(row: dict[str, Any], *, full: bool) -> str:
-    """Describe a trajectory: a line of figures, the prompt, and the response."""
-    from megascend.app.run_log import MAX_CHARACTERS, quoted
-
-    parts = ", ".join(f"{name} {value:g}" for name, value in row["rewards"].items())
-    first, last = row["versions"]
-    versions = f"version {first}" if first == last else f"versions {first} to {last}"
-    figures = [
-        f"step {row['step']}",
-        f"prompt {row['prompt_number']}",
-        f"reward {row['reward']:g}{f' ({parts})' if parts else ''}",
-        f"advantage {row['advantage']:+.3g}",
-        f"lag {row['lag']}",
-        versions,
-        f"{row['turns']} turn{'s' * (row['turns'] != 1)}",
-        f"{row['sampled_tokens']} tokens",
-        "cut off" if row["finish_reason"] == "length" else "complete",
-        *([] if row["outcome"] == "learned" else [f"dropped: {row['outcome']}"]),
-        *([row["engine"]] if row["engine"] else []),
-    ]
-    characters = None if full else MAX_CHARACTERS
-    return f"{'  '.join(figures)}\n{quoted(row['prompt'], row['response'], characters)}\n"

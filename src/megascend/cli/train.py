@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megascend.config import RunConfig, TrainerConfig
     from megascend.config.rl import RlConfig
 
+Settings = TypeVar("Settings", bound="TrainerConfig")
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
 ]
@@ -32,6 +33,9 @@ Resume = Annotated[
         help="Resume from a checkpoint: the newest complete one in the output directory, or that at PATH.",
     ),
 ]
+RecordedSteps = Annotated[
+    bool, typer.Option("--profile", help="Record three steps: a trace for Perfetto, and what took the time in them.")
+]
 
 
 def train_command(
@@ -46,17 +50,14 @@ def train_command(
             "--dry-run", help="Check all that can be known before training, show samples and figures; no training."
         ),
     ] = False,
-    profile: Annotated[
-        bool,
-        typer.Option("--profile", help="Record three steps: a trace for Perfetto, and what took the time in them."),
-    ] = False,
+    profile: RecordedSteps = False,
 ) -> None:
     """Train a Hugging Face checkpoint as CONFIG says.
 
     Runs one process, or --nproc processes, or as one rank of torchrun. An error exits with 2; a run that a signal has stopped,
     after saving a checkpoint, with 75.
     """
-    from megascend.config import Profile, load_config
+    from megascend.config import load_config
     from megascend.io.lasting_output import LastingOutput
 
     settings = load_config(config, overrides)
@@ -67,10 +68,7 @@ def train_command(
         print_dry_run(settings, nproc, overwrite, resume, plan_run, report)
         return
     LastingOutput().install()  # until the process ends
-    if profile and settings.profile is None:
-        # A section in the file, with its own settings, takes precedence.
-        settings = settings.model_copy(update={"profile": Profile()})
-    start_training(train_rank, settings, nproc, overwrite, resume)
+    start_training(train_rank, profiled(settings) if profile else settings, nproc, overwrite, resume)
 
 
 def rl_command(
@@ -80,8 +78,13 @@ def rl_command(
     overwrite: Overwrite = False,
     resume: Resume = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check all that can be known before training; no request to an engine.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check all that can be known before training, with one episode of a canned response; no training.",
+        ),
     ] = False,
+    profile: RecordedSteps = False,
 ) -> None:
     """Train a Hugging Face checkpoint on responses that inference engines sample, graded by a reward function.
 
@@ -99,7 +102,14 @@ def rl_command(
         print_dry_run(settings, nproc, overwrite, resume, dry_run_rl, report_rl)
         return
     LastingOutput().install()  # until the process ends
-    start_training(rl_rank, settings, nproc, overwrite, resume)
+    start_training(rl_rank, profiled(settings) if profile else settings, nproc, overwrite, resume)
+
+
+def profiled(settings: Settings) -> Settings:
+    """Return settings that record a profile; a section of the file takes precedence."""
+    from megascend.config import Profile
+
+    return settings if settings.profile is not None else settings.model_copy(update={"profile": Profile()})
 
 
 def show_config_command(

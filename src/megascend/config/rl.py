@@ -8,9 +8,21 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
+from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
 
 VLLM = "vllm"
 """Entry of ``engines`` for a vLLM server that the run starts."""
+BASE = "base"
+"""Reference that is the model which the run starts from."""
+COUNTERPARTS = {
+    "data": "prompts are those of rollout.prompts, and their number in a step is rollout.prompts_per_step",
+    "validation": "set evaluation: rewards on the prompts of another file at intervals",
+    "generation": "evaluation lets the model answer the prompts of a file at intervals, and megascend rollouts RUN --outcome "
+    "evaluated shows the responses",
+    "epochs": "set steps: how many prompts they take depends on the groups that are dropped; the prompts are drawn repeatedly",
+    "dpo": "objective says what is learned from rewards; preference pairs are for megascend train",
+}
+"""Sections of ``megascend train`` that ``megascend rl`` lacks, and what to set in their place."""
 
 
 class EnvironmentSettings(Section):
@@ -18,9 +30,11 @@ class EnvironmentSettings(Section):
 
     name: str = Field(
         description="class, function that makes one, or object with async run(policy, example), as package.module:name or "
-        "path/to/file.py:name"
+        "path/to/file.py:name; or verifiers:PACKAGE, an environment of the verifiers format"
     )
-    options: dict[str, Any] = Field({}, description="keyword arguments of the class or function")
+    options: dict[str, Any] = Field(
+        {}, description="keyword arguments of the class or function; settings of a verifiers environment"
+    )
     timeout_s: Size = Field(600, description="seconds after which an episode is cancelled and counted as timed out")
     concurrency: Size = Field(256, description="episodes at a time, over all engines")
     max_failed: float = Field(
@@ -49,10 +63,15 @@ class RolloutRecords(Section):
 class Rollout(Section):
     """Sampling by the rollout engines, and their allowed lag."""
 
-    prompts: Path = Field(description="JSONL file with prompt or messages, and fields for the reward function")
+    prompts: Path | None = Field(
+        None,
+        description="JSONL file with prompt or messages, and fields for the reward function; default: the examples that the "
+        "environment brings",
+    )
     reward: str | None = Field(
         None,
-        description="function (response, example) -> float, as package.module:function or path/to/file.py:function",
+        description="function (response, example) -> float or {reward: float, PART: float}, as package.module:function or "
+        "path/to/file.py:function",
     )
     environment: EnvironmentSettings | None = Field(
         None, description="episodes of several turns with tools, in place of a reward function"
@@ -82,7 +101,9 @@ class Rollout(Section):
         "engines and trainer take turns",
     )
     drop_equal: bool = Field(
-        True, description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts"
+        True,
+        description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts; with "
+        "objective.advantages: reinforce++ false unless set",
     )
     max_groups_without_signal: Count | None = Field(
         None,
@@ -103,6 +124,10 @@ class Rollout(Section):
         "started with --enable-return-routed-experts",
     )
     timeout_s: Size = Field(600, description="seconds after which a request to an engine fails")
+    engines_lost_s: Size = Field(
+        600,
+        description="seconds without an engine, at the start and after the last one was lost, after which the run ends",
+    )
     records: RolloutRecords = RolloutRecords()
     controller: str | None = Field(
         None,
@@ -131,12 +156,33 @@ class Rollout(Section):
 class Objective(Section):
     """Objective that a step minimises."""
 
+    preset: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce++", "rloo"] | None = Field(
+        None, description="published objective, whose settings are those that are not set here"
+    )
     loss: str = Field(
         "ppo",
         description="loss function: ppo, cispo, gspo, dro, stable_reinforce, importance_sampling, or a registered one",
     )
-    advantages: Literal["grpo", "rloo", "centered"] = Field(
-        "grpo", description="advantage estimator over a group; centered is that of Dr. GRPO"
+    clip_low: float | None = Field(
+        None, ge=0, description="the ratio is clipped to at least 1 - clip_low; default: that of the loss"
+    )
+    clip_high: float | None = Field(
+        None, ge=0, description="the ratio is clipped to at most 1 + clip_high; default: that of the loss"
+    )
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="upper bound of the ratio of tokens with a negative advantage (Ye et al. 2020, arXiv:1912.09729); default: "
+        "none",
+    )
+    advantages: Literal["grpo", "rloo", "centered", "reinforce++", "reinforce++_baseline"] = Field(
+        "grpo",
+        description="advantage estimator; centered is that of Dr. GRPO, reinforce++ compares all responses of a step",
+    )
+    divide_by_std: bool | None = Field(
+        None,
+        description="divide advantages by the standard deviation of the group, with reinforce++ and reinforce++_baseline of the "
+        "step; default: true, with rloo and centered false",
     )
     correction: Literal["truncated", "none"] = Field(
         "truncated",
@@ -147,9 +193,97 @@ class Objective(Section):
     measure_every: Count = Field(
         10, description="with correction none: interval of mismatch measurements in steps; 0: never"
     )
-    average: Literal["tokens", "responses"] = Field(
-        "tokens", description="give equal weight to tokens, or to responses whatever their length"
+    average: Literal["tokens", "responses", "fixed", "sums"] = Field(
+        "tokens",
+        description="tokens: mean over all tokens of the step; responses: mean over responses of each one's mean; fixed: of each "
+        "one's sum, divided by length; sums: of each one's sum",
     )
+    length: Size | None = Field(
+        None,
+        description="longest response in tokens, for average: fixed and overlong_share; default: rollout.max_tokens",
+    )
+    overlong_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="last share of length within which a response's reward falls, by up to 1 (DAPO's soft overlong punishment); "
+        "0: none",
+    )
+    drop_truncated: bool = Field(
+        False,
+        description="leave responses that were cut off out of the loss and its average; their rewards still count for the "
+        "advantages of others",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("preset"), str):
+            return values
+        if values["preset"] not in PRESETS:
+            return values  # refused as any other choice
+        settings = dict(PRESETS[values["preset"]].settings)
+        # Clip ranges are those of the preset's own loss, and clip nothing at a ratio of 1.
+        if values.get("loss", settings["loss"]) != settings["loss"] or values.get("correction") == "truncated":
+            settings = {name: value for name, value in settings.items() if name not in LOSS_OPTIONS}
+        return settings | values
+
+    @model_validator(mode="after")
+    def _clips(self) -> Objective:
+        if self.correction == "truncated" and (options := self.loss_options):
+            name, value = next(iter(options.items()))
+            raise ValueError(
+                f"objective.{name}: {value:g} has no effect with objective.correction: truncated, where the ratio to the old "
+                "policy is 1; set correction: none"
+            )
+        return self
+
+    @property
+    def loss_options(self) -> dict[str, float]:
+        """Return the arguments of the loss function that are set."""
+        return {name: value for name in LOSS_OPTIONS if (value := getattr(self, name)) is not None}
+
+    @property
+    def compares_groups(self) -> bool:
+        """Return whether a group whose rewards are all equal has advantages: those of responses to other prompts differ."""
+        return self.advantages == "reinforce++"
+
+
+class ReferenceSettings(Section):
+    """Reference model that the policy is compared with, and the penalty on its distance (KL divergence)."""
+
+    model: Literal["base"] | Path = Field(
+        BASE,
+        description="base: the model that the run starts from, with lora the model without its adapter; or the directory of a "
+        "Hugging Face checkpoint of the same architecture (without lora)",
+    )
+    penalty: Literal["reward", "loss"] = Field(
+        "loss",
+        description="loss: a term of every sampled token; reward: the sum over a trajectory's sampled tokens is taken from its "
+        "reward before advantages are computed",
+    )
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        None,
+        description="estimator of KL(policy || reference) per token; default: k1 in the reward, k2 in the loss, where k1 is "
+        "refused: its expected gradient is 0",
+    )
+    coefficient: float = Field(
+        0.001, ge=0, description="factor of the penalty; 0: only measure the divergence and give losses ref_logprobs"
+    )
+
+    @property
+    def kl_estimator(self) -> str:
+        """Estimator of the penalty."""
+        return self.estimator or ("k1" if self.penalty == "reward" else "k2")
+
+    @model_validator(mode="after")
+    def _estimator(self) -> ReferenceSettings:
+        if self.penalty == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator: k1 in the loss has an expected gradient of 0: use k2, or penalty: reward, where k1 has the gradient "
+                "of the KL divergence"
+            )
+        return self
 
 
 class TeacherSettings(Section):
@@ -271,17 +405,31 @@ class RlConfig(TrainerConfig):
     placement: PlacementSettings = PlacementSettings()
     vllm: Vllm = Vllm()
     objective: Objective = Objective()
+    reference: ReferenceSettings | None = Field(
+        None, description="reference model, and penalty on the KL divergence to it"
+    )
     sync: Sync = Sync()
     teacher: TeacherSettings | None = Field(
         None, description="learn a teacher's distributions on the model's own responses, in place of rewards"
     )
     evaluation: Evaluation | None = Field(None, description="measure rewards on other prompts at intervals")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _settings_of_train(cls, values: Any) -> Any:
+        # As unknown keys they would get the advice to check their spelling.
+        if isinstance(values, dict) and (names := [name for name in COUNTERPARTS if name in values]):
+            lines = "; ".join(f"{name}: {COUNTERPARTS[name]}" for name in names)
+            raise ValueError(f"{', '.join(names)}: for megascend train only; {lines}")
+        return values
+
     @model_validator(mode="after")
     def _graded(self) -> RlConfig:
         graders = (self.rollout.reward is not None) + (self.rollout.environment is not None)
         if graders == 2 or (graders == 0 and self.learns_from_rewards):
             raise ValueError("set either rollout.reward or rollout.environment")
+        if self.rollout.prompts is None and self.rollout.environment is None:
+            raise ValueError("rollout.prompts: name a file of prompts; only an environment may bring its own")
         rollout = self.rollout
         if self.teacher is not None and self.teacher.loss != "policy" and (rollout.temperature != 1 or rollout.top_k):
             raise ValueError(
@@ -290,6 +438,30 @@ class RlConfig(TrainerConfig):
             )
         if graders == 0 and self.evaluation is not None:
             raise ValueError("evaluation measures rewards: set rollout.reward or rollout.environment, or leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _objective_complete(self) -> RlConfig:
+        objective, rollout = self.objective, self.rollout
+        if objective.overlong_share and rollout.environment is not None:
+            raise ValueError(
+                f"objective.overlong_share: {objective.overlong_share:g} is a penalty on single responses, and an episode of "
+                "rollout.environment has several; set it to 0, and let the environment's reward depend on length"
+            )
+        # The sections are frozen; these are the defaults that depend on another section.
+        if objective.length is None:
+            vars(self)["objective"] = objective.model_copy(update={"length": rollout.max_tokens})
+        if objective.compares_groups and "drop_equal" not in rollout.model_fields_set:
+            vars(self)["rollout"] = rollout.model_copy(update={"drop_equal": False})
+        return self
+
+    @model_validator(mode="after")
+    def _reference(self) -> RlConfig:
+        if self.reference is not None and self.lora is not None and self.reference.model != BASE:
+            raise ValueError(
+                f"reference.model: {self.reference.model} with lora: the reference of an adapter is the model without it; set "
+                f"{BASE}"
+            )
         return self
 
     @property
@@ -347,7 +519,9 @@ class RlConfig(TrainerConfig):
     def data_paths(self) -> dict[str, Path | None]:
         """Return the data files that the run reads, by their setting."""
         prompts = self.evaluation.prompts if self.evaluation is not None else None
-        return {"rollout.prompts": self.rollout.prompts, "evaluation.prompts": prompts}
+        reference = self.reference.model if self.reference is not None and self.reference.model != BASE else None
+        paths = {"rollout.prompts": self.rollout.prompts, "evaluation.prompts": prompts}
+        return paths | {"reference.model": None if reference is None else Path(reference)}
 
 
 def load_rl_config(path: str | Path, overrides: list[str] | None = None) -> RlConfig:

@@ -187,6 +187,7 @@ class TrainerConfig(Section):
     export: bool = Field(
         True, description="at the end, write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
     )
+    profile: Profile | None = Field(None, description="record a profiler trace of some steps in OUTPUT/profile")
     max_skipped_steps: Size = Field(
         10,
         description="end the run when more than this many consecutive steps have non-finite gradients; the last batch is kept in "
@@ -277,7 +278,6 @@ class RunConfig(TrainerConfig):
         None, description="learn the distributions of a teacher that are stored with the data's tokens"
     )
     generation: Generation | None = Field(None, description="let the model answer prompts at intervals")
-    profile: Profile | None = Field(None, description="record a profiler trace of some steps in OUTPUT/profile")
 
     def template_remarks(self) -> list[str]:
         """Return remarks on the chat template, its export and its date."""

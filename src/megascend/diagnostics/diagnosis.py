@@ -15,7 +15,8 @@ from megascend.diagnostics.collective_sequence import CollectiveCounts
 from weightwire.liveness import Identity
 
 SILENT_S = 3.0
-"""Seconds without a new heartbeat after which a rank counts as gone; heartbeats are sent every second."""
+"""Seconds without a new heartbeat after which a rank counts as gone, unless its process is known to run; heartbeats are sent
+every second."""
 MAX_LISTED = 16
 """Maximum number of ranks whose positions a message lists."""
 TEXT_LIMIT = 400
@@ -107,7 +108,7 @@ class PeerStatus:
     Attributes:
         silent: seconds since the reader last saw the heartbeat advance.
         age: age of the record in seconds, as far as the two hosts' clocks agree; used in messages only.
-        state: ``ended`` or ``stopped``, if the process is on this host and its state can be read.
+        state: ``running``, ``stopped`` or ``ended``, if the process is on this host and its state can be read.
     """
 
     record: RankRecord
@@ -118,7 +119,8 @@ class PeerStatus:
     @property
     def gone(self) -> bool:
         """Check whether the peer disappeared without publishing its end or a failure."""
-        silent = self.silent >= SILENT_S or self.state == "ended"
+        # A process of a starved machine, or one whose GIL is held by a long call, is silent and comes back.
+        silent = (self.silent >= SILENT_S and self.state != "running") or self.state == "ended"
         return silent and not self.record.ended and self.record.failure is None
 
     @property
@@ -252,7 +254,8 @@ def _late(peer: int, local: RankRecord, status: PeerStatus | None) -> str:
     if status is None:
         return f"rank {peer} has not been heard of at all"
     frame = f", at {status.record.frame}" if status.record.frame else ""
-    return f"{name(peer, local, status)} has not come: {_spell(status)}{frame}"
+    silence = f"; its process runs and has been silent for {status.silent:.0f} s" if status.silent >= SILENT_S else ""
+    return f"{name(peer, local, status)} has not come: {_spell(status)}{frame}{silence}"
 
 
 def _spell(status: PeerStatus) -> str:

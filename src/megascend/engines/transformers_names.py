@@ -7,7 +7,7 @@ place of weights, once for every layer: the result under a checkpoint name lists
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -64,7 +64,8 @@ class _Complete:
 def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, list[HfSlice]]:
     """Return, for each parameter and persistent buffer, the complete checkpoint tensors that it is read from.
 
-    A slice's ``weight_offsets`` are all 0; the weight may lack its first dimension, the 1 of a single expert.
+    A slice's ``weight_offsets`` are all 0; the weight may lack its first dimension, the 1 of a single expert, or be transposed
+    (:func:`is_transposed`).
 
     Args:
         model: a transformers model; may be on ``meta``, not yet sharded.
@@ -88,6 +89,27 @@ def tensor_slices(model: Any, headers: Mapping[str, TensorHeader]) -> dict[str, 
                 f"model: {name} is not read completely: {covered} of {math.prod(shapes[name])} values"
             )
     return slices
+
+
+def is_transposed(stored: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Check whether a checkpoint has fused experts as [experts, in, out] where the model's ``sizes`` are [experts, out, in]."""
+    # transformers decides by the shapes too: square matrices are read as they are.
+    return len(stored) == 3 and tuple(stored) != tuple(sizes) == (stored[0], stored[2], stored[1])
+
+
+def as_stored(tensor: Tensor, header: TensorHeader | None) -> Tensor:
+    """Transpose fused experts that the checkpoint has as [experts, in, out], which transformers reads but writes otherwise."""
+    return tensor.mT.contiguous() if header is not None and is_transposed(header.shape, tensor.shape) else tensor
+
+
+def check_rows(slices: Mapping[str, Sequence[HfSlice]], headers: Mapping[str, TensorHeader]) -> None:
+    """Raise CheckpointError if a slice of a parameter is no slice of its weight as the checkpoint stores it."""
+    for hf_slice in (part for parts in slices.values() for part in parts):
+        if is_transposed(headers[hf_slice.weight].shape, hf_slice.sizes):
+            raise CheckpointError(
+                f"{hf_slice.weight} is stored as [experts, in, out], of which a parameter [experts, out, in] has no rows; saving "
+                "the model once with transformers 5 (from_pretrained, save_pretrained) stores it as [experts, out, in]"
+            )
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -124,15 +146,10 @@ def _slices_of_layer(
         offsets, sizes = _offsets_and_sizes(source, values % _NUMBERS, columns[source] % _NUMBERS, shapes[name])
         stored = headers[source].shape
         # Dimensions of size 1 may be missing: a single expert is stored without the expert dimension.
-        if tuple(size for size in sizes if size > 1) != tuple(size for size in stored if size > 1):
-            advice = ""
-            if len(shapes[name]) == 3 and tuple(stored) == (shapes[name][0], *reversed(shapes[name][1:])):
-                advice = (
-                    ": experts are stored as [experts, in, out], which engine fsdp does not read; use engine megatron or single, "
-                    "or save the model once with transformers 5 (from_pretrained, save_pretrained)"
-                )
+        equal = tuple(size for size in sizes if size > 1) == tuple(size for size in stored if size > 1)
+        if not equal and not is_transposed(stored, sizes):
             raise CheckpointError(
-                f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}{advice}"
+                f"model: {source} has shape {list(stored)} in the checkpoint, {list(sizes)} is needed for {name}"
             )
         slices[name].append(HfSlice(offsets, sizes, source, (0,) * len(stored)))
     return slices

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megascend.config import TrainerConfig
+from megascend.config.rl import RlConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory import megatron, transformers_engines
 from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload
@@ -24,6 +25,8 @@ FRAGMENTATION = 0.04
 
 ENGINES = ("megatron", "fsdp", "single")
 """Engines with an estimate."""
+REFERENCE_COPIES = 2
+"""Copies of a rank's parameters in host memory for a reference model: its own, and the policy's while it is on the device."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,16 @@ def estimate(
     else:
         per_stage = [transformers_engines.items(config, info, sizes, topology, workload, kernels)]
     stage, items = max(enumerate(per_stage), key=lambda entry: sum(entry[1].values()))
+    if isinstance(config, RlConfig) and config.reference is not None and config.lora is None:
+        # Offloaded shards, which are fp32, are no item of the device.
+        parameters = items["parameters"] or 4 * info.parameter_count * config.fsdp.replicate // topology.world_size
+        copies = REFERENCE_COPIES * parameters
+        if kernels == "plain":
+            items = items | {"reference": copies}
+        else:
+            remarks.append(
+                f"the reference takes {copies / 2**30:.2f} GiB of host memory per rank: twice the parameters"
+            )
     overhead: Items = {}
     if kernels != "plain":
         overhead["driver and libraries"] = CUDA_CONTEXT

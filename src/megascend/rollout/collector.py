@@ -6,13 +6,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from megascend.errors import ConfigError, DataError, EngineError
+from megascend.errors import ConfigError, DataError, EngineError, EngineLostError
 from megascend.rollout.advantages import MIN_RANGE, without_signal
-from megascend.rollout.availability import Availability
 from megascend.rollout.buffer import Counts, Dispatch, RolloutBuffer
+from megascend.rollout.engine_pool import EnginePool
 from megascend.rollout.episodes import Episodes
 from megascend.rollout.group import TrajectoryGroup
 from megascend.rollout.prompts import Prompt
@@ -24,8 +24,12 @@ T = TypeVar("T")
 
 ATTEMPTS = 3
 """Attempts at a prompt before the run ends; each goes to an engine that has not failed at it, if there is one."""
+LOSSES = 10
+"""Engines lost while they answered one prompt, after which the run ends: the prompt may be what ends them."""
 BACKOFF_S = 0.5
 """Seconds before the second attempt; doubled for each further one."""
+RETURNED_S = 0.1
+"""Seconds after which :meth:`RolloutCollector.take` returns for an engine that waits for weights."""
 CLOSE_S = 10.0
 """Seconds that engines may take to close, before they are abandoned."""
 WARNED_BATCHES = 5
@@ -76,6 +80,23 @@ class Task:
             raise ConfigError(f"group_size must be 2 or more to compare responses, got {self.group_size}")
 
 
+@dataclass
+class Attempts:
+    """Failed attempts at a prompt.
+
+    Attributes:
+        failed: engines that have failed at it and still answer.
+        losses: number of engines that were lost meanwhile.
+    """
+
+    failed: list[int] = field(default_factory=list)
+    losses: int = 0
+
+
+class LostMeanwhileError(EngineLostError):
+    """The engine of a prompt was lost before it answered, or there is no engine: the prompt is not at fault."""
+
+
 class RolloutCollector:
     """Collector of rollouts for one trainer. All methods are called from one thread (rank 0's), :meth:`close` at the end."""
 
@@ -85,22 +106,25 @@ class RolloutCollector:
         prompts: PromptStream,
         buffer: RolloutBuffer,
         task: Task,
+        engines_lost_s: float = 600.0,
     ) -> None:
         """
         Args:
-            engines: closed by :meth:`close`.
+            engines: closed by :meth:`close`. They get prompts after :meth:`updated`.
+            engines_lost_s: seconds without any engine after which :meth:`connect`, :meth:`take` and :meth:`require_engines` raise
+                EngineLostError.
         """
         if not engines:
             raise ConfigError("rollouts need at least one engine")
         self._engines, self._prompts, self._buffer, self._task = tuple(engines), prompts, buffer, task
-        self._load, self._availability = [0] * len(engines), Availability(len(engines))
         self._running: set[asyncio.Task[None]] = set()
-        self._failed: dict[int, list[int]] = {}  # prompt number -> engines that have failed at it
+        self._attempts: dict[int, Attempts] = {}  # by prompt number
         self._problem: BaseException | None = None
         self._batches_taken = self._version = self._offset = 0
-        self._started = False
+        self._started = self._closing = False
         # Only the event loop's thread touches the state; the trainer's thread submits coroutines to it.
         self._changed = asyncio.Event()
+        self._pool = EnginePool(engines, engines_lost_s, self._engine_ready)
         self._thread = LoopThread("rollouts")
         self._run = self._thread.run
 
@@ -113,6 +137,30 @@ class RolloutCollector:
             return list(await asyncio.gather(*(engine.version() for engine in self._engines)))
 
         return self._run(ask())
+
+    def connect(self, timeout_s: float) -> list[int] | None:
+        """Wait for the engines at the start of a run; see :meth:`EnginePool.connect`."""
+        return self._run(self._pool.connect(timeout_s))
+
+    def returned(self) -> bool:
+        """Return whether an engine answers and waits for weights."""
+        return self._pool.returned
+
+    def targets(self, version: int, *, returned: bool) -> list[InferenceEngine]:
+        """Return the engines that an update is for; see :meth:`EnginePool.targets`."""
+        return self._run(self._pool.targets(version, returned=returned))
+
+    def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> bool:
+        """Check the engines of a failed update; see :meth:`EnginePool.update_failed`."""
+        return self._run(self._pool.update_failed(version, engines))
+
+    def reject(self, engines: Sequence[InferenceEngine], error: Exception) -> None:
+        """Record that engines take no weights; see :meth:`EnginePool.reject`."""
+
+        async def note() -> None:
+            self._pool.reject(engines, error)
+
+        self._run(note())
 
     def start(self, step: int, offset: int) -> None:
         """Send the first prompts. The trainer has completed ``step`` steps, and the engines have the weights after the last one.
@@ -140,17 +188,32 @@ class RolloutCollector:
         """
         return self._run(self._take(step, timeout_s))
 
-    def updated(self, version: int) -> None:
-        """Record that the engines now have the weights after step ``version``, and send more prompts if possible."""
+    def updated(self, version: int, engines: Sequence[InferenceEngine] | None = None) -> None:
+        """Record that engines (None: all) now have the weights of ``version``, in their own count; send prompts if possible."""
 
         async def note() -> None:
-            self._version = version
-            self._fill()
+            self._pool.updated(version, engines)
 
         self._run(note())
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> Future[list[TrajectoryGroup]]:
-        """Start rollouts of other prompts beside those of training; return their groups in order."""
+    def require_engines(self) -> None:
+        """Raise EngineLostError if there was no engine for too long."""
+
+        async def check() -> None:
+            self._pool.require_any()
+
+        self._run(check())
+
+    def evaluate(
+        self, prompts: Sequence[Prompt], temperature: float, n: int, offset: int | None = None
+    ) -> Future[list[TrajectoryGroup]]:
+        """Start rollouts of other prompts beside those of training; return their groups in order.
+
+        Args:
+            offset: as for :meth:`start`, before it.
+        """
+        if offset is not None:
+            self._offset = offset
         sampling = replace(self._task.sampling, temperature=temperature)
         return self._thread.submit(self._evaluate(prompts, sampling, n))
 
@@ -175,6 +238,14 @@ class RolloutCollector:
     def ended(self) -> int:
         """Return the number of episodes that have ended, including those of evaluations."""
         return self._task.episodes.completed
+
+    def waits_for_engines(self) -> bool:
+        """Return whether no engine may get prompts at this time."""
+        return not self._pool.ready
+
+    def incidents(self) -> int:
+        """Return the number of requests that engines have failed at."""
+        return self._pool.incidents
 
     def describe_wait(self) -> str:
         """Describe what the collector waits for: the user's code, with its prompt, or the engines."""
@@ -229,6 +300,11 @@ class RolloutCollector:
             self._fill()
             if groups is not None:
                 return groups
+            self._pool.require_any()
+            if self._pool.returned:
+                # The caller has its weights.
+                await asyncio.sleep(RETURNED_S)
+                return None
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
             except asyncio.TimeoutError:
@@ -236,8 +312,11 @@ class RolloutCollector:
 
     def _fill(self) -> None:
         """Dispatch as many prompts as the buffer permits."""
-        if not self._started or self._problem is not None:
+        # Without an engine, prompts wait in the buffer.
+        oldest = self._pool.oldest
+        if not self._started or self._problem is not None or oldest is None:
             return
+        self._version = oldest - self._offset
         for _ in range(self._buffer.room(self._batches_taken, self._version)):
             # Retries first: they are the oldest, and others wait for them with in_order.
             dispatch = self._buffer.returned(self._version)
@@ -252,21 +331,27 @@ class RolloutCollector:
         number = dispatch.number
         # Outside the coroutine, since a retry is a dispatch of its own that must avoid the engines of the earlier
         # ones.
-        failed = self._failed.setdefault(number, [])
+        attempts = self._attempts.setdefault(number, Attempts())
         try:
             sampling = replace(self._task.sampling, seed=_seed(self._task.sampling.seed, number))
             try:
-                group = await self._group(number, dispatch.prompt, sampling, self._task.group_size, failed)
+                group = await self._group(number, dispatch.prompt, sampling, self._task.group_size, attempts)
+            except LostMeanwhileError as error:
+                if attempts.losses == LOSSES:
+                    raise EngineLostError(
+                        f"{error}; {LOSSES} engines were lost while they answered prompt {number}"
+                    ) from error
+                self._buffer.failed(number)
             except EngineError:
-                # A prompt that fails on every engine is at fault itself, or the engines are gone.
-                if len(failed) == ATTEMPTS:
+                # A prompt that fails on every engine is at fault itself.
+                if len(attempts.failed) == ATTEMPTS:
                     raise
-                # Longer each time: an engine may be restarting.
-                await asyncio.sleep(BACKOFF_S * 2 ** (len(failed) - 1))
+                # Longer each time: the engine may be busy.
+                await asyncio.sleep(BACKOFF_S * 2 ** (len(attempts.failed) - 1))
                 self._buffer.failed(number)
             else:
                 # Kept only as long as the prompt may be tried again.
-                del self._failed[number]
+                del self._attempts[number]
                 if group is None:
                     self._buffer.discarded(number)
                 else:
@@ -274,8 +359,15 @@ class RolloutCollector:
                     self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
                     if equal:
                         self._check_streak(group)
-        except asyncio.CancelledError:
-            raise
+        except asyncio.CancelledError as cancellation:
+            if self._closing:
+                raise
+            # The user's code has raised it: without an error, nobody would miss the prompt.
+            problem = DataError(
+                f"{self._task.episodes.name} was cancelled at prompt {number}, although the run goes on"
+            )
+            problem.__cause__ = cancellation
+            self._problem = self._problem or problem
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
             # The first one: later ones often follow from it.
             self._problem = self._problem or problem
@@ -307,27 +399,29 @@ class RolloutCollector:
             log.warning("%s; %s", description, ending)
 
     async def _group(
-        self, number: int, prompt: Prompt, sampling: Sampling, n: int, failed: list[int] | None = None
+        self, number: int, prompt: Prompt, sampling: Sampling, n: int, attempts: Attempts
     ) -> TrajectoryGroup | None:
-        """Run the episodes of a prompt on the least busy engine that is not in ``failed`` and has not failed recently.
+        """Run the episodes of a prompt on the least busy engine that has not failed at it, nor at others recently.
 
-        An engine that fails is added to ``failed``. None: too few episodes have a trajectory to compare them.
+        None: too few episodes have a trajectory to compare them.
+
+        Raises:
+            LostMeanwhileError: the engine was lost, or there is none.
+            EngineError: the engine failed at this prompt, which ``attempts`` records.
         """
-        failed = [] if failed is None else failed
-        # If all have failed at this prompt, any of them may be retried.
-        candidates = [index for index in range(len(self._engines)) if index not in failed]
-        index = self._availability.best(candidates or range(len(self._engines)), self._load)
-        self._load[index] += n
-        try:
-            trajectories = await self._task.episodes.run(self._engines[index], prompt, sampling, n)
-        except EngineError:
-            failed.append(index)
-            # Other prompts avoid the engine for a while, too.
-            self._availability.failed(index)
-            raise
-        finally:
-            self._load[index] -= n
-        self._availability.answered(index)
+        index = await self._pool.choose(attempts.failed)
+        if index is None:
+            raise LostMeanwhileError("no engine may get prompts")
+        with self._pool.sampling(index, n) as engine:
+            try:
+                trajectories = await self._task.episodes.run(engine, prompt, sampling, n)
+            except EngineError as error:
+                if await self._pool.check_failure(index):
+                    attempts.losses += 1
+                    raise LostMeanwhileError(str(error)) from error
+                attempts.failed.append(index)
+                raise
+        self._pool.succeeded(index)
         # One alone has no advantage; an evaluation of one sample is complete with it.
         if len(trajectories) < min(n, 2):
             return None
@@ -346,15 +440,31 @@ class RolloutCollector:
         def seeded(number: int) -> Sampling:
             return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False, top_p=1.0, top_k=0)
 
-        groups = (self._group(number, prompt, seeded(number), n) for number, prompt in enumerate(prompts))
+        async def group(number: int, prompt: Prompt) -> TrajectoryGroup | None:
+            attempts = Attempts()
+            while True:
+                try:
+                    return await self._group(number, prompt, seeded(number), n, attempts)
+                except LostMeanwhileError as error:
+                    if attempts.losses == LOSSES:
+                        raise EngineLostError(str(error)) from error
+                    # Another engine answers, or this one when it is back.
+                    await asyncio.sleep(BACKOFF_S)
+
+        groups = (group(number, prompt) for number, prompt in enumerate(prompts))
         return [group for group in await asyncio.gather(*groups) if group is not None]
 
     async def _close(self) -> None:
+        self._closing = True
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         # After the tasks, which use them.
-        await asyncio.gather(*(engine.close() for engine in self._engines))
+        await self._pool.close()
+
+    def _engine_ready(self) -> None:
+        self._changed.set()
+        self._fill()
 
 
 def _seed(seed: int | None, number: int) -> int | None:

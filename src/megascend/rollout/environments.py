@@ -66,7 +66,10 @@ class FullContextError(MegascendError):
 
 
 class Environment(Protocol):
-    """An environment, as users write it: an object with this method."""
+    """An environment, as users write it: an object with this method.
+
+    It may have an attribute ``examples``, a list of JSON objects, that is used if the run names no prompt file.
+    """
 
     async def run(self, policy: Policy, example: Prompt) -> Trajectory | Sequence[Trajectory]:
         """Run one episode.
@@ -135,6 +138,10 @@ class PromptRenderer:
         """Return the text of tokens, without special ones unless requested."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
+    def save_tokenizer(self, directory: str) -> None:
+        """Write the tokenizer with its chat template, for programs that render conversations themselves."""
+        self._tokenizer.save_pretrained(directory)
+
     def _render(self, messages: Sequence[Message], tools: Tools, *, prompt: bool) -> str:
         if self._template is None:
             raise DataError("messages need a chat template, and the model's tokenizer has none; begin with a text")
@@ -174,6 +181,10 @@ class Policy:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         return self._renderer.decode(tokens)
+
+    def save_tokenizer(self, directory: str) -> None:
+        """Write the model's tokenizer with its chat template, for programs that render conversations themselves."""
+        self._renderer.save_tokenizer(directory)
 
     def conversation(self, start: str | Sequence[Message], tools: Tools = None) -> Conversation:
         """Begin a conversation with messages of a chat, or with a text.
@@ -409,7 +420,7 @@ class EnvironmentEpisodes(Episodes):
         problem: Exception | None = None
         try:
             # A copy: an environment may change its example.
-            result = await asyncio.wait_for(self._environment.run(policy, dict(prompt)), self._limits.timeout_s)
+            result = await asyncio.wait_for(self._result(policy, dict(prompt)), self._limits.timeout_s)
             trajectories = self._checked(result)
         # Also one that the environment raised itself: the two cannot be told apart on Python 3.10.
         except asyncio.TimeoutError as error:
@@ -428,11 +439,33 @@ class EnvironmentEpisodes(Episodes):
             self._count(problem, prompt)
         return trajectories
 
+    async def _result(self, policy: Policy, example: dict[str, Any]) -> Any:
+        """Run the environment; what would end this task or its loop, and not the episode alone, becomes an exception."""
+        start = time.monotonic()
+        try:
+            return await self._environment.run(policy, example)
+        except SystemExit as error:
+            raise RuntimeError(f"SystemExit: {error}") from error
+        except asyncio.CancelledError as error:
+            task: Any = asyncio.current_task()
+            # Python 3.10 cannot tell; there wait_for() cancels a task of its own.
+            late = time.monotonic() - start >= self._limits.timeout_s
+            if task.cancelling() if hasattr(task, "cancelling") else late:
+                raise
+            raise RuntimeError("CancelledError, and nobody cancelled the episode") from error
+
     def _checked(self, result: Any) -> list[Trajectory]:
         trajectories = [result] if isinstance(result, Trajectory) else list(result or ())
         if not trajectories or not all(isinstance(trajectory, Trajectory) for trajectory in trajectories):
             raise DataError(f"returned {result!r:.80}, not a Trajectory or several (conversation.trajectory(reward))")
-        return [replace(trajectory, reward=_finite("reward", trajectory.reward)) for trajectory in trajectories]
+        return [
+            replace(
+                trajectory,
+                reward=_finite("reward", trajectory.reward),
+                rewards={str(name): _finite(f"part {name!r}", part) for name, part in trajectory.rewards.items()},
+            )
+            for trajectory in trajectories
+        ]
 
     def _count(self, problem: Exception, prompt: Prompt) -> None:
         """Count and report a failed episode; raise DataError if there are too many."""
@@ -503,5 +536,9 @@ def _finite(name: str, value: Any) -> float:
 
 def _location(error: BaseException) -> str:
     """Return file and line of the user's code that raised an error, in parentheses."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "megascend/" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "megascend/" not in frame.filename and "/asyncio/" not in frame.filename
+    ]
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

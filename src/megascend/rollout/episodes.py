@@ -106,19 +106,7 @@ class GradedResponses(Episodes):
 
         def graded() -> list[Trajectory]:
             return [
-                Trajectory(
-                    tokens,
-                    completion.tokens,
-                    completion.logprobs,
-                    self._grade(self._decode(completion.tokens), prompt),
-                    completion.finish_reason,
-                    completion.first_version,
-                    completion.last_version,
-                    engine=engine.name,
-                    routed_experts=completion.routed_experts,
-                    temperature=sampling.temperature,
-                    allowed=completion.allowed,
-                )
+                self._graded(tokens, completion, prompt, engine.name, sampling.temperature)
                 for completion in completions
             ]
 
@@ -127,13 +115,29 @@ class GradedResponses(Episodes):
         finally:
             self.completed += 1
 
-    def _grade(self, response: str, prompt: Prompt) -> float:
+    def _graded(
+        self, tokens: tuple[int, ...], completion: Completion, prompt: Prompt, engine: str, temperature: float
+    ) -> Trajectory:
         try:
-            return checked(self._reward, response, prompt)
+            reward, parts = checked(self._reward, self._decode(completion.tokens), prompt)
         except DataError as error:
             if source := self._locate(prompt):
                 raise DataError(f"{source}: {error}") from error.__cause__
             raise
+        return Trajectory(
+            tokens,
+            completion.tokens,
+            completion.logprobs,
+            reward,
+            completion.finish_reason,
+            completion.first_version,
+            completion.last_version,
+            rewards=parts,
+            engine=engine,
+            routed_experts=completion.routed_experts,
+            temperature=temperature,
+            allowed=completion.allowed,
+        )
 
     def describe_wait(self) -> str | None:
         call = self._graders.oldest()

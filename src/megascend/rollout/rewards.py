@@ -16,12 +16,14 @@ from typing import Any, cast
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.advantages import LARGEST_REWARD
 
-Reward = Callable[[str, Mapping[str, Any]], float]
+Reward = Callable[[str, Mapping[str, Any]], "float | Mapping[str, float]"]
 """``reward(response, example)``: called with a response's text and its line of the prompt file; higher is better.
 
 Called on several threads concurrently; an exception ends the run. It may return a number of Python, NumPy or torch, a boolean, or
-a 0-dimensional array.
+a 0-dimensional array; or a mapping of names to such numbers, of which ``reward`` is learned from and the others are recorded.
 """
+TOTAL = "reward"
+"""Name in a mapping of what is learned from."""
 
 
 def check_name(name: str, setting: str = "reward") -> tuple[str, str]:
@@ -91,30 +93,46 @@ def reward_name(reward: Reward) -> str:
     return f"{Path(code.co_filename).name}:{name}" if code is not None else name
 
 
-def checked(reward: Reward, response: str, example: Mapping[str, Any]) -> float:
+def checked(reward: Reward, response: str, example: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
     """Call a reward function for a response, and check its result.
 
+    Returns:
+        The reward, and its parts by name.
+
     Raises:
-        DataError: it raised, or its result is not a finite number, or too large; the message shows the response.
+        DataError: it raised, or a number is missing, not finite, or too large; the message shows the response.
     """
     label = f"the reward function {reward_name(reward)}"
     quotation = f"; the response was {response!r:.200}"
     try:
-        value = reward(response, example)
+        value: Any = reward(response, example)
     except Exception as error:
         raise DataError(f"{label} raised {type(error).__name__}: {error}{quotation}") from error
     if inspect.iscoroutine(value):
         value.close()  # it would be reported as never awaited
+    if not isinstance(value, Mapping):
+        return _checked_number(value, label, "", quotation), {}
+    # Not the sum of all: other frameworks report accuracies and lengths beside the score.
+    if TOTAL not in value:
+        names = ", ".join(map(str, value)) or "none"
+        raise DataError(
+            f"{label} returned a mapping without {TOTAL!r}, the number that is learned from; its names: {names:.200}{quotation}"
+        )
+    numbers = {str(name): _checked_number(part, label, f" as {name!r}", quotation) for name, part in value.items()}
+    return numbers.pop(TOTAL), numbers
+
+
+def _checked_number(value: Any, label: str, name: str, quotation: str) -> float:
     try:
         number = as_number(value)
     except Exception as error:
-        raise DataError(f"{label} returned {value!r:.60}, which cannot be read ({error}){quotation}") from error
+        raise DataError(f"{label} returned {value!r:.60}{name}, which cannot be read ({error}){quotation}") from error
     if number is None or not math.isfinite(number):
         hint = " (does every branch of it return one?)" if value is None else ""
-        raise DataError(f"{label} returned {value!r:.60}, not a finite number{hint}{quotation}")
+        raise DataError(f"{label} returned {value!r:.60}{name}, not a finite number{hint}{quotation}")
     if abs(number) > LARGEST_REWARD:
         raise DataError(
-            f"{label} returned {value!r:.60}, beyond {LARGEST_REWARD:g}, so that its advantage would overflow: "
+            f"{label} returned {value!r:.60}{name}, beyond {LARGEST_REWARD:g}, so that its advantage would overflow: "
             f"scale it{quotation}"
         )
     return number

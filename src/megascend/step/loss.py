@@ -33,6 +33,8 @@ def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormaliz
         total = counts.weight if loss.per == "token" else float(counts.pairs)
         if loss.reduction == "sum":
             total = 1.0
+        elif loss.divisor is not None:
+            total = loss.divisor
         if total <= 0:
             empty = "all targets have weight 0" if loss.per == "token" else "no preference pair"
             adapter = f" of adapter {name!r}" if name else ""

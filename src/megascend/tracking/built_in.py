@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megascend.tracking.registry import RunOutcome, TrackedRun
+from megascend.tracking.registry import RunOutcome, TrackedRun, figures_line
 
 PROJECT = "megascend"
 """Default project, for trackers with projects."""
@@ -49,8 +49,27 @@ class TensorBoard:
             self._writer.add_text(f"generation/{number}", f"{code_block(prompt)}\n\n{code_block(answer)}", step)
         self._writer.flush()
 
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._writer.add_text("rollouts", rollouts_markdown(rows), step)
+        self._writer.flush()
+
     def close(self, outcome: RunOutcome) -> None:
         self._writer.close()
+
+
+def rollouts_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format rollouts as Markdown: not as a table, whose cells cannot hold lines of text."""
+    return "\n\n".join(
+        f"**{figures_line(row)}**\n\n{code_block(row['prompt'])}\n\nresponse:\n\n{code_block(row['response'])}"
+        for row in rows
+    )
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return rows as columns; None where a row lacks an entry."""
+    # The texts last: a part of the reward may be in later rows only.
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "response"))
+    return {name: [row.get(name) for row in rows] for name in [*names, "prompt", "response"]}
 
 
 def code_block(text: str) -> str:
@@ -91,6 +110,11 @@ class Wandb(_LikeWandb):
         rows = [[step, prompt, answer] for prompt, answer in texts.items()]
         self._run.log({"generation": self._table(columns=["step", "prompt", "answer"], data=rows)}, step=step)
 
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        table = columns(rows)
+        data = [list(row) for row in zip(*table.values(), strict=True)]
+        self._run.log({"rollouts": self._table(columns=list(table), data=data)}, step=step)
+
     def close(self, outcome: RunOutcome) -> None:
         self._run.finish(exit_code=int(outcome == "failed"))
 
@@ -117,6 +141,10 @@ class SwanLab(_LikeWandb):
         items = [self._text(answer, caption=prompt) for prompt, answer in texts.items()]
         self._run.log({"generation": items}, step=step)
 
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        items = [self._text(row["response"], caption=f"{figures_line(row)}\n{row['prompt']}") for row in rows]
+        self._run.log({"rollouts": items}, step=step)
+
     def close(self, outcome: RunOutcome) -> None:
         self._run.finish(state=SWANLAB_STATES[outcome])
 
@@ -137,6 +165,9 @@ class Trackio(_LikeWandb):
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         markdown = "\n\n".join(f"**{prompt}**\n\n{answer}" for prompt, answer in texts.items())
         self._run.log({"generation": self._markdown(markdown)}, step=step)
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._run.log({"rollouts": self._markdown(rollouts_markdown(rows))}, step=step)
 
     def close(self, outcome: RunOutcome) -> None:
         self._run.finish()
@@ -172,6 +203,11 @@ class Mlflow:
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         text = "\n\n".join(f"> {prompt}\n{answer}" for prompt, answer in texts.items())
         self._client.log_text(self.run_id, text, f"generation/step-{step}.txt")
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        assert self.run_id is not None
+        # One file a step: MLflow's log_table appends to one file, which it would download and send again each time.
+        self._client.log_table(self.run_id, columns(rows), f"rollouts/step-{step}.json")
 
     def close(self, outcome: RunOutcome) -> None:
         self._client.set_terminated(self.run_id, MLFLOW_STATES[outcome])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
@@ -52,12 +52,33 @@ class Tracker(Protocol):
         ...
 
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Log generated answers after a step, by prompt."""
+        """Log generated answers after a step, by prompt.
+
+        A tracker may also have ``log_rollouts(step, rows)`` for what ``megascend rl`` shows of a step: mappings of figures, with
+        ``prompt`` and ``response`` as their last two entries. One without it gets them here.
+        """
         ...
 
     def close(self, outcome: RunOutcome) -> None:
         """Finish the run."""
         ...
+
+
+def log_rollouts(tracker: Tracker, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Pass rollouts to a tracker, as texts if it takes no table."""
+    log_table = getattr(tracker, "log_rollouts", None)
+    if log_table is not None:
+        log_table(step, rows)
+    else:
+        tracker.log_texts(step, {f"[{figures_line(row)}] {row['prompt']}": row["response"] for row in rows})
+
+
+def figures_line(row: Mapping[str, Any]) -> str:
+    """Format the figures of a rollout in a line, without its texts."""
+    figures = (item for item in row.items() if item[0] not in ("prompt", "response") and item[1] not in (None, ""))
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in figures
+    )
 
 
 OpenTracker = Callable[[TrackedRun], Tracker]

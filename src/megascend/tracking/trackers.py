@@ -9,13 +9,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
-from megascend.tracking.registry import OpenTracker, RunOutcome, TrackedRun, Tracker, opener
+from megascend.tracking.registry import OpenTracker, RunOutcome, TrackedRun, Tracker, log_rollouts, opener
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,15 @@ class Trackers:
         self._trackers: list[BackgroundTracker] | None = None
 
     def log(self, step: int, row: Mapping[str, Any]) -> None:
-        """Log the finite numbers of a row of metrics.jsonl."""
+        """Log the finite numbers of a row of metrics.jsonl; those of a mapping as KEY/NAME."""
+        entries: dict[str, Any] = {}
+        for key, value in row.items():
+            entries |= (
+                {f"{key}/{name}": part for name, part in value.items()} if isinstance(value, dict) else {key: value}
+            )
         figures = {
             f"train/{key}": float(value)
-            for key, value in row.items()
+            for key, value in entries.items()
             # Trackers draw NaN as a gap or fail on it; metrics.jsonl has it as null.
             if key != "step" and isinstance(value, int | float) and math.isfinite(value)
         }
@@ -61,6 +66,11 @@ class Trackers:
         """Log texts by title."""
         for tracker in self._opened():
             tracker.log_texts(step, texts)
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log rollouts of a step, in the order of the rows."""
+        for tracker in self._opened():
+            tracker.log_rollouts(step, rows)
 
     def close(self, outcome: RunOutcome) -> None:
         """Close all trackers, each with a deadline."""
@@ -154,6 +164,10 @@ class BackgroundTracker:
     def log_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Queue texts; returns at once."""
         self._submit(lambda tracker: tracker.log_texts(step, texts))
+
+    def log_rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Queue rollouts; returns at once."""
+        self._submit(lambda tracker: log_rollouts(tracker, step, rows))
 
     def close(self, outcome: RunOutcome, timeout_s: float) -> None:
         """Wait until the tracker has all records and is closed; after ``timeout_s`` log a warning and abandon it."""

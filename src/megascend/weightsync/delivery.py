@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError, WeightSyncError
+from megascend.weightsync.phases import run_phases
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import BaseError, PlanError, TransportError, WireError
@@ -27,6 +28,7 @@ from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucke
 from weightwire.offer import Offer, Seal, Sharding
 from weightwire.plan import Region, Share
 from weightwire.sender import Buffers, Sender, spec_of
+from weightwire.sharded import ShardSender
 from weightwire.transports.base import device_types
 from weightwire.transports.choice import AUTO, Location, check, choose, choose_pairs
 
@@ -36,10 +38,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to completion, from a thread without an event loop."""
 MARGIN_S = EXPLAIN_S + 2.0
 """Seconds past a deadline that this process may need to report a failure to others."""
-
-
-class NotKnownError(WireError):
-    """Workers do not have the plan or the base version that they should have."""
+OLD_WEIGHTS = "; all engines keep the old weights"
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,14 @@ class Planned:
         engines: number of workers of the engines that it was made for, by name.
         shares: part of every member.
         transport: transport of its updates.
+        keep: workers keep what they have received, as the base of differences.
         provisioned: names of the engines whose workers have their shares from an earlier push.
     """
 
     engines: dict[str, int]
     shares: list[Share]
     transport: str
+    keep: bool
     provisioned: set[str] = field(default_factory=set)
 
     @property
@@ -83,48 +84,65 @@ class Planned:
         """Name of the plan."""
         return self.shares[0].plan
 
+    @property
+    def senders(self) -> int:
+        """Number of ranks that send."""
+        return len(self.shares) - sum(self.engines.values())
+
 
 @dataclass
 class Update:
     """An update in progress.
 
     Attributes:
-        name: name of its group; empty before :meth:`Delivery.begin`.
         engines: participating engines.
         version: version that they receive.
-        sender: connected sender; None until all receivers have joined.
+        name: name of its group; empty before it is offered.
+        sender: connected sender; None until all receivers have joined, and on ranks that do not send.
         seal: digest of the sent data; None before the transfer.
-        transport: transport in use; empty before :meth:`Delivery.begin`.
-        nbytes, buckets: amounts sent to each receiver.
+        transport: transport in use; empty before it is offered.
+        nbytes, buckets: amounts sent to each receiver or, of a sharded update, received by the largest one and sent in all.
+        payload: bytes handed to the transport, over all ranks.
+        content: bytes of complete messages in their place.
         base: version from which differences are sent; None: complete weights.
+        seconds: duration of each phase.
         parts: seconds of the phases' parts, by ``PHASE.PART``; of engines, those of the slowest one.
     """
 
+    engines: Sequence[InferenceEngine]
+    version: int
     name: str = ""
-    engines: list[InferenceEngine] = field(default_factory=list)
-    version: int = 0
-    sender: Sender | None = None
+    sender: Sender | ShardSender | None = None
     seal: Seal | None = None
     transport: str = ""
     nbytes: int = 0
     buckets: int = 0
+    payload: int = 0
+    content: int = 0
     base: int | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """Return the sent bytes relative to those of complete messages."""
+        return self.payload / max(1, self.content)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Send the tensors, in the order of the specs passed to :meth:`Delivery.begin`."""
-        assert self.sender is not None
+        assert isinstance(self.sender, Sender)
         with self.sender as sender:
             self.seal = sender.send(tensors)
         self.nbytes, self.buckets = sender.traffic.nbytes, sender.traffic.buckets
+        self.payload = self.content = self.nbytes
         self.parts |= {f"transfer.{part}": seconds for part, seconds in sender.traffic.seconds.items()}
 
     @contextlib.contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Record the seconds within the context as those of a part."""
+    def timed(self, name: str) -> Iterator[None]:
+        """Record the seconds within the context as those of a phase, or of its part ``PHASE.PART``."""
         start = time.perf_counter()
         yield
-        self.parts[part] = time.perf_counter() - start
+        (self.parts if "." in name else self.seconds)[name] = time.perf_counter() - start
 
 
 class Delivery:
@@ -147,12 +165,12 @@ class Delivery:
     def __init__(
         self,
         *,
-        transport: str,
         device: torch.device,
-        host: str,
-        bucket_bytes: int | None,
-        digest: str,
         timeout_s: float,
+        transport: str = AUTO,
+        host: str = "127.0.0.1",
+        bucket_bytes: int | None = None,
+        digest: str = "multilinear64",
         overlap: bool = True,
         options: Mapping[str, Any] | None = None,
         run: Run | None = None,
@@ -179,34 +197,20 @@ class Delivery:
         Raises:
             WeightSyncError: the message names the engine, its error, and the engines that keep the old weights.
         """
-        update = Update()
+        update = Update(list(engines), version)
+        specs = tuple(spec_of(*item) for item in tensors.items())
         try:
-            self.begin(update, engines, version, tuple(spec_of(*item) for item in tensors.items()))
-            update.send(tensors.items())
-            self.verify(update)
+            run_phases(
+                update, self, lambda update: self.begin(update, specs), lambda update: update.send(tensors.items())
+            )
         except WireError as error:
-            self.drop(update)
             raise WeightSyncError(
                 f"version {version} was not sent: {error}; all engines keep the old weights"
             ) from error
-        # An interrupt, too: engines would keep the update in memory until its lease ends.
-        except BaseException:
-            self.drop(update)
-            raise
-        # After the try block: a commit that failed on some engines cannot be dropped.
-        self.commit(update)
         return update
 
-    def begin(
-        self,
-        update: Update,
-        engines: Sequence[InferenceEngine],
-        version: int,
-        specs: tuple[TensorSpec, ...],
-        adapter: AdapterInfo | None = None,
-    ) -> None:
+    def begin(self, update: Update, specs: tuple[TensorSpec, ...], adapter: AdapterInfo | None = None) -> None:
         """Offer the update to all engines and wait for their receivers; ``update.sender`` is then connected."""
-        update.engines, update.version = list(engines), version
         if not update.engines:
             raise ConfigError("push: no engines are configured")
         names = [engine.name for engine in update.engines]
@@ -217,19 +221,9 @@ class Delivery:
         with update.timed("begin.locations"):
             counts, members = self._located(update.engines)
         update.transport = self._fitting_transport(members)
-        device = self._device if self._device.type in device_types(update.transport) else torch.device("cpu")
-        bucket_bytes = self._bucket_bytes or default_bucket_bytes(device.type)
-        manifest = Manifest(version, specs, bucket_bytes, self._digest, adapter)
-        update.name = self._listener.new_group([f"trainer {self._owner}", *members])
-        offers, first = {}, 1  # rank 0 of the group is the trainer
-        for name in names:
-            offers[name] = self._offer(update, first, counts[name], manifest)
-            first += counts[name]
-        with update.timed("begin.offer"):
-            answers = self._all(
-                update.engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s
-            )
-        self._require_all(*answers, f"version {version} was not begun", "; all engines keep the old weights")
+        manifest, device = self._manifest(update, specs, adapter)
+        answers = self._offer(update, manifest, counts)
+        self._require_all(*answers, f"version {update.version} was not begun", OLD_WEIGHTS)
         # Waits for the receivers, which the engines start in begin_update.
         with update.timed("begin.connect"):
             update.sender = Sender.connect(
@@ -275,14 +269,7 @@ class Delivery:
             raise PlanError(str(error)) from error
 
     def begin_sharded(
-        self,
-        update: Update,
-        engines: Sequence[InferenceEngine],
-        version: int,
-        specs: tuple[TensorSpec, ...],
-        planned: Planned,
-        base: int | None,
-        keep: bool,
+        self, update: Update, specs: tuple[TensorSpec, ...], planned: Planned, base: int | None
     ) -> Ticket:
         """Offer a sharded update to all engines.
 
@@ -292,51 +279,26 @@ class Delivery:
         Returns:
             What every rank needs to join the update's group.
         """
-        try:
-            return self._begin_sharded(update, engines, version, specs, planned, base, keep)
-        except NotKnownError as error:
-            log.info("version %d is sent completely: %s", version, error)
-            self.drop(update)
-            update.name = ""
-            planned.provisioned.clear()
-            return self._begin_sharded(update, engines, version, specs, planned, None, keep)
-
-    def _begin_sharded(
-        self,
-        update: Update,
-        engines: Sequence[InferenceEngine],
-        version: int,
-        specs: tuple[TensorSpec, ...],
-        planned: Planned,
-        base: int | None,
-        keep: bool,
-    ) -> Ticket:
-        update.engines, update.version, update.base = list(engines), version, base
-        senders = len(planned.shares) - sum(planned.engines.values())
-        update.transport = planned.transport
-        device = self._device if self._device.type in device_types(update.transport) else torch.device("cpu")
-        manifest = Manifest(version, specs, self._bucket_bytes or default_bucket_bytes(device.type), self._digest)
-        members = [
-            name if count == 1 else f"{name} worker {worker}"
-            for name, count in planned.engines.items()
-            for worker in range(count)
-        ]
-        trainers = [f"trainer {self._owner} rank {rank}" for rank in range(senders)]
-        update.name = self._listener.new_group([*trainers, *members], senders=senders)
-        offers, first = {}, senders
-        for name, count in planned.engines.items():
-            shares = None if name in planned.provisioned else tuple(planned.shares[first : first + count])
-            sharding = Sharding(planned.identity, senders, shares, base, keep)
-            offers[name] = self._offer(update, first, count, manifest, sharding)
-            first += count
-        accepted, failed = self._all(engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+        update.transport, update.base = planned.transport, base
+        manifest, device = self._manifest(update, specs)
+        accepted, failed = self._offer(update, manifest, planned.engines, planned)
         unknown = [error for error in failed.values() if isinstance(error, BaseError | PlanError)]
         if unknown and (base is not None or planned.provisioned):
-            raise NotKnownError(str(unknown[0]))
-        self._require_all(accepted, failed, f"version {version} was not begun", "; all engines keep the old weights")
-        address = self._listener.host, self._listener.port
+            log.info("version %d is sent completely: %s", update.version, unknown[0])
+            self.drop(update)
+            planned.provisioned.clear()
+            update.base = None
+            accepted, failed = self._offer(update, manifest, planned.engines, planned)
+        self._require_all(accepted, failed, f"version {update.version} was not begun", OLD_WEIGHTS)
         return Ticket(
-            address, update.name, manifest, update.transport, device.type, self._options, self._timeout_s, base
+            address=(self._listener.host, self._listener.port),
+            name=update.name,
+            manifest=manifest,
+            transport=update.transport,
+            device=device.type,
+            options=self._options,
+            timeout_s=self._timeout_s,
+            base=update.base,
         )
 
     def verify(self, update: Update) -> None:
@@ -345,8 +307,7 @@ class Delivery:
         seal = update.seal
         in_time = max(0.1, self._timeout_s - 2.0)  # leaves the engine time to answer before our own deadline
         answers = self._all(update.engines, lambda engine: engine.verify(seal, in_time), self._timeout_s)
-        description = f"version {seal.version} was not verified"
-        self._require_all(*answers, description, "; all engines keep the old weights")
+        self._require_all(*answers, f"version {seal.version} was not verified", OLD_WEIGHTS)
 
     def commit(self, update: Update) -> None:
         """Activate the verified update on all engines."""
@@ -393,30 +354,53 @@ class Delivery:
         answers = self._all(engines, lambda engine: engine.locations(), self._timeout_s)
         locations = self._require_all(*answers, "push", "")
         counts = {engine.name: len(locations[engine.name]) for engine in engines}
-        members = {
-            name if count == 1 else f"{name} worker {worker}": location
-            for name, count in counts.items()
-            for worker, location in enumerate(locations[name])
-        }
-        return counts, members
+        memories = (location for name in counts for location in locations[name])
+        return counts, dict(zip(_members(counts), memories, strict=True))
+
+    def _manifest(
+        self, update: Update, specs: tuple[TensorSpec, ...], adapter: AdapterInfo | None = None
+    ) -> tuple[Manifest, torch.device]:
+        """Return the update's manifest, and the device of its buckets."""
+        device = self._device if self._device.type in device_types(update.transport) else torch.device("cpu")
+        bucket_bytes = self._bucket_bytes or default_bucket_bytes(device.type)
+        return Manifest(update.version, specs, bucket_bytes, self._digest, adapter), device
 
     def _offer(
-        self, update: Update, first: int, workers: int, manifest: Manifest, sharded: Sharding | None = None
-    ) -> Offer:
-        return Offer(
-            update=update.name,
-            owner=self._owner,
-            host=self._listener.host,
-            port=self._listener.port,
-            first=first,
-            workers=workers,
-            transport=update.transport,
-            timeout_s=self._timeout_s,
-            lease_s=2 * self._timeout_s + MARGIN_S,  # then an engine drops the update of a trainer that died
-            manifest=manifest,
-            options=self._options,
-            sharded=sharded,
-        )
+        self, update: Update, manifest: Manifest, counts: Mapping[str, int], planned: Planned | None = None
+    ) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """Announce the update's group, and offer the update to every engine; return their answers and errors.
+
+        Args:
+            counts: number of workers by engine.
+            planned: of a sharded update.
+        """
+        trainers = [f"trainer {self._owner}"]
+        if planned is not None:
+            trainers = [f"{trainers[0]} rank {rank}" for rank in range(planned.senders)]
+        update.name = self._listener.new_group([*trainers, *_members(counts)], senders=len(trainers))
+        offers, first = {}, len(trainers)
+        for name, workers in counts.items():
+            sharded = None
+            if planned is not None:
+                shares = None if name in planned.provisioned else tuple(planned.shares[first : first + workers])
+                sharded = Sharding(planned.identity, len(trainers), shares, update.base, planned.keep)
+            offers[name] = Offer(
+                update=update.name,
+                owner=self._owner,
+                host=self._listener.host,
+                port=self._listener.port,
+                first=first,
+                workers=workers,
+                transport=update.transport,
+                timeout_s=self._timeout_s,
+                lease_s=2 * self._timeout_s + MARGIN_S,  # then an engine drops the update of a trainer that died
+                manifest=manifest,
+                options=self._options,
+                sharded=sharded,
+            )
+            first += workers
+        with update.timed("begin.offer"):
+            return self._all(update.engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
 
     def _all(
         self, engines: Sequence[InferenceEngine], call: Callable[[InferenceEngine], Any], timeout_s: float
@@ -426,6 +410,7 @@ class Delivery:
     def _require_all(
         self, answers: dict[str, Any], failed: dict[str, Exception], description: str, after: str
     ) -> dict[str, Any]:
+        """Return the answers of all engines in a phase. The place for an engine that failed, is lost or too slow in any phase."""
         if failed:
             reasons = "; ".join(
                 f"{name}: {error}" if type(error) is TimeoutError else f"{name}: {type(error).__name__}: {error}"
@@ -433,3 +418,10 @@ class Delivery:
             )
             raise WeightSyncError(f"{description}: {reasons}{after}")
         return answers
+
+
+def _members(counts: Mapping[str, int]) -> list[str]:
+    """Return the names of all workers for messages, engine after engine."""
+    return [
+        name if count == 1 else f"{name} worker {worker}" for name, count in counts.items() for worker in range(count)
+    ]

@@ -8,19 +8,18 @@ has failed. Where no plan is possible, the reason is reported, and rank 0 sends 
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from megascend.checkpoint.hf_slices import held_weights
-from megascend.distributed.objects import broadcast_object, collect_objects, from_rank_0, raise_on_all_ranks
+from megascend.distributed.objects import broadcast_object, collect_objects, from_rank_0
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.kernels.reductions import out_of_range
 from megascend.weightsync.delivery import Delivery, Planned, Ticket, Update
-from weightwire.errors import PlanError, WireError
+from megascend.weightsync.phases import AllRanks, on_every_rank
+from weightwire.errors import PlanError
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
@@ -41,28 +40,11 @@ WORTH = 0.7
 """``auto`` returns to complete pushes for a while when the changes are a larger share of the weights."""
 
 
-@dataclass(frozen=True)
-class Payload:
-    """Amounts of a sharded push, over all ranks of the trainer.
-
-    Attributes:
-        nbytes: bytes handed to the transport.
-        content: bytes of complete messages in their place.
-    """
-
-    nbytes: int
-    content: int
-
-    @property
-    def share(self) -> float:
-        """Return the sent bytes relative to those of complete messages."""
-        return self.nbytes / max(1, self.content)
-
-
 class ShardedSync:
     """One rank's part in sharded pushes. All methods but those that say so are collective.
 
     Args:
+        ranks: the engines.
         sharded: use a plan in pushes of the model; None: for differences only.
         mode: see :data:`Mode`.
         full_every: a complete push follows after so many pushes of differences.
@@ -70,7 +52,14 @@ class ShardedSync:
     """
 
     def __init__(
-        self, backend: Backend, *, sharded: bool | None, mode: Mode, full_every: int, chunk_bytes: int
+        self,
+        backend: Backend,
+        ranks: AllRanks,
+        *,
+        sharded: bool | None,
+        mode: Mode,
+        full_every: int,
+        chunk_bytes: int,
     ) -> None:
         if mode not in get_args(Mode):
             raise ConfigError(f"WeightSync: mode {mode!r}; expected {', '.join(get_args(Mode))}")
@@ -80,7 +69,7 @@ class ShardedSync:
             raise ConfigError(
                 "WeightSync: mode delta with sharded=False: differences are sent by a plan; leave sharded out"
             )
-        self._backend, self._groups = backend, backend.groups
+        self._backend, self._ranks, self._groups = backend, ranks, backend.groups
         self._sharded, self._mode, self._full_every, self._chunk_bytes = sharded, mode, full_every, chunk_bytes
         self._history = History() if mode != "full" else None
         self._differences = self._rest = 0  # pushes of differences in a row; complete pushes still to come in mode auto
@@ -93,23 +82,21 @@ class ShardedSync:
 
     # --- the plan ---
 
-    def refusal(self, adapter: str | None, factors_only: bool) -> str | None:
-        """Return the reason why a push is not sharded whatever the engines say; None if it may be. The same on all ranks."""
+    def refusal(self, adapter: str | None, factors_only: bool) -> str:
+        """Return the reason why a push is not sharded whatever the engines say; empty if it may be. The same on all ranks."""
         if factors_only:
             return "an adapter alone is sent by rank 0"
         if adapter is not None:
             return "a merged adapter is sent by rank 0"
         if self._sharded is False or (self._sharded is None and self._mode == "full"):
             return "sharded is off"
-        return None
+        return ""
 
-    def prepare(
-        self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...], delivery: Delivery | None
-    ) -> str:
+    def prepare(self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]) -> str:
         """Make a plan unless there is one; return the reason why none is possible, or an empty text.
 
         Args:
-            engines, specs, delivery: on rank 0; ignored elsewhere.
+            engines, specs: on rank 0; ignored elsewhere.
         """
         names = tuple(engine.name for engine in engines)
 
@@ -131,9 +118,8 @@ class ShardedSync:
         location = Location.of(self._groups.device)
         collected = collect_objects((rows, location, problem), "world", self._groups, "the slices of all ranks")
 
-        def make() -> tuple[str, list[Share]]:
+        def make(delivery: Delivery) -> tuple[str, list[Share]]:
             assert collected is not None
-            assert delivery is not None
             problems = [text for _, _, text in collected if text]
             if problems:
                 return problems[0], []
@@ -144,7 +130,7 @@ class ShardedSync:
                 return str(error), []
             return "", self._planned.shares
 
-        reason, shares = from_rank_0(make, self._groups, "the plan of the transfer")
+        reason, shares = self._ranks.call(make, "the plan of the transfer")
         if reason:
             self._refusal, self._refused_pushes = (names, reason), 0
             if reason != self._logged and self._groups.rank == 0:
@@ -174,14 +160,12 @@ class ShardedSync:
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
         transport = delivery.check_pairs(engines, places)
         result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
-        return Planned(counts, result.shares(), transport)
+        return Planned(counts, result.shares(), transport, keep=self._history is not None)
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
-        engine = self._backend.engine
         try:
-            hf_slices = engine.hf_slices()
-            return self._slices(hf_slices), ""
+            return self._slices(self._backend.engine.hf_slices()), ""
         except MegascendError as error:
             return [], f"the trainer's slices cannot be described: {error}"
 
@@ -204,41 +188,20 @@ class ShardedSync:
 
     # --- a push ---
 
-    def begin(
-        self, update: Update, version: int, engines: Sequence[InferenceEngine], delivery: Delivery | None
-    ) -> ShardSender:
-        """Offer the update to the engines, and join its group on every rank; return the connected sender."""
+    def begin(self, update: Update) -> None:
+        """Offer the update to the engines, and join its group on every rank."""
         planned, specs = self._planned, self._specs
 
-        def offer() -> Ticket:
-            assert delivery is not None
+        def offer(delivery: Delivery) -> Ticket:
             assert planned is not None
-            try:
-                return delivery.begin_sharded(
-                    update, engines, version, specs, planned, self._base(), self._history is not None
-                )
-            except WireError as error:
-                raise WeightSyncError(str(error)) from error
+            return delivery.begin_sharded(update, specs, planned, self._base())
 
-        ticket = from_rank_0(offer, self._groups, "whether the engines receive")
-        problem: MegascendError | None = None
-        sender = None
-        try:
-            sender = self._connect(ticket)
-        except WireError as error:
-            problem = WeightSyncError(f"version {version} was not begun: {error}; all engines keep the old weights")
-        except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
-            problem = WeightSyncError(
-                f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
-            )
-        try:
-            raise_on_all_ranks(problem, self._groups, "whether all ranks have joined")
-        except BaseException:
-            if sender is not None:
-                sender.close()
-            raise
-        assert sender is not None
-        return sender
+        def connect() -> None:
+            update.sender = self._connect(ticket)
+
+        ticket = self._ranks.call(offer, "whether the engines receive")
+        failure = f"version {update.version} was not begun"
+        on_every_rank(connect, self._groups, "whether all ranks have joined", failure)
 
     def _connect(self, ticket: Ticket) -> ShardSender:
         assert self._share is not None
@@ -265,14 +228,31 @@ class ShardedSync:
             return None
         return self._history.base(self._planned.identity)
 
-    def transfer(self, update: Update, sender: ShardSender, version: int) -> Payload:
-        """Send this rank's slices; set the update's seal on rank 0.
+    def transfer(self, update: Update) -> None:
+        """Send this rank's slices; set the update's seal and amounts on rank 0."""
+        sender = update.sender
+        assert isinstance(sender, ShardSender)
+        digests = on_every_rank(
+            lambda: self._send(sender), self._groups, "how the transfer went", "the model was not sent"
+        )
+        # Only now: other members may still read the last messages from this process. Rank 0 leaves last.
+        if self._groups.rank != 0:
+            sender.close()
+        row = digests, sender.traffic.nbytes, sender.traffic.content
+        collected = collect_objects(row, "world", self._groups, "digests of the chunks")
+        if collected is None or self._planned is None:
+            return
+        sender.close()
+        shares, senders = self._planned.shares, len(collected)
+        by_member = digests_by_worker(shares, senders, [values for values, _, _ in collected])
+        update.seal = Seal(update.name, update.version, sender.manifest.identity, (), by_member)
+        update.nbytes = max(share.nbytes for share in shares[senders:])
+        update.buckets = sum(len(share.chunks) for share in shares[:senders])
+        update.payload = sum(nbytes for _, nbytes, _ in collected)
+        update.content = sum(content for _, _, content in collected)
 
-        Raises:
-            MegascendError: on every rank, if any has failed.
-        """
-        problem: MegascendError | None = None
-        digests: list[str] = []
+    def _send(self, sender: ShardSender) -> list[str]:
+        """Send this rank's slices; return the digests of its chunks."""
         try:
             slices = self._slices()
             for source in slices:
@@ -280,35 +260,10 @@ class ShardedSync:
                 dtype = getattr(torch, spec.dtype)
                 if source.values.dtype != dtype and (text := out_of_range(spec.name, source.values, dtype)):
                     raise WeightSyncError(text)
-            digests = sender.send(slices)
-        except MegascendError as error:
-            problem = error
+        except Exception as error:
             sender.abandon(str(error))
-        except WireError as error:
-            problem = WeightSyncError(f"the model was not sent: {error}; all engines keep the old weights")
-        except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
-            problem = WeightSyncError(
-                f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
-            )
-            sender.abandon(str(error))
-        try:
-            raise_on_all_ranks(problem, self._groups, "how the transfer went")
-        finally:
-            # Only now: other members may still read the last messages from this process.
-            if problem is not None or self._groups.rank != 0:
-                sender.close()
-        traffic = sender.traffic
-        row = digests, traffic.nbytes, traffic.content
-        collected = collect_objects(row, "world", self._groups, "digests of the chunks")
-        if collected is None or self._planned is None:
-            return Payload(0, 0)
-        sender.close()
-        shares, senders = self._planned.shares, len(collected)
-        by_member = digests_by_worker(shares, senders, [values for values, _, _ in collected])
-        update.seal = Seal(update.name, version, sender.manifest.identity, (), by_member)
-        update.nbytes = max(share.nbytes for share in shares[senders:])
-        update.buckets = sum(len(share.chunks) for share in shares[:senders])
-        return Payload(sum(nbytes for _, nbytes, _ in collected), sum(content for _, _, content in collected))
+            raise
+        return sender.send(slices)
 
     def succeeded(self, version: int, base: int | None, share: float) -> None:
         """Note a push that all engines have committed."""

@@ -7,15 +7,14 @@ enter the next one. So no rank waits for one that has given up, and the trainer'
 from __future__ import annotations
 
 import contextlib
-import time
-import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from megascend.distributed.objects import agree, from_rank_0, raise_on_all_ranks
-from megascend.errors import ConfigError, MegascendError, WeightSyncError
+from megascend.distributed.objects import agree, from_rank_0
+from megascend.errors import ConfigError, MegascendError
 from megascend.weightsync.delivery import MARGIN_S, Delivery, Run, Update
+from megascend.weightsync.phases import AllRanks, on_every_rank, on_rank_0, run_phases
 from megascend.weightsync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megascend.backend import Backend
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,21 +68,6 @@ class Pushed:
     def pause_s(self) -> float:
         """Seconds for which the slowest engine sampled nothing: by its own measure or, without one, those of the commit."""
         return self.parts.get("commit.paused", self.seconds["commit"])
-
-
-@dataclass
-class Source:
-    """A stream of weights. Only rank 0 gets tensors, but all ranks must iterate over it.
-
-    Attributes:
-        specs: specs of its tensors, in order; empty on ranks other than 0.
-        adapter: set if the stream has only an adapter's factors.
-        stream: generator, not started.
-    """
-
-    specs: tuple[TensorSpec, ...]
-    adapter: AdapterInfo | None
-    stream: Generator[tuple[str, Tensor], None, None]
 
 
 class WeightSync:
@@ -144,9 +126,10 @@ class WeightSync:
             digests.require(digest)
         except WireError as error:
             raise ConfigError(f"WeightSync: {error}") from error
-        self._delivery: Delivery | None = None
+        self._ranks = AllRanks(backend.groups)
         self._shards = ShardedSync(
             backend,
+            self._ranks,
             sharded=sharded,
             mode=mode,
             full_every=full_every,
@@ -154,7 +137,7 @@ class WeightSync:
         )
 
         def listen() -> None:
-            self._delivery = Delivery(
+            self._ranks.delivery = Delivery(
                 transport=transport,
                 device=backend.groups.device,
                 host=host,
@@ -166,7 +149,7 @@ class WeightSync:
                 run=run,
             )
 
-        self._on_rank_0(listen, f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
+        on_rank_0(listen, self._groups, f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
 
     def push(self, version: int, adapter: str | None = None, *, alone: bool = False) -> Pushed:
         """Update all engines to the current weights, as ``version``. Collective.
@@ -185,101 +168,48 @@ class WeightSync:
             ConfigError: unknown adapter, or ``alone`` without one.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
-        # Only rank 0 fills it.
-        update, seconds = Update(), {}
         with self._groups.monitor.phase("weight sync"):
             # Before anything is exported: all ranks must push the same.
             self._agree(version, adapter, alone)
-            with _timed(seconds, "describe"):
-                source = self._describe(adapter, alone)
-                refusal = self._shards.refusal(adapter, alone)
-                if refusal is None:
-                    refusal = self._shards.prepare(self.engines, source.specs, self._delivery)
-            if not refusal:
-                return self._push_sharded(version, seconds)
+            # Of the engines, the seconds and the amounts, only rank 0's count.
+            update = Update(list(self.engines), version)
+            with update.timed("describe"):
+                rank_0 = self._rank_0_sender(adapter, alone)
+                reason = self._shards.refusal(adapter, alone) or self._shards.prepare(update.engines, rank_0.specs)
+            sender = rank_0 if reason else self._shards
             try:
-                with _timed(seconds, "begin"):
-                    self._on_rank_0(
-                        lambda: self._sending.begin(update, self.engines, version, source.specs, source.adapter),
-                        "whether the engines receive",
-                    )
-                with _timed(seconds, "transfer"):
-                    raise_on_all_ranks(self._transfer(update, source), self._groups, "how the transfer went")
-                with _timed(seconds, "verify"):
-                    self._on_rank_0(lambda: self._sending.verify(update), "whether the engines verified it")
-            except BaseException:  # an interrupt, too: engines would keep the update in memory until its lease ends
-                if self._groups.rank == 0:
-                    self._sending.drop(update)
+                run_phases(update, self._ranks, sender.begin, sender.transfer)
+            except BaseException:  # an interrupt, too: what the engines have is then unknown
+                if not reason:
+                    self._shards.forget()
                 raise
-            # Outside the block above: a commit that failed on some engines cannot be dropped on the others.
-            with _timed(seconds, "commit"):
-                self._on_rank_0(lambda: self._sending.commit(update), "whether the engines committed it")
-            names = tuple(engine.name for engine in update.engines)
-            # The other ranks know neither the bytes nor the transport.
-            return from_rank_0(
+            pushed = from_rank_0(
                 lambda: Pushed(
                     version,
                     update.nbytes,
                     update.buckets,
-                    names,
-                    seconds,
+                    tuple(engine.name for engine in update.engines),
+                    update.seconds,
                     update.transport,
-                    why_not_sharded=refusal,
-                    payload=update.nbytes,
+                    sharded=not reason,
+                    why_not_sharded=reason,
+                    base=update.base,
+                    payload=update.payload,
+                    share=update.share,
                     parts=update.parts,
                 ),
                 self._groups,
                 "what was pushed",
             )
-
-    def _push_sharded(self, version: int, seconds: dict[str, float]) -> Pushed:
-        """Push with the plan that :meth:`ShardedSync.prepare` has made."""
-        update, sender = Update(), None
-        try:
-            try:
-                with _timed(seconds, "begin"):
-                    sender = self._shards.begin(update, version, self.engines, self._delivery)
-                with _timed(seconds, "transfer"):
-                    payload = self._shards.transfer(update, sender, version)
-                with _timed(seconds, "verify"):
-                    self._on_rank_0(lambda: self._sending.verify(update), "whether the engines verified it")
-            except BaseException:
-                if sender is not None:
-                    sender.close()
-                if self._groups.rank == 0:
-                    self._sending.drop(update)
-                raise
-            with _timed(seconds, "commit"):
-                self._on_rank_0(lambda: self._sending.commit(update), "whether the engines committed it")
-        # An interrupt, too: what the engines have is then unknown.
-        except BaseException:
-            self._shards.forget()
-            raise
-        names = tuple(engine.name for engine in update.engines)
-        pushed = from_rank_0(
-            lambda: Pushed(
-                version,
-                update.nbytes,
-                update.buckets,
-                names,
-                seconds,
-                update.transport,
-                sharded=True,
-                base=update.base,
-                payload=payload.nbytes,
-                share=payload.share,
-            ),
-            self._groups,
-            "what was pushed",
-        )
-        self._shards.succeeded(version, pushed.base, pushed.share)
-        return pushed
+            if pushed.sharded:
+                self._shards.succeeded(version, pushed.base, pushed.share)
+            return pushed
 
     def close(self) -> None:
         """Stop listening. Engines keep their weights. Not collective."""
-        if self._delivery is not None:
-            self._delivery.close()
-        self._delivery = None
+        if self._ranks.delivery is not None:
+            self._ranks.delivery.close()
+        self._ranks.delivery = None
 
     def __enter__(self) -> WeightSync:
         return self
@@ -300,65 +230,53 @@ class WeightSync:
             problem = ConfigError(f"push: unknown adapter {adapter!r}; loaded: {names}")
         agree(f"push({version=}, {adapter=}, {alone=})", self._groups, problem)
 
-    def _describe(self, adapter: str | None, alone: bool) -> Source:
-        if alone and adapter is not None:
-            return self._adapter_source(adapter)
+    def _rank_0_sender(self, adapter: str | None, factors_only: bool) -> RankZeroSender:
+        if factors_only and adapter is not None:
+            config, tensors = self._backend.adapter_as_peft(adapter) or ({}, {})  # None on ranks other than 0
+            specs = tuple(spec_of(*item) for item in tensors.items())
+            factors = (item for item in tensors.items())
+            return RankZeroSender(self._ranks, specs, AdapterInfo(adapter, config), factors)
         export = self._backend.named_weights
         if self._specs is None:
             # Only an export itself yields tensor names. Their order is fixed, so run it once on the meta device, without data.
             with contextlib.closing(_generator(export(receivers="main", device="meta"))) as tensors:
                 self._specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
-        return Source(self._specs, None, _generator(export(adapter, receivers="main")))
-
-    def _adapter_source(self, name: str) -> Source:
-        config, tensors = self._backend.adapter_as_peft(name) or ({}, {})  # None on ranks other than 0
-        specs = tuple(spec_of(*item) for item in tensors.items())
-        return Source(specs, AdapterInfo(name, config), (item for item in tensors.items()))
-
-    def _transfer(self, update: Update, source: Source) -> MegascendError | None:
-        """Export, and send on rank 0. Return this rank's error: raising it would leave the other ranks waiting."""
-        try:
-            with contextlib.closing(source.stream):  # closing tells the other ranks that this one stopped early
-                if update.sender is None:
-                    # Iterating joins the export's collectives.
-                    for _ in source.stream:
-                        pass
-                    return None
-                update.send(source.stream)
-        except MegascendError as error:
-            return error
-        except WireError as error:
-            return WeightSyncError(f"{_target(source)}: {error}; all engines keep the old weights")
-        except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
-            return WeightSyncError(
-                f"rank {self._groups.rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
-            )
-        return None
-
-    @property
-    def _sending(self) -> Delivery:
-        if self._delivery is None:
-            raise WeightSyncError("push: this WeightSync is closed")
-        return self._delivery
-
-    def _on_rank_0(self, function: Callable[[], None], description: str) -> None:
-        """Call ``function`` on rank 0; raise its errors on all ranks."""
-
-        def run() -> None:
-            try:
-                function()
-            except WireError as error:
-                raise WeightSyncError(str(error)) from error
-            except MegascendError:
-                raise
-            except Exception as error:
-                raise WeightSyncError(f"rank 0: {type(error).__name__}: {error}\n{traceback.format_exc()}") from error
-
-        from_rank_0(run, self._groups, description)
+        return RankZeroSender(self._ranks, self._specs, None, _generator(export(adapter, receivers="main")))
 
 
-def _target(source: Source) -> str:
-    return "the model was not sent" if source.adapter is None else f"adapter {source.adapter.name} was not sent"
+@dataclass
+class RankZeroSender:
+    """Sender of a push from rank 0; all ranks iterate over the stream, to take part in the export.
+
+    Attributes:
+        specs: specs of the tensors, in order; empty on ranks other than 0.
+        adapter: set if only an adapter's factors are sent.
+        stream: generator, not started; only rank 0 gets tensors.
+    """
+
+    ranks: AllRanks
+    specs: tuple[TensorSpec, ...]
+    adapter: AdapterInfo | None
+    stream: Generator[tuple[str, Tensor], None, None]
+
+    def begin(self, update: Update) -> None:
+        """Offer the update to the engines, and connect rank 0."""
+        self.ranks.call(
+            lambda delivery: delivery.begin(update, self.specs, self.adapter), "whether the engines receive"
+        )
+
+    def transfer(self, update: Update) -> None:
+        """Export, and send on rank 0."""
+        failure = "the model was not sent" if self.adapter is None else f"adapter {self.adapter.name} was not sent"
+        on_every_rank(lambda: self._export(update), self.ranks.groups, "how the transfer went", failure)
+
+    def _export(self, update: Update) -> None:
+        with contextlib.closing(self.stream) as stream:  # tells the other ranks that this one stopped early
+            if update.sender is not None:
+                update.send(stream)
+            # Iterating joins the export's collectives.
+            for _ in stream:
+                pass
 
 
 def check_transport(transport: str, device_type: str) -> None:
@@ -393,10 +311,3 @@ def _generator(weights: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Te
     """Narrow the type of an engine's export to a generator, which can be closed."""
     assert isinstance(weights, Generator)
     return weights
-
-
-@contextlib.contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Any:
-    start = time.perf_counter()
-    yield
-    seconds[phase] = time.perf_counter() - start

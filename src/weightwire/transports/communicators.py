@@ -7,6 +7,7 @@ as many broadcasts on it; otherwise, as after any failure, a new one is created.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -125,7 +126,7 @@ class CommunicatorTransport:
 
     def _queue(self) -> AbstractContextManager[Any]:
         """Return a context in which broadcasts go to this transport's device and stream."""
-        raise NotImplementedError
+        return contextlib.nullcontext()
 
     def _backend(self, communicator: Communicator) -> Any:
         """Return torch's object that broadcasts."""
@@ -137,6 +138,7 @@ class CommunicatorTransport:
 
     def receive(self, buffer: torch.Tensor) -> DeviceWork:
         """See :class:`weightwire.transports.base.Transport`."""
+        self._before_receive()
         return self._begin(buffer)
 
     def send_to(self, buffer: torch.Tensor, peer: int) -> DeviceWork | ThreadWork:
@@ -184,15 +186,18 @@ class CommunicatorTransport:
         if self._communicator is None:
             raise TransportError(f"{self.name}: closed")
         self._communicator.broadcasts += 1
-        options = BroadcastOptions()
-        # The rank within this group, whose sender is always 0; the trainer's own global rank plays no part.
-        options.rootRank = 0
         try:
             with self._queue():
-                handle = self._backend(self._communicator).broadcast([buffer], options)
+                handle = self._backend(self._communicator).broadcast([buffer], self._broadcast_options())
         except RuntimeError as error:
             raise TransportError(f"{self.name}: {first_line(error)}") from error
         return tracked(self._in_flight, DeviceWork(handle, buffer, self._group, self.name))
+
+    def _broadcast_options(self) -> BroadcastOptions:
+        options = BroadcastOptions()
+        # The rank within this group, whose sender is always 0; the trainer's own global rank plays no part.
+        options.rootRank = 0
+        return options
 
     def close(self) -> None:
         """Cache the communicator for the next update if everything succeeded, otherwise destroy it."""

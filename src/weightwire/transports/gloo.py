@@ -12,85 +12,60 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from weightwire.errors import TransportError
-from weightwire.transports.base import POLL_S, DeviceWork, Setup, ThreadWork, first_line, tracked
+from weightwire.transports.base import POLL_S, DeviceWork, Setup, ThreadWork, first_line
+from weightwire.transports.communicators import Communicator, CommunicatorTransport
 
 
-class GlooTransport:
-    """Transport with one Gloo broadcast for each bucket, and messages between two members, in CPU memory.
+class GlooTransport(CommunicatorTransport):
+    """Transport in CPU memory: one Gloo broadcast for each bucket, and messages between two members. No connection is cached.
 
     Options: ``threads``, number of Gloo's threads in each member (default 2).
     """
 
+    name = "gloo"
+
     def __init__(self, setup: Setup) -> None:
-        self._group, self._timeout_s = setup.group, setup.timeout_s
-        self._in_flight: list[DeviceWork | ThreadWork] = []
+        super().__init__(setup)
+        self._deadline = timedelta(seconds=setup.timeout_s)
         options = ProcessGroupGloo._Options()  # type: ignore[reportAttributeAccessIssue]  not in torch's stubs
         try:
             # By default Gloo takes the address of the host's name, which may be one that only this host reaches.
             options._devices = [ProcessGroupGloo.create_device(hostname=_local_address(setup.group.host))]
-            options._timeout = timedelta(seconds=setup.timeout_s)
+            options._timeout = self._deadline
             options._threads = int(setup.options.get("threads", 2))
             # A connection of its own: Gloo's threads block in it, and heartbeats must not wait for them.
             store = setup.group.store("transport", setup.timeout_s)
-            self._gloo: ProcessGroupGloo | None = ProcessGroupGloo(store, setup.group.rank, setup.group.size, options)
+            gloo = ProcessGroupGloo(store, setup.group.rank, setup.group.size, options)
         except RuntimeError as error:
             raise TransportError(f"gloo: the members could not connect: {first_line(error)}") from error
+        self._communicator = Communicator(gloo, (), setup.group.name)
 
-    def send(self, buffer: torch.Tensor) -> DeviceWork:
-        """See :class:`weightwire.transports.base.Transport`."""
-        return self._broadcast(buffer)
+    def _broadcast_options(self) -> BroadcastOptions:
+        options = super()._broadcast_options()
+        options.timeout = self._deadline
+        return options
 
-    def receive(self, buffer: torch.Tensor) -> DeviceWork:
-        """See :class:`weightwire.transports.base.Transport`."""
-        return self._broadcast(buffer)
-
-    def send_to(self, buffer: torch.Tensor, peer: int) -> ThreadWork:
-        """See :class:`weightwire.transports.base.PairTransport`."""
-        return self._exchange("send", buffer, peer)
-
-    def receive_from(self, buffer: torch.Tensor, peer: int) -> ThreadWork:
-        """See :class:`weightwire.transports.base.PairTransport`."""
-        return self._exchange("recv", buffer, peer)
-
-    def _exchange(self, call: str, buffer: torch.Tensor, peer: int) -> ThreadWork:
-        if self._gloo is None:
-            raise TransportError("gloo: closed")
-        try:
-            handle = getattr(self._gloo, call)([buffer], peer, 0)
-        except RuntimeError as error:
-            raise TransportError(f"gloo: {first_line(error)}") from error
+    def _work(self, handle: Any, buffer: torch.Tensor) -> ThreadWork:
         # Unlike a broadcast's, these handles do not know that they have completed before they are waited for.
-        deadline = timedelta(seconds=self._timeout_s)
-        return tracked(self._in_flight, ThreadWork(lambda: handle.wait(deadline), buffer, self._group, "gloo"))
-
-    def _broadcast(self, buffer: torch.Tensor) -> DeviceWork:
-        if self._gloo is None:
-            raise TransportError("gloo: closed")
-        options = BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=self._timeout_s)
-        try:
-            gloo: Any = self._gloo
-            return tracked(self._in_flight, DeviceWork(gloo.broadcast([buffer], options), buffer, self._group, "gloo"))
-        except RuntimeError as error:
-            raise TransportError(f"gloo: {first_line(error)}") from error
+        deadline = self._deadline
+        return ThreadWork(lambda: handle.wait(deadline), buffer, self._group, self.name)
 
     def abort(self) -> None:
         """Do nothing: Gloo cannot cancel a broadcast; it ends at its deadline, or when the other side closes."""
 
     def close(self) -> None:
         """Close the connections; with a broadcast in flight, on a thread, since Gloo's destructor waits for its deadline."""
-        gloo, self._gloo = self._gloo, None
+        communicator, self._communicator = self._communicator, None
         if any(not work.ended for work in self._in_flight):
             # The thread holds the last references, so that no destructor waits; a daemon, so that the exit does not either.
-            references = (gloo, self._in_flight)
+            references = (communicator, self._in_flight)
             threading.Thread(
                 target=_keep_until_ended, args=references, name="weightwire-gloo-close", daemon=True
             ).start()
         self._in_flight = []
 
 
-def _keep_until_ended(gloo: ProcessGroupGloo, works: list[DeviceWork | ThreadWork]) -> None:
+def _keep_until_ended(communicator: Communicator | None, works: list[DeviceWork | ThreadWork]) -> None:
     while any(not work.ended for work in works):
         time.sleep(POLL_S)
 

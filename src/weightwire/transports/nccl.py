@@ -139,11 +139,6 @@ class NcclTransport(CommunicatorTransport):
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
-    def receive(self, buffer: torch.Tensor) -> DeviceWork:
-        """See :class:`weightwire.transports.base.Transport`."""
-        self._before_receive()
-        return self._begin(buffer)
-
     def _start(self, backend: Any, call: str, buffer: torch.Tensor, peer: int) -> Any:
         # Coalesced, though it is one message: otherwise PyTorch creates a communicator for each pair of members.
         backend._start_coalescing()

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightwire.manifest import Manifest, TensorSpec, offsets
 from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD, tied_head_checked
+from weightwire.vllm.model import parameters_on_meta, storage_id
 
 SCRATCH_BYTES = 64 * 2**20
 """Memory through which parts are exchanged. It is allocated once."""
@@ -261,18 +262,18 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.parts: list[ExchangePart] = []
         self.constants: list[Tensor] = []
-        self._staging, self._staging_id = staging, _storage_id(staging)
-        self._targets = {_storage_id(loaded): (name, loaded, live) for name, (loaded, live) in targets.items()}
+        self._staging, self._staging_id = staging, storage_id(staging)
+        self._targets = {storage_id(loaded): (name, loaded, live) for name, (loaded, live) in targets.items()}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if function is torch.ops.aten._local_scalar_dense.default and _storage_id(first) == self._staging_id:
+        if function is torch.ops.aten._local_scalar_dense.default and storage_id(first) == self._staging_id:
             raise NotInPlaceError("a loader reads the value of a tensor")
-        if first is not None and function._schema.is_mutable and _storage_id(first) in self._targets:
-            name, _, live = self._targets[_storage_id(first)]
+        if first is not None and function._schema.is_mutable and storage_id(first) in self._targets:
+            name, _, live = self._targets[storage_id(first)]
             if function is torch.ops.aten.copy_.default:
                 self._record(name, first, args[1], live)
             elif function in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
@@ -286,7 +287,7 @@ class _Recorder(TorchDispatchMode):
         return function(*args, **kwargs)
 
     def _record(self, name: tuple[str, str], target: Tensor, source: Tensor, live: Tensor) -> None:
-        if _storage_id(source) != self._staging_id:
+        if storage_id(source) != self._staging_id:
             raise NotInPlaceError(f"the loader of {'.'.join(name)} computes what it copies")
         width = source.dtype.itemsize
         source = source.expand(target.shape)
@@ -361,37 +362,30 @@ def _recorded(
     model: torch.nn.Module, staging: Tensor, tensors: Sequence[tuple[str, Tensor]]
 ) -> tuple[list[ExchangePart], list[Tensor]]:
     """Run the loaders on parameters without memory; return the copies that they make, and the parts that they fill with zeros."""
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-
-    from weightwire.vllm.model import Structure
-
-    if any(_storage_id(tensor) != _storage_id(staging) for _, tensor in tensors if tensor.numel()):
+    if any(storage_id(tensor) != storage_id(staging) for _, tensor in tensors if tensor.numel()):
         raise NotInPlaceError("a tensor of the update is not aligned to its dtype")
-    structure, targets = Structure(model), {}
+
+    def parameters() -> dict[tuple[str, str], Tensor]:
+        modules = model.named_modules()
+        return {(prefix, name): value for prefix, module in modules for name, value in _parameters(module)}
+
+    in_use = parameters()
     try:
-        for prefix, module in model.named_modules():
-            live = dict(_parameters(module))
-            restore_layer_on_meta(module, get_layerwise_info(module))
-            for parameter in module._parameters.values():
-                # The last reload has left loaders that defer loading, and load nothing outside a reload.
-                if getattr(getattr(parameter, "weight_loader", None), "__name__", "") == "online_process_loader":
-                    parameter.weight_loader = _get_original_loader(parameter)  # type: ignore[union-attr,arg-type]
-            targets |= {(prefix, name): (value, live[name]) for name, value in _parameters(module) if name in live}
-        for (prefix, name), (loaded, live) in targets.items():
-            if (loaded.shape, loaded.dtype, loaded.stride()) != (live.shape, live.dtype, live.stride()):
-                raise NotInPlaceError(
-                    f"{prefix}.{name} has another layout in use: {live.dtype} {list(live.shape)}, loaded {list(loaded.shape)}"
-                )
-        with torch.no_grad(), _Recorder(targets, staging) as recorder:
-            model.load_weights(iter(tensors))  # type: ignore[operator]
+        with parameters_on_meta(model):
+            targets = {key: (loaded, in_use[key]) for key, loaded in parameters().items() if key in in_use}
+            for (prefix, name), (loaded, live) in targets.items():
+                if (loaded.shape, loaded.dtype, loaded.stride()) != (live.shape, live.dtype, live.stride()):
+                    raise NotInPlaceError(
+                        f"{prefix}.{name} has another layout in use: {live.dtype} {list(live.shape)}, "
+                        f"loaded {list(loaded.shape)}"
+                    )
+            with torch.no_grad(), _Recorder(targets, staging) as recorder:
+                model.load_weights(iter(tensors))  # type: ignore[operator]
     except NotInPlaceError:
         raise
     except Exception as error:
         # Whatever a loader cannot do without memory: the reload can load this model, and this cannot.
         raise NotInPlaceError(f"{type(error).__name__}: {error}") from error
-    finally:
-        structure.restore()
     return recorder.parts, recorder.constants
 
 
@@ -453,7 +447,3 @@ def _parameters(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _same_part(part: Tensor, live: Tensor) -> Tensor:
     """Return the part of ``live`` at the place of ``part`` in its own tensor, whose layout is the same."""
     return live.detach().as_strided(part.shape, part.stride(), live.storage_offset() + part.storage_offset())
-
-
-def _storage_id(tensor: Tensor | None) -> int:
-    return -1 if tensor is None else tensor.untyped_storage()._cdata

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightwire.errors import ManifestError, UpdateError
-from weightwire.receiver import side_stream
+from weightwire.reception import side_stream
 from weightwire.vllm.checkpoint import tied_head_checked
 
 KV_CACHE = "kv_cache"
@@ -41,16 +41,13 @@ class Structure:
 
 
 class Snapshot:
-    """Copies of the memory of a model's tensors, taken while the model computes, which only reads its weights.
+    """Copies on the host of the memory of a model's tensors, taken while the model computes, which only reads its weights.
 
     Args:
-        copies: device of the copies.
         memory: an earlier snapshot of the model, which is no longer needed: its memory is used again.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, copies: torch.device | str = "cpu", memory: Snapshot | None = None
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, memory: Snapshot | None = None) -> None:
         self._memory: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self._names: dict[int, str] = {}
         before = {} if memory is None else memory._memory
@@ -64,15 +61,10 @@ class Snapshot:
                     _, copy = before.get(storage.data_ptr(), (None, None))
                     # New memory of the host costs more than the copy: each of its pages is cleared at its first use.
                     if copy is None or copy.numel() != storage.nbytes():
-                        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=copies)
+                        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
                     copy.copy_(_bytes(storage))
                     self._memory[storage.data_ptr()] = storage, copy
                     self._names[storage.data_ptr()] = f"{prefix}.{name}"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies."""
-        return sum(copy.numel() for _, copy in self._memory.values())
 
     def restore(self) -> None:
         """Copy the content back."""
@@ -85,6 +77,25 @@ class Snapshot:
             if address not in addresses and not torch.equal(_bytes(storage), copy.to(storage.device)):
                 return self._names[address]
         return None
+
+
+@contextlib.contextmanager
+def parameters_on_meta(model: torch.nn.Module) -> Iterator[None]:
+    """Replace the model's parameters by tensors without memory within the context, so that its loaders can be observed."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
+
+    structure = Structure(model)
+    try:
+        for module in model.modules():
+            restore_layer_on_meta(module, get_layerwise_info(module))
+            for parameter in module._parameters.values():
+                # The last reload has left loaders that defer loading, and load nothing outside a reload.
+                if getattr(getattr(parameter, "weight_loader", None), "__name__", "") == "online_process_loader":
+                    parameter.weight_loader = _get_original_loader(parameter)  # type: ignore[union-attr,arg-type]
+        yield
+    finally:
+        structure.restore()
 
 
 def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -170,6 +181,11 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in vars(module).items():
         if isinstance(value, torch.Tensor) and KV_CACHE not in name:
             yield name, value
+
+
+def storage_id(tensor: torch.Tensor | None) -> int:
+    """Return a number of the tensor's storage, also of one without memory; -1 for None."""
+    return -1 if tensor is None else tensor.untyped_storage()._cdata
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

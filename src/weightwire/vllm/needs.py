@@ -20,6 +20,7 @@ from weightwire.errors import PlanError
 from weightwire.manifest import TensorSpec
 from weightwire.plan import Region, disjoint
 from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD
+from weightwire.vllm.model import parameters_on_meta, storage_id
 
 
 def worker_needs(model: torch.nn.Module, vllm_config: Any, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
@@ -29,29 +30,17 @@ def worker_needs(model: torch.nn.Module, vllm_config: Any, tensors: Sequence[Ten
         PlanError: a loader needs the values of a tensor, or refuses the tensors.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
-    from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta
-
-    from weightwire.vllm.model import Structure
 
     sources = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for spec in tensors]
-    structure = Structure(model)
-    live = {_storage(tensor) for module in model.modules() for tensor in _tensors(module)}
+    live = {storage_id(tensor) for module in model.modules() for tensor in _tensors(module)}
+    recorder = Recorder(sources, live)
     try:
-        for module in model.modules():
-            restore_layer_on_meta(module, get_layerwise_info(module))
-            for parameter in module._parameters.values():
-                # An earlier reload leaves loaders that load nothing outside of one.
-                if getattr(getattr(parameter, "weight_loader", None), "__name__", "") == "online_process_loader":
-                    parameter.weight_loader = _get_original_loader(parameter)  # type: ignore[union-attr,arg-type]
-        with set_current_vllm_config(vllm_config), torch.no_grad(), Recorder(sources, live) as recorder:
+        with parameters_on_meta(model), set_current_vllm_config(vllm_config), torch.no_grad(), recorder:
             model.load_weights(  # type: ignore[operator]
                 (spec.name, source) for spec, source in zip(tensors, sources, strict=True)
             )
     except Exception as error:
         raise PlanError(f"the loaders of this model cannot be observed: {type(error).__name__}: {error}") from error
-    finally:
-        structure.restore()
     needs = disjoint(recorder.pieces())
     if getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False):
         needs += _tied(tensors, needs)
@@ -69,7 +58,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, sources: Sequence[Tensor], live: set[int]) -> None:
         super().__init__()
         self._sources, self._live = sources, live
-        self._numbers = {_storage(source): number for number, source in enumerate(sources)}
+        self._numbers = {storage_id(source): number for number, source in enumerate(sources)}
         self._boxes: dict[int, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         self._complete: set[int] = set()
 
@@ -80,14 +69,14 @@ class Recorder(TorchDispatchMode):
         if function is torch.ops.aten.copy_.default and (number := self._number(args[1])) is not None:
             self._boxes.setdefault(number, set()).add(_box(args[1], self._sources[number]))
             return first
-        if first is not None and function._schema.is_mutable and _storage(first) in self._live:
+        if first is not None and function._schema.is_mutable and storage_id(first) in self._live:
             return first
         result = function(*args, **(kwargs or {}))
-        views = {_storage(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        views = {storage_id(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves((args, kwargs)):
             number = self._number(leaf) if isinstance(leaf, Tensor) else None
             # The result has memory of its own: it has been computed from the tensor, all of which may count.
-            if number is not None and not views <= {_storage(leaf)}:
+            if number is not None and not views <= {storage_id(leaf)}:
                 self._complete.add(number)
         return result
 
@@ -102,7 +91,7 @@ class Recorder(TorchDispatchMode):
                 yield from (Region(number, *box) for box in sorted(boxes) if math.prod(box[1]))
 
     def _number(self, tensor: Tensor) -> int | None:
-        return self._numbers.get(_storage(tensor))
+        return self._numbers.get(storage_id(tensor))
 
 
 def _box(view: Tensor, source: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -140,7 +129,3 @@ def _tensors(module: torch.nn.Module) -> Iterator[Tensor]:
     for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
         if isinstance(value, Tensor):
             yield value
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -21,7 +21,8 @@ from weightwire.errors import NotServingError, UpdateError, WireError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import Region
-from weightwire.receiver import COMMITTED, RECEIVING, Receiver
+from weightwire.receiver import Receiver
+from weightwire.reception import COMMITTED, RECEIVING
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
 from weightwire.vllm.in_place import Exchange, NotInPlaceError, learn
@@ -77,8 +78,7 @@ class WorkerUpdates:
         self.receiver.open(offer, self._number)
         self._offer = offer
         if offer.manifest.adapter is None and self._copy is None and not self._exchanges(offer):
-            self._copy = _Copy(self._model(), self._spare)
-            self._spare = None
+            self._copy, self._spare = _Copy(self._model(), self._spare), None
 
     def _exchanges(self, offer: Offer) -> bool:
         # The memory of a sharded update has another layout, and may be the base of the next one, which an exchange would destroy.
@@ -124,8 +124,7 @@ class WorkerUpdates:
             return "exchange"
         # The model's memory is another one than at the beginning of the update.
         if self._copy is None:
-            self._copy = _Copy(self._model(), self._spare)
-            self._spare = None
+            self._copy, self._spare = _Copy(self._model(), self._spare), None
         self._copy.join()
         snapshot = self._copy.snapshot
         if snapshot is None:

@@ -14,16 +14,26 @@ import pytest
 import torch
 
 import megascend
-from megascend.app.rl.learn import corrected, group_samples, learn
+from megascend.app.rl.learn import averaged, corrected, learn, objective_loss, step_samples
+from megascend.batch.losses import LossInputs
 from megascend.config.rl import Objective
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import run_distributed, write_tiny_checkpoint
 from support.forked_programs import run_forked
+from support.gradients import step_gradients
+from support.objective_formulas import Formula, reference
 from weightwire.engine import RoutedExperts
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
-WORKER = Path(__file__).with_name("single_gradients.py")
+WORKER = Path(__file__).with_name("gradients_without_megatron.py")
 VOCABULARY = 120
+FP32_BOUND = 2e-5
+"""Of engines in fp32, relative to float64: 6e-6 is the largest that was seen, in a norm's gradient, which cancels."""
+
+
+LENGTH = 9
+"""Longest response."""
+CAP = 1.5
 
 
 def recorded(seed: int = 0) -> list[TrajectoryGroup]:
@@ -34,52 +44,76 @@ def recorded(seed: int = 0) -> list[TrajectoryGroup]:
         prompt = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 5)))
         responses = []
         for index in range(4):
-            tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, 7)))
-            logprobs = tuple(-draw.uniform(3.5, 6.5) for _ in tokens)
+            tokens = tuple(draw.randrange(VOCABULARY) for _ in range(draw.randint(1, LENGTH)))
+            logprobs = tuple(-round(1024 * draw.uniform(2.5, 8.0)) / 1024 for _ in tokens)  # exact in fp32
             # Every second one has several turns: what an environment wrote before the last token is not learned.
             mask = (*(draw.random() < 0.5 for _ in tokens[1:]), True) if index % 2 else None
             logprobs = tuple(value * (mask is None or mask[i]) for i, value in enumerate(logprobs))
-            responses.append(Trajectory(prompt, tokens, logprobs, draw.random(), "stop", number, number, mask))
+            reason = "length" if index == number else "stop"
+            responses.append(Trajectory(prompt, tokens, logprobs, draw.random(), reason, number, number, mask))
         groups.append(TrajectoryGroup(number, tuple(responses)))
     return groups
 
 
-def reference(model: Any, groups: list[TrajectoryGroup], loss: str, correction: str, average: str, cap: float) -> float:
-    """Compute a step's loss, and its gradients in ``model``, from the formulas, one trajectory at a time."""
-    terms, weights = [], []
-    for group in groups:
-        rewards = torch.tensor(group.rewards, dtype=torch.float64)
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        for response, advantage in zip(group.trajectories, advantages, strict=True):
-            ids = torch.tensor([[*response.prompt_tokens, *response.tokens]])
-            logits = model(ids).logits[0].float()
-            start = len(response.prompt_tokens)
-            chosen = [(i, token) for i, token in enumerate(response.tokens) if response.mask[i]]
-            now = torch.stack([logits[start + i - 1].log_softmax(-1)[token] for i, token in chosen])
-            engine = torch.tensor([response.logprobs[i] for i, _ in chosen])
-            old, factor = engine, torch.ones_like(engine)
-            if correction == "truncated":
-                old = now.detach()
-                factor = torch.clamp(torch.exp(old - engine), max=cap)
-            ratio, scaled = torch.exp(now - old), float(advantage) * factor
-            if loss == "ppo":
-                objective = torch.minimum(ratio * scaled, torch.clamp(ratio, 0.8, 1.2) * scaled)
-            else:
-                objective = ratio * scaled
-            share = 1.0 if average == "tokens" else 1.0 / len(chosen)
-            terms.append(-(objective * share).sum())
-            weights.append(share * len(chosen))
-    total = torch.stack(terms).sum() / sum(weights)
-    total.backward()
-    return float(total.detach())
+NONE: dict[str, Any] = {"correction": "none"}
+CASES: dict[str, tuple[dict[str, Any], Formula]] = {
+    "grpo": ({"preset": "grpo"}, Formula(average="responses")),
+    "dr_grpo": ({"preset": "dr_grpo"}, Formula(normalised="none", average="fixed", length=LENGTH)),
+    "dapo": ({"preset": "dapo", "overlong_share": 0.5}, Formula(high=1.28, cache=4.5, length=LENGTH)),
+    "dapo, filtered": (
+        {"preset": "dapo", "drop_truncated": True},
+        Formula(high=1.28, cache=1.8, length=LENGTH, filtered=True),
+    ),
+    "gspo": ({"preset": "gspo"}, Formula("gspo", 1 - 3e-4, 1 + 4e-4, average="responses")),
+    "cispo": ({"preset": "cispo"}, Formula("cispo", 0.0, 5.0)),
+    "reinforce++": ({"preset": "reinforce++"}, Formula(baseline="step", normalised="step", average="responses")),
+    "reinforce++, baseline": (
+        {"preset": "reinforce++", "advantages": "reinforce++_baseline"},
+        Formula(normalised="step", average="responses"),
+    ),
+    "rloo": (
+        {"preset": "rloo"},
+        Formula("importance_sampling", baseline="others", normalised="none", average="sums", cap=CAP),
+    ),
+    "dual clip": ({"preset": "grpo", "dual_clip": 1.7}, Formula(dual=1.7, average="responses")),
+    "ppo": (NONE, Formula()),
+    "ppo, truncated": ({"average": "responses"}, Formula(average="responses", cap=CAP)),
+    "importance sampling": (
+        NONE | {"loss": "importance_sampling", "average": "fixed", "drop_truncated": True},
+        Formula("importance_sampling", average="fixed", length=LENGTH, filtered=True),
+    ),
+    "importance sampling, truncated": (
+        {"loss": "importance_sampling"},
+        Formula("importance_sampling", cap=CAP),
+    ),
+    "cispo, filtered": (
+        NONE | {"loss": "cispo", "average": "responses", "drop_truncated": True},
+        Formula("cispo", average="responses", filtered=True),
+    ),
+    "gspo, sums": (NONE | {"loss": "gspo", "average": "sums"}, Formula("gspo", 1 - 3e-4, 1 + 4e-4, average="sums")),
+    "dro": (NONE | {"loss": "dro"}, Formula("dro")),
+    "stable_reinforce": (
+        NONE | {"loss": "stable_reinforce", "average": "sums"},
+        Formula("stable_reinforce", average="sums"),
+    ),
+}
+"""Settings of an objective, and what they must compute."""
+ON_RANKS = ["grpo", "dr_grpo", "dapo, filtered", "gspo", "reinforce++", "rloo"]
+"""Every average, every loss whose value depends on several tokens, and what is computed over all responses of a step."""
+SETTINGS = {"cap": CAP, "length": LENGTH}
+Computed = tuple[float, dict[str, torch.Tensor]]
+"""Loss, and gradients by the parameters' names."""
 
 
-CASES = [
-    ("ppo", "none", "tokens"),
-    ("ppo", "truncated", "responses"),
-    ("importance_sampling", "none", "responses"),
-    ("importance_sampling", "truncated", "tokens"),
-]
+@torch.no_grad()
+def mean_entropy(model: Any, groups: list[TrajectoryGroup]) -> float:
+    """Compute the mean entropy of a model of transformers at the sampled tokens."""
+    entropies = []
+    for response in (response for group in groups for response in group.trajectories):
+        logits = model(torch.tensor([[*response.prompt_tokens, *response.tokens]])).logits[0].double()
+        rows = logits[len(response.prompt_tokens) - 1 : -1][torch.tensor(response.mask)]
+        entropies += torch.distributions.Categorical(logits=rows).entropy().tolist()
+    return sum(entropies) / len(entropies)
 
 
 @pytest.fixture(scope="module")
@@ -87,28 +121,153 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("rl") / "qwen3", "qwen3")
 
 
-def test_gradients_equal_plain_pytorch(checkpoint: Path, tmp_path: Path) -> None:
-    """Use the engine without patches, in a separate process, so that accumulated gradients can be read."""
+@pytest.fixture(scope="module")
+def exact_model(checkpoint: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    groups, cap = recorded(), 1.5
-    (tmp_path / "groups.json").write_text(json.dumps([group.to_json() for group in groups]))
-    job = [checkpoint, tmp_path / "groups.json", json.dumps(CASES), str(cap), tmp_path / "result"]
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def expected(exact_model: Any) -> dict[str, Computed]:
+    """Compute loss and gradients of every case with transformers, in float64."""
+    results = {}
+    for case, (_, formula) in CASES.items():
+        exact_model.zero_grad()
+        loss, tokens = reference(exact_model, recorded(), formula)
+        results[case] = loss, {name: parameter.grad.clone() for name, parameter in exact_model.named_parameters()}
+        assert all(gradient.abs().max() > 0 for gradient in results[case][1].values()), case
+        if formula.cap == math.inf and formula.loss in ("ppo", "cispo"):
+            # The trajectories reach every bound, with advantages of both signs.
+            for sign in (1, -1):
+                ratios = tokens[0][tokens[1] == sign]
+                assert float(ratios.min()) < formula.low or formula.low == 0
+                assert float(ratios.max()) > min(formula.high, formula.dual)
+    return results
+
+
+def assert_close(case: str, computed: Computed, exact: Computed, bound: float) -> None:
+    """Compare a loss and every gradient, in parts of the largest entry of each parameter's."""
+    loss, gradients = computed
+    assert loss == pytest.approx(exact[0], rel=bound, abs=bound), case
+    assert gradients.keys() >= exact[1].keys()
+    for name, gradient in exact[1].items():
+        largest = float((gradients[name].double() - gradient).abs().max())
+        assert largest <= bound * float(gradient.abs().max()), (case, name, largest)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_objectives_equal_their_formulas_in_float64(case: str, exact_model: Any, expected: dict[str, Computed]) -> None:
+    """Call the loss of a step on its samples, all in one batch, with the log-probabilities of transformers."""
+    objective, groups = Objective(**CASES[case][0], **SETTINGS), recorded()
+    exact_model.zero_grad()
+    samples = step_samples(groups, objective)
+    logprobs = [
+        exact_model(sample.input_ids[None]).logits[0].log_softmax(-1).gather(1, sample.target_ids[:, None])[:, 0]
+        for sample in samples
+    ]
+    if objective.correction == "truncated":
+        samples = [corrected(sample, values.detach(), CAP) for sample, values in zip(samples, logprobs, strict=True)]
+    index = torch.arange(len(samples)).repeat_interleave(torch.tensor([len(sample) for sample in samples]))
+    weights = torch.cat([sample.weights for sample in samples]).double()
+    inputs = LossInputs(
+        targets=torch.cat([sample.target_ids for sample in samples]),
+        weights=weights,
+        sample=index,
+        sample_count=len(samples),
+        pairs=torch.zeros(0, 2, dtype=torch.int64),
+        reduce_context=lambda values: values,
+        advantages=torch.cat([sample.advantages for sample in samples]).double(),
+        old_logprobs=torch.cat([sample.old_logprobs for sample in samples]).double(),
+    )
+    loss = averaged(objective_loss(objective), groups, objective)
+    assert loss.divisor is not None
+    values = loss(torch.cat(logprobs), inputs)[0]
+    total = torch.where(weights > 0, values * weights, 0.0).sum() / loss.divisor
+    total.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in exact_model.named_parameters()}
+    assert_close(case, (float(total.detach()), gradients), expected[case], 1e-6)
+
+
+@pytest.mark.parametrize(("engine", "ranks", "cases"), [("single", 1, [*CASES]), ("fsdp", 2, ON_RANKS)])
+def test_gradients_equal_plain_pytorch(
+    engine: str,
+    ranks: int,
+    cases: list[str],
+    checkpoint: Path,
+    tmp_path: Path,
+    exact_model: Any,
+    expected: dict[str, Computed],
+) -> None:
+    """Use engines without patches, in a separate process, so that accumulated gradients can be read."""
+    groups = recorded()
+    (tmp_path / "groups.json").write_text(json.dumps([group.to_json() for group in groups]), encoding="utf-8")
+    settings = [CASES[case][0] | SETTINGS for case in cases]
+    job = [checkpoint, tmp_path / "groups.json", json.dumps(settings), engine, ranks, tmp_path / "result"]
     completed = run_forked(WORKER, *job, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-4000:]
-    for case, result in zip(CASES, torch.load(tmp_path / "result", weights_only=True), strict=True):
-        expected: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        assert result["loss"] == pytest.approx(reference(expected, groups, *case, cap), abs=2e-6), case
-        for name, parameter in expected.named_parameters():
-            scale = float(parameter.grad.abs().max())
-            assert float((result["gradients"][name] - parameter.grad).abs().max()) <= 1e-4 * scale + 1e-8, (case, name)
-        assert result["tokens"] == sum(response.sampled_tokens for group in groups for response in group.trajectories)
+    for case, result in zip(cases, torch.load(tmp_path / "result", weights_only=True), strict=True):
+        assert_close(case, (result["loss"], result["gradients"]), expected[case], FP32_BOUND)
+        if not CASES[case][1].filtered:
+            assert result["entropy"] == pytest.approx(mean_entropy(exact_model, groups), abs=1e-5)
+        assert result["tokens"] == sum(
+            response.sampled_tokens
+            for group in groups
+            for response in group.trajectories
+            if not (CASES[case][1].filtered and response.finish_reason == "length")
+        )
         assert 0 < result["truncated"] < result["tokens"]
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [megascend.Parallel(), megascend.Parallel(tensor=2), megascend.Parallel(context=2)],
+    ids=["DP2", "TP2", "CP2"],
+)
+def test_gradients_on_ranks_equal_plain_pytorch(
+    parallel: megascend.Parallel, checkpoint: Path, expected: dict[str, Computed]
+) -> None:
+    def on_rank() -> dict[str, tuple[Computed, float]]:
+        batching = megascend.Batching(micro_batch_tokens=24)  # several micro batches a rank
+        adam = megascend.Adam(lr=0.0, weight_decay=0.0, distributed=False)  # every rank has all reduced gradients
+        results = {}
+        with megascend.MegatronBackend(
+            checkpoint, parallel, precision="fp32", optimizer=adam, batching=batching, self_check=False, timeout_s=60
+        ) as backend:
+            for case in ON_RANKS:
+                objective, learned = Objective(**CASES[case][0], **SETTINGS), []
+                gradients = step_gradients(
+                    backend,
+                    lambda chosen=objective, results=learned: results.append(learn(backend, recorded(), chosen)),
+                )
+                assert learned[0].result.micro_batches > 1
+                results[case] = (learned[0].result.loss, gradients.values), gradients.norm
+        return results
+
+    for results in run_distributed(on_rank, 2, init=False, timeout_s=200):
+        for case, (computed, norm) in results.items():
+            assert_close(case, computed, expected[case], FP32_BOUND)
+            exact = torch.cat([gradient.flatten() for gradient in expected[case][1].values()]).norm()
+            assert norm == pytest.approx(float(exact), rel=FP32_BOUND), case
+
+
+def test_a_step_of_truncated_responses_learns_nothing(checkpoint: Path) -> None:
+    cut = [
+        replace(group, trajectories=tuple(replace(response, finish_reason="length") for response in group.trajectories))
+        for group in recorded()
+    ]
+
+    def on_rank() -> tuple[float, float, int]:
+        with megascend.MegatronBackend(checkpoint, precision="fp32", self_check=False, timeout_s=60) as backend:
+            learned = learn(backend, cut, Objective(drop_truncated=True))
+            return learned.result.loss, backend.optimizer_step().grad_norm, learned.result.tokens
+
+    assert run_distributed(on_rank, 2, init=False) == [(0.0, 0.0, 0)] * 2
 
 
 def test_samples_have_advantages_only_on_responses() -> None:
     group = recorded()[0]
-    for sample, response in zip(group_samples(group, Objective(advantages="rloo")), group.trajectories, strict=True):
+    for sample, response in zip(step_samples([group], Objective(advantages="rloo")), group.trajectories, strict=True):
         prompt = len(response.prompt_tokens) - 1
         assert sample.weights.tolist() == [0.0] * prompt + [float(mark) for mark in response.mask]
         assert sample.target_ids[prompt:].tolist() == list(response.tokens)
@@ -124,19 +283,20 @@ def test_samples_have_advantages_only_on_responses() -> None:
 def test_ranks_share_a_batch_and_agree_on_its_metrics(checkpoint: Path) -> None:
     groups = recorded(1)
 
-    def on_rank(parallel: megascend.Parallel) -> tuple[float, float, Any]:
+    def on_rank(parallel: megascend.Parallel) -> tuple[float, float, Any, float | None]:
         with megascend.MegatronBackend(
             checkpoint, parallel, precision="fp32", self_check=False, timeout_s=60
         ) as backend:
             learned = learn(backend, groups, Objective())
-            return learned.result.loss, backend.optimizer_step().grad_norm, learned.mismatch
+            return learned.result.loss, backend.optimizer_step().grad_norm, learned.mismatch, learned.entropy
 
     single = run_distributed(on_rank, 1, megascend.Parallel(), init=False)[0]
     for ranks, parallel in ((2, megascend.Parallel()), (2, megascend.Parallel(tensor=2))):
-        for loss, norm, mismatch in run_distributed(on_rank, ranks, parallel, init=False):
+        for loss, norm, mismatch, entropy in run_distributed(on_rank, ranks, parallel, init=False):
             assert loss == pytest.approx(single[0], abs=1e-5)
             assert norm == pytest.approx(single[1], rel=1e-4)
             assert mismatch.tokens == single[2].tokens
+            assert entropy == pytest.approx(single[3], abs=1e-5)
             assert mismatch.max_abs == pytest.approx(single[2].max_abs, abs=1e-4)
             assert math.isclose(mismatch.kl_k3, single[2].kl_k3, rel_tol=1e-4)
 
@@ -150,7 +310,7 @@ def test_samples_carry_the_experts_of_every_input_token() -> None:
     )
     group = TrajectoryGroup.from_json(json.loads(json.dumps(TrajectoryGroup(0, responses).to_json())))
     assert group.trajectories == responses
-    for sample in group_samples(group, Objective()):
+    for sample in step_samples([group], Objective()):
         assert sample.input_ids.tolist() == [4, 5, 6, 7, 8]  # the last sampled token is a target only
         assert torch.equal(sample.routed_experts, torch.from_numpy(numbers.astype("int16")))
         replayed = corrected(sample, torch.full((5,), -1.0), 2.0)
@@ -175,7 +335,7 @@ def test_allowed_tokens_and_temperature_go_with_their_targets() -> None:
     responses = (response, replace(response, reward=0.0))
     group = TrajectoryGroup.from_json(json.loads(json.dumps(TrajectoryGroup(0, responses).to_json())))
     assert group.trajectories == responses
-    for sample in group_samples(group, Objective()):
+    for sample in step_samples([group], Objective()):
         for same in (sample, corrected(sample, torch.full((5,), -1.0), 2.0)):
             assert same.temperature == 0.5
             assert same.target_ids.tolist() == [5, 6, 7, 8, 9]

@@ -12,17 +12,24 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megascend.app.rl.train import RlResult, train_rl
-from megascend.config.rl import RlConfig
+from megascend.config import RunConfig as TrainConfig
+from megascend.config.rl import COUNTERPARTS, RlConfig
 from megascend.errors import ConfigError, DataError, EngineError, EngineTimeoutError
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.local import LocalEngine
+from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import faults, run_distributed
+from support.objective_formulas import Formula, expected_advantages, reference
 from support.run_directory import snapshot
 from weightwire.engine import Completion, Sampling
 from weightwire.engine_calls import LoopThread
@@ -36,6 +43,14 @@ def vowels(response, example):
 
 def broken(response, example):
     raise KeyError("no such thing")
+
+def settled(response, example):
+    even = int(example["prompt"].strip("say :")) % 2 == 0
+    return 1.0 if even else vowels(response, example)
+
+
+def parts(response, example):
+    return {"reward": vowels(response, example), "length": len(response)}
 
 calls = 0
 
@@ -178,12 +193,78 @@ def test_killed_and_resumed_run_is_bitwise_equal(folder: Path) -> None:
         assert process.exitcode == -signal.SIGKILL
     result = in_a_fork(lambda: run(broken, RecordedEngine, resume="auto"))[0]
     assert result.steps == 7
-    timings = {"seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s"}
+    timings = {"seconds", "tokens_per_s", "wait_s", "idle", "sync_s", "pause_s"}
     # Samples that engines prefetched depend on timing; the learned values do not.
     sampling_metrics = {"reward", "equal", "stale", "prompts", "lag", "max_lag"}
     learned = [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(reference)]
     assert [{key: row[key] for key in row.keys() - timings - sampling_metrics} for row in rows(broken)] == learned
     assert len({row["loss"] for row in learned}) == 7
+
+
+def learned_groups(config: RlConfig, step: int) -> list[TrajectoryGroup]:
+    """Return what a step learned from, as the run's records have it."""
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    learned = [line for line in lines if line["step"] == step and line["outcome"] == "learned"]
+    groups: dict[int, list[Trajectory]] = {}
+    for line in learned:
+        trajectory = Trajectory(
+            tuple(line["prompt_tokens"]),
+            tuple(line["tokens"]),
+            tuple(line["logprobs"]),
+            line["reward"],
+            line["finish_reason"],
+            *line["versions"],
+        )
+        groups.setdefault(line["prompt_number"], []).append(trajectory)
+    return [TrajectoryGroup(number, tuple(trajectories)) for number, trajectories in groups.items()]
+
+
+PRESETS = {
+    "dapo": ({"clip_high": 0.4}, Formula(high=1.4, cache=1.0, length=5)),
+    "dr_grpo": ({}, Formula(normalised="none", average="fixed", length=5)),
+    "reinforce++": ({"dual_clip": 1.5}, Formula(dual=1.5, baseline="step", normalised="step", average="responses")),
+}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_reaches_the_step_and_a_resumed_run_keeps_it(folder: Path, preset: str) -> None:
+    """Compute the first loss from the run's records, its model and the paper's formula."""
+    from transformers import AutoModelForCausalLM
+
+    changes, formula = PRESETS[preset]
+
+    def config(output: str, steps: int) -> RlConfig:
+        rollout = {"in_order": True, "records": {"tokens": True}}
+        objective = {"preset": preset, "measure_every": 0} | changes
+        return settings(folder, output, steps=steps, rollout=rollout, objective=objective, checkpoint={"every": 1})
+
+    uninterrupted, stopped, resumed = (
+        config(f"{preset}-uninterrupted", 4),
+        config(f"{preset}-parts", 2),
+        config(f"{preset}-parts", 4),
+    )
+    in_a_fork(lambda: run(uninterrupted, RecordedEngine))
+    in_a_fork(lambda: run(stopped, RecordedEngine))
+    in_a_fork(lambda: run(resumed, RecordedEngine, resume="auto"))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    groups = learned_groups(uninterrupted, 1)
+    loss, _ = reference(model, groups, formula)
+    assert rows(uninterrupted)[0]["loss"] == pytest.approx(loss, abs=2e-6)
+    assert [row["loss"] for row in rows(resumed)] == [row["loss"] for row in rows(uninterrupted)]
+    for output in (uninterrupted.output, resumed.output):
+        stored = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
+        assert RlConfig(**stored).objective == uninterrupted.objective
+        assert stored["objective"] == uninterrupted.objective.model_dump(mode="json")
+    # The records show what the objective has added, and the advantages that were learned.
+    lines = [
+        json.loads(line) for line in (uninterrupted.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    learned = [line for line in lines if line["step"] == 1 and line["outcome"] == "learned"]
+    assert [line["advantage"] for line in learned] == pytest.approx(
+        torch.cat(expected_advantages(groups, formula)).tolist(), abs=1e-6
+    )
+    penalties = [{"overlong": -float(line["sampled_tokens"] == 5)} if formula.cache else {} for line in learned]
+    assert [line["rewards"] for line in learned] == [pytest.approx(parts) for parts in penalties]
 
 
 def test_updates_by_changes_learn_the_same_and_report_their_bytes(folder: Path) -> None:
@@ -417,14 +498,16 @@ def with_environment(folder: Path, output: str, **changes: Any) -> RlConfig:
     return settings(folder, output, rollout=rollout, **changes)
 
 
-def test_environment_is_trained_on_and_recorded(folder: Path) -> None:
+def test_environment_is_trained_on_and_recorded(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = with_environment(
         folder,
         "environment",
         environment={"options": {"fails": 2}},
         rollout={"records": {"tokens": True, "show_every": 5}},
+        trackers=["tensorboard"],
     )
     run(config, RecordedEngine)
+    printed = capsys.readouterr().out
     metrics = rows(config)
     assert [row["turns"] for row in metrics] == [2.0] * 5
     assert sum(row["failed"] for row in metrics) == 2
@@ -435,6 +518,9 @@ def test_environment_is_trained_on_and_recorded(folder: Path) -> None:
         assert row["reward_learned"] == pytest.approx(sum(line["reward"] for line in learned) / len(learned), rel=1e-5)
         assert row["tokens"] == sum(sum(line["sampled"]) for line in learned)
         assert row["lag"] == pytest.approx(sum(line["lag"] for line in learned) / len(learned))
+        for name in ("vowels", "length"):
+            mean = sum(line["rewards"][name] for line in learned) / len(learned)
+            assert row["rewards"][name] == pytest.approx(mean, rel=1e-5)
     for line in lines:
         assert line["turns"] == 2
         assert line["reward"] == pytest.approx(line["rewards"]["vowels"] + 0.1 * line["rewards"]["length"])
@@ -442,6 +528,93 @@ def test_environment_is_trained_on_and_recorded(folder: Path) -> None:
         # The environment's text stands between the two replies, unlearned.
         first = line["sampled"].index(0)
         assert line["response"][first : first + 5] == f" [{line['response'][0]}] "
+        assert [segment["sampled"] for segment in line["segments"]] == [True, False, True]
+        assert "".join(segment["text"] for segment in line["segments"]) == line["response"]
+        assert line["segments"][1]["text"] == f" [{line['response'][0]}] "
+
+    learned = [line for line in lines if line["step"] == 5 and line["outcome"] == "learned"]
+    group = [line for line in learned if line["prompt_number"] == learned[0]["prompt_number"]]
+    best = max(group, key=lambda line: line["reward"])
+    assert (
+        f"best and worst rollout of prompt {best['prompt_number']} at step 5:\nreward {best['reward']:.4g} (vowels"
+        in printed
+    )
+    assert (
+        f"  > {best['prompt']}\n    {best['segments'][0]['text']}\n  > {best['segments'][1]['text'].strip()}\n"
+        in printed
+    )
+    # All of the prompt's rollouts are in the trackers.
+    events = EventAccumulator(str(config.output / "tensorboard"))
+    events.Reload()
+    [table] = events.Tensors("rollouts/text_summary")
+    text = table.tensor_proto.string_val[0].decode()
+    assert (table.step, text.count("response:")) == (5, len(group))
+    assert events.Scalars("train/rewards/vowels")[-1].value == pytest.approx(metrics[-1]["rewards"]["vowels"], rel=1e-5)
+    # The last line and the event have the share of the time that the trainer waited.
+    idle = sum(row["wait_s"] for row in metrics) / metrics[-1]["seconds"]
+    assert re.search(rf"5 steps in \d+ s \(trainer idle {idle:.0%}, [\d,]+ tokens/s\); see", printed)
+    (end,) = [line for line in map(json.loads, (config.output / "events.jsonl").open()) if line["event"] == "finished"]
+    assert end["idle"] == pytest.approx(idle, rel=1e-4)
+    assert end["tokens_per_s"] == pytest.approx(
+        sum(row["tokens"] for row in metrics) / metrics[-1]["seconds"], rel=1e-4
+    )
+    assert all(
+        row["idle"] == pytest.approx(row["wait_s"] / (row["tokens"] / row["tokens_per_s"]), rel=1e-3) for row in metrics
+    )
+
+
+def test_parts_of_a_reward_and_evaluations_are_recorded_and_a_profile_is_written(folder: Path) -> None:
+    config = settings(
+        folder,
+        "parts",
+        rollout={"reward": f"{folder / 'reward.py'}:parts"},
+        steps=3,
+        profile={"after": 1},
+        evaluation={"prompts": folder / "prompts.jsonl", "every": 2},
+    )
+    in_a_fork(lambda: run(config, RecordedEngine))
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
+    metrics = rows(config)
+    assert all(line["rewards"] == {"length": len(line["response"])} and line["reward"] <= 1 for line in lines)
+    assert all("segments" not in line for line in lines)
+    learned = [line["rewards"]["length"] for line in lines if (line["step"], line["outcome"]) == (3, "learned")]
+    assert metrics[-1]["rewards"] == {"length": pytest.approx(sum(learned) / len(learned), rel=1e-5)}
+    evaluated = [line for line in lines if line["outcome"] == "evaluated"]
+    assert [line["step"] for line in evaluated] == [0] * 7 + [2] * 7 + [3] * 7
+    assert {(line["lag"], line["advantage"]) for line in evaluated} == {(0, None)}
+    for row in metrics[1:]:
+        rewards = [line["reward"] for line in evaluated if line["step"] == row["step"]]
+        assert row["eval_reward"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-5)
+    top = (config.output / "profile" / "top-rank-0.txt").read_text()
+    assert top.startswith("steps 1 to 3: 3 steps")
+    assert "aten::" in top
+
+
+def test_settings_of_train_are_refused_with_those_of_rl(folder: Path) -> None:
+    names = TrainConfig.model_fields.keys() - RlConfig.model_fields.keys()
+    assert names == COUNTERPARTS.keys()
+    for name in names:
+        with pytest.raises(ConfigError, match=f"{name}: for megascend train only; {name}: "):
+            settings(folder, "refused", **{name: 1})
+    with pytest.raises(ConfigError, match=r"validation, epochs: for .*set evaluation: .*; epochs: set steps: "):
+        settings(folder, "refused", epochs=2, validation={"fraction": 0.1})
+
+
+def test_environment_brings_its_own_examples(folder: Path) -> None:
+    code = f"{ECHO}\n\nclass Own(Echo):\n    examples = [{{'prompt': f'own {{number}}:'}} for number in range(3)]\n"
+    (folder / "own_examples.py").write_text(code)
+    environment = {"name": f"{folder / 'own_examples.py'}:Own"}
+    changes = {"reward": None, "prompts": None}
+    config = settings(folder, "own", rollout={**changes, "environment": environment}, steps=2)
+    run(config, RecordedEngine)
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
+    assert {line["prompt"] for line in lines} <= {"own 0:", "own 1:", "own 2:"}
+    assert len({line["prompt"] for line in lines}) > 1
+    missing = {"name": f"{folder / 'own_examples.py'}:Echo"}
+    with pytest.raises(ConfigError, match=r"rollout.prompts: .*:Echo brings no examples of its own"):
+        run(settings(folder, "none", rollout={**changes, "environment": missing}))
+    with pytest.raises(ValueError, match=r"rollout.prompts: name a file of prompts"):
+        settings(folder, "none", rollout={"prompts": None})
 
 
 def test_killed_and_resumed_run_of_an_environment_is_bitwise_equal(folder: Path) -> None:
@@ -458,7 +631,7 @@ def test_killed_and_resumed_run_of_an_environment_is_bitwise_equal(folder: Path)
     shutil.rmtree(checkpoint)
     in_a_fork(lambda: run(config("environment-resumed"), RecordedEngine, resume="auto"))
     # What engines had sampled ahead depends on timing; what was learned does not.
-    timed = ("seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s", "reward", "prompts")
+    timed = ("seconds", "tokens_per_s", "wait_s", "idle", "sync_s", "pause_s", "reward", "prompts")
     figures = [
         [{key: value for key, value in row.items() if key not in timed} for row in rows(run_config)]
         for run_config in (uninterrupted, resumed)
@@ -486,6 +659,45 @@ def test_records_rotate_by_size_and_are_read_in_order(folder: Path, capsys: pyte
     assert f"2 of {len(steps)} trajectories; the next with --offset 2" in printed
     with pytest.raises(ConfigError, match="has no rollouts"):
         rollouts_command(folder)
+
+
+def test_dynamic_sampling_compares_rewards_without_the_length_penalty(folder: Path) -> None:
+    rollout = {"reward": f"{folder / 'reward.py'}:settled", "in_order": True}
+    config = settings(folder, "settled", steps=3, rollout=rollout, objective={"preset": "dapo"})
+    in_a_fork(lambda: run(config, RecordedEngine))
+    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    solved = [line for line in lines if int(line["prompt"][-2]) % 2 == 0]
+    assert {(line["outcome"], line["reward"]) for line in solved} == {("equal", 1.0)}
+    # Their responses differ in length, so that their penalties do.
+    assert {line["rewards"]["overlong"] for line in solved} == {0.0, -1.0}
+    assert sum(line["outcome"] == "learned" for line in lines) == 3 * 2 * 3
+
+
+def test_dropped_groups_have_no_advantage_where_it_depends_on_the_step(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megascend.app.rl.rollout_log import RolloutLog
+    from megascend.cli.rollouts import read_rollouts, rollouts_command
+
+    def group(number: int, *rewards: float) -> TrajectoryGroup:
+        return TrajectoryGroup(
+            number, tuple(Trajectory((1,), (2,), (-1.0,), reward, "stop", 0, 0) for reward in rewards)
+        )
+
+    learned, stale = [group(0, 1.0, 1.0), group(1, 0.0, 1.0)], group(2, 0.0, 1.0)
+    for advantages, expected in (
+        ("reinforce++", [0.5, 0.5, -1.5, 0.5, None, None]),
+        ("centered", [0.0, 0.0, -0.5, 0.5, -0.5, 0.5]),
+    ):
+        config = settings(folder, str(tmp_path / advantages), objective={"advantages": advantages})
+        config.output.mkdir()
+        log: Any = SimpleNamespace(writes=True)
+        records = RolloutLog(config, str, log, 0)
+        records.write(1, learned, [("stale", stale)])
+        records.close()
+        assert [row["advantage"] for row in read_rollouts(config.output)] == pytest.approx(expected, abs=1e-5)
+    rollouts_command(tmp_path / "reinforce++", sort="advantage", ascending=True)  # type: ignore[arg-type]
+    assert re.findall(r"advantage (\S+)", capsys.readouterr().out) == ["-", "-", "-1.5", "+0.5", "+0.5", "+0.5"]
 
 
 def dry(config: RlConfig) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from megascend.app.rl.servers import check_servers, start_servers
 from megascend.config.rl import RlConfig
 from megascend.data.samples import SampleLimits
 from megascend.distributed.launch import Launch
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, EngineError, EngineLostError
 
 LIMITS = SampleLimits(96)
 
@@ -26,24 +27,32 @@ class Process:
 
     def __init__(self, python: Path, model: Path, **settings: Any) -> None:
         self.settings, self.closed, self.waited = settings, False, False
+        self.ended, self.restarts = False, 0
         self.address = f"http://127.0.0.1:{8000 + len(STARTED)}"
         STARTED.append(self)
 
     def wait_until_listening(self, timeout_s: float) -> None:
         self.waited = True
 
+    def restart(self) -> None:
+        self.ended, self.restarts = False, self.restarts + 1
+        self.address = "http://127.0.0.1:9000"
+
     def close(self) -> None:
         self.closed = True
 
 
-class Client:
-    """Double of the client of a server, with a list of its calls."""
+class Client(module.StartedVllm):
+    """Client of a server that lists its calls in place of sending them."""
 
-    def __init__(self, address: str, **settings: Any) -> None:
-        self.address, self.name, self.calls = address, address, []
+    def __init__(self, process: Any, **settings: Any) -> None:
+        super().__init__(process, **settings)
+        self.calls: list[str] = []
         self.renewed = threading.Event()
 
     async def sleep(self, lease_s: float) -> None:
+        if self.ended:
+            raise EngineLostError("it has ended")
         self.calls.append("sleep")
         if self.calls.count("sleep") > 2:
             self.renewed.set()
@@ -59,7 +68,7 @@ STARTED: list[Process] = []
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     STARTED.clear()
     monkeypatch.setattr(module, "VllmProcess", Process)
-    monkeypatch.setattr(module, "VllmEngine", Client)
+    monkeypatch.setattr(module, "StartedVllm", Client)
     monkeypatch.setattr(module, "vllm_device", lambda python: "cuda")
     monkeypatch.setattr(module, "_gpus", lambda: ["a", "b", "c", "d"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,c,d")
@@ -86,7 +95,7 @@ def test_engines_get_free_gpus_and_end_with_the_run(tmp_path) -> None:
         assert not any(process.waited for process in STARTED), "the trainer loads its model meanwhile"
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "a,b,c,d"
         assert servers is not None
-        assert servers.client(2).name == "http://127.0.0.1:8001"
+        assert servers.client(2).name == "vLLM at 127.0.0.1:8001"
         assert servers.client(2) is servers.client(2)
         folder = STARTED[0].settings["key_file"].parent
     assert all(process.closed for process in STARTED)
@@ -139,6 +148,38 @@ def test_engine_on_the_trainers_gpu_starts_first_and_may_sleep(tmp_path, monkeyp
         servers.wake()  # a no-op
         later = client.calls[len(calls) :]
         assert (later[:1], later[-1:]) == ((["sleep"], ["resume"]) if sleep else ([], []))
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_server_that_has_ended_is_started_again_but_not_while_the_trainer_uses_its_gpu(
+    tmp_path, monkeypatch, sleep
+) -> None:
+    monkeypatch.setattr("megascend.rollout.engines.guarded.RESTARTS", 1)
+    monkeypatch.setattr(module, "_gpus", lambda: ["a"])
+    with ExitStack() as stack:
+        servers = start_servers(
+            config_of(tmp_path, engines=("vllm",), placement={"sleep": sleep}), Launch(), LIMITS, stack
+        )
+        assert servers is not None
+        servers.wake()
+        (process,) = STARTED
+        client: Any = servers.client(0)
+        assert not asyncio.run(client.revive())
+        process.ended, process.waited = True, False
+        servers.sleep()
+        assert asyncio.run(client.revive()) == (not sleep)
+        servers.wake()
+        assert (process.restarts, process.waited) == (1, True)
+        assert client._server.name == "vLLM at 127.0.0.1:9000"
+        assert client.name == "vLLM at 127.0.0.1:8000"
+        # The second end within an hour is too much; the run goes on without this server.
+        process.ended = True
+        servers.sleep()
+        servers.wake()
+        if not sleep:
+            with pytest.raises(EngineError, match="8000 has ended, after 1 restarts within 3600 s"):
+                asyncio.run(client.revive())
+        assert process.restarts == 1
 
 
 def test_missing_interpreter_is_refused_without_a_start(tmp_path) -> None:

@@ -171,6 +171,11 @@ RL = {
     "stop: two tokens": rl("rollout.stop=[ab]", says="rollout.stop | 'ab' | 2 tokens"),
     "no such loss": rl("objective.loss=pppo", says="objective.loss | 'pppo' | ppo, cispo"),
     "a loss of pairs": rl("objective.loss=dpo", says="objective.loss: dpo | ref_logprobs | old_logprobs and advantages"),
+    "no such preset": rl("objective.preset=papo", says="objective.preset | 'papo' | 'dapo'"),
+    "a clip range at a ratio of 1": rl("objective.clip_high=0.3", says="objective.clip_high: 0.3 | correction: truncated | none"),
+    "an option of another loss": rl(
+        "objective={preset: gspo, dual_clip: 3}", says="objective.dual_clip: 3 | 'gspo' | clip_low, clip_high"
+    ),
     "no such transport": rl("sync.transport=mail", says="transport | 'mail' | gloo"),
 }  # fmt: skip
 SERVE = {

@@ -73,14 +73,7 @@ def test_log_probabilities_are_those_of_transformers_before_and_after_an_update(
     with torch.no_grad():
         for parameter in reference_model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    delivery = Delivery(
-        transport="gloo",
-        device=torch.device("cpu"),
-        host="127.0.0.1",
-        bucket_bytes=100_000,
-        digest="multilinear64",
-        timeout_s=60,
-    )
+    delivery = Delivery(transport="gloo", device=torch.device("cpu"), bucket_bytes=100_000, timeout_s=60)
     delivery.push([served.server.engine], served.announce(5), dict(reference_model.state_dict()))
     second = served.sampled()
     assert second.log_probs == pytest.approx(reference(reference_model, second.token_ids), abs=1e-5)

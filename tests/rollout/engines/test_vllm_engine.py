@@ -113,14 +113,7 @@ def client(address: str, **options: Any) -> VllmEngine:
 
 def test_an_update_reaches_both_workers_and_versions_are_reported(address: str, double: SamplingEngine) -> None:
     engine = client(address, owner="trainer")
-    delivery = Delivery(
-        transport="auto",
-        device=torch.device("cpu"),
-        host="127.0.0.1",
-        bucket_bytes=1024,
-        digest="multilinear64",
-        timeout_s=60.0,
-    )
+    delivery = Delivery(device=torch.device("cpu"), bucket_bytes=1024, timeout_s=60.0)
     weights = {"w": torch.full((1000,), 3.0)}
     assert delivery.push([engine], 1, weights).transport == "gloo"
     assert double.values == [3.0, 3.0]

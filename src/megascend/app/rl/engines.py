@@ -1,45 +1,171 @@
-"""The engines that a run file names."""
+"""The engines that a run file names, and their updates while some are lost and found again."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megascend.app.rl.servers import owner_name
 from megascend.config.rl import VLLM, RlConfig
-from megascend.errors import ConfigError
-from weightwire.errors import SecretKeyError
+from megascend.errors import (
+    ConfigError,
+    ControllerError,
+    ControllerLostError,
+    EngineError,
+    EngineLostError,
+    WeightSyncError,
+)
+from weightwire.engine_calls import LoopThread
+from weightwire.errors import AuthError, SecretKeyError
 from weightwire.keys import load_key
 
 if TYPE_CHECKING:
+    from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.servers import EngineServers
+    from megascend.backend import Backend
+    from megascend.rollout.collector import RolloutCollector
+    from megascend.weightsync import WeightSync
+    from megascend.weightsync.sync import Pushed
     from weightwire.engine import InferenceEngine
 
+log = logging.getLogger(__name__)
 
 CLAIM_S = 120.0
 """Seconds to wait until another owner releases a controller's engines: an earlier run's lease may have to lapse."""
 
 
+CONNECT_S = 5.0
+"""Seconds for which rank 0 waits for engines at a time; in between, ranks see that all of them are there."""
+FAILURES = 2
+"""Failures of an update after which it is given up, not counting those of engines that were lost meanwhile."""
+
+
+class EngineUpdates:
+    """Updates of the engines that answer. Every method is collective.
+
+    An engine that is lost during an update is left out, and the update is repeated for the others that do not have it. One that
+    is back gets the current weights before it gets a prompt.
+
+    Args:
+        rollouts: whose collector knows the engines.
+        adapter: adapter to merge into the weights.
+
+    Attributes:
+        offset: engines' versions minus the trainer's steps. Engines count up for as long as they run, and may have lived longer
+            than this process.
+    """
+
+    def __init__(self, backend: Backend, rollouts: SharedRollouts, sync: WeightSync, adapter: str | None) -> None:
+        self._backend, self._rollouts, self._sync, self._adapter = backend, rollouts, sync, adapter
+        self.offset = 0
+
+    def begin(self) -> None:
+        """Give the trainer's weights to the engines that answer, once at least one does.
+
+        Raises:
+            EngineLostError: none has answered for ``rollout.engines_lost_s``.
+            EngineError, WeightSyncError: an engine refused.
+        """
+        slice_s = min(CONNECT_S, self._backend.groups.timeout_s / 4)
+        with self._backend.groups.monitor.phase("engines"):
+            while (versions := self._rollouts.on_rank_0(lambda collector: collector.connect(slice_s))) is None:
+                pass
+        steps = self._backend.step_count
+        self.offset = 1 + max(versions) - steps
+        # Also after a resume: engines may have been restarted with the checkpoint's first weights.
+        self._push(steps, returned=True)
+
+    def push(self, step: int) -> Pushed | None:
+        """Give the weights after ``step`` to all engines that have earlier ones of this run.
+
+        Returns:
+            What was pushed; None if no engine is left to push to, or the engines that have not committed it are lost.
+
+        Raises:
+            WeightSyncError: an engine that still answers has failed.
+        """
+        return self._push(step, returned=False)
+
+    def recover(self) -> None:
+        """Give the current weights to engines that are back. One that takes none stays out."""
+        if self._rollouts.on_rank_0(lambda collector: collector.returned()):
+            try:
+                self._push(self._backend.step_count, returned=True)
+            except (WeightSyncError, ConfigError) as error:
+                # On every rank; the others go on sampling.
+                problem = error
+                self._rollouts.on_rank_0(lambda collector: collector.reject(self._sync.engines, problem))
+
+    def _push(self, step: int, *, returned: bool) -> Pushed | None:
+        version, failures = step + self.offset, 0
+
+        def choose(collector: RolloutCollector) -> int:
+            # Only rank 0 has engines.
+            self._sync.engines = collector.targets(version, returned=returned)
+            return len(self._sync.engines)
+
+        while self._rollouts.on_rank_0(choose) > 0:
+            try:
+                pushed = self._sync.push(version=version, adapter=self._adapter)
+            except WeightSyncError as error:
+                changed = self._rollouts.on_rank_0(
+                    lambda collector: collector.update_failed(version, self._sync.engines)
+                )
+                failures += not changed
+                if failures == FAILURES:
+                    raise
+                if self._backend.rank == 0:
+                    log.warning("the update to version %d is repeated for the engines that need it: %s", version, error)
+            else:
+                self._rollouts.on_rank_0(lambda collector: collector.updated(version, self._sync.engines))
+                return pushed
+        return None
+
+
 def make_engines(config: RlConfig, servers: EngineServers | None = None) -> list[InferenceEngine]:
-    """Make an engine for each entry of ``config.engines``, or one of all engines of ``rollout.controller``.
+    """Make an engine for each entry of ``config.engines``, or for each engine of ``rollout.controller``.
 
     Args:
         servers: servers that the run has started, for the entries ``vllm``.
     """
-    if config.rollout.controller is not None:
+    controller = config.rollout.controller
+    if controller is not None:
         from megascend.rollout.controller.client import ControllerEngine
 
-        timeout_s = config.rollout.timeout_s
+        # A claim for each: one of all of them would be lost with any.
         return [
             ControllerEngine(
-                config.rollout.controller,
+                controller,
                 load_key(),
                 owner=owner_name(config),
-                generate_timeout_s=timeout_s,
+                engines=[name],
+                generate_timeout_s=config.rollout.timeout_s,
                 wait_s=CLAIM_S,
             )
+            for name in controller_engines(config, controller)
         ]
     return [make_engine(config, index, address, servers) for index, address in enumerate(config.engines)]
+
+
+def controller_engines(config: RlConfig, controller: str) -> list[str]:
+    """Return the names of a controller's engines; wait for it if it does not run yet.
+
+    Raises:
+        EngineLostError: it does not answer within ``rollout.engines_lost_s``, of which other ranks can wait for a part.
+    """
+    from megascend.app.rl.servers import START_S
+    from megascend.rollout.controller.client import ControllerClient
+
+    wait_s = min(float(config.rollout.engines_lost_s), START_S)
+    client = ControllerClient(controller, load_key(), caller=owner_name(config), timeout_s=wait_s)
+    with LoopThread("controller status") as thread:
+        try:
+            return list(thread.run(client.status())["engines"])
+        except ControllerLostError as error:
+            raise EngineLostError(f"rollout.controller: {error} ({wait_s:g} s, rollout.engines_lost_s)") from error
+        except (ControllerError, AuthError) as error:
+            raise EngineError(f"rollout.controller: {error}") from error
 
 
 def check_engines(engines: Sequence[str], controller: str | None = None, teacher: str = "local") -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.plot import Panel
 from megascend.app.run_log import MetricsRecord
 from megascend.rollout.buffer import Counts
-from megascend.rollout.group import TrajectoryGroup
+from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
+    from megascend.app.rl.reference import Divergence
     from megascend.rollout.mismatch import Mismatch
 
 
@@ -26,6 +28,14 @@ class RlRecord(MetricsRecord):
         Metric("reward", "mean over the trajectories graded since the previous step, those of dropped groups included"),
     ]
     reward_learned: Annotated[float, Metric("reward", "mean over the trajectories that the step learned from")]
+    rewards: Annotated[
+        Mapping[str, float],
+        Metric(
+            "reward",
+            "parts of the reward by name, as the reward function or the environment returns them: means over the trajectories "
+            "that the step learned from; in trackers rewards/NAME",
+        ),
+    ]
     eval_reward: Annotated[
         float | None, Metric("reward", "mean on the evaluation prompts after the step; null where it was not measured")
     ]
@@ -40,11 +50,26 @@ class RlRecord(MetricsRecord):
     kl: Annotated[
         float | None, Metric("nats", "KL(engine || trainer) per token, by the k3 estimator, which is never negative")
     ]
+    entropy: Annotated[
+        float | None,
+        Metric(
+            "nats",
+            "mean entropy of the trainer's distribution at the sampled tokens, before the update; null where it was not "
+            "measured: objective.correction none saves the forward pass",
+        ),
+    ]
     truncated: Annotated[float | None, Metric("fraction", "tokens whose importance weight was cut to objective.cap")]
     teacher_kl: Annotated[
         float | None,
         Metric("nats", "mean log p_engine - log p_teacher of sampled tokens: estimates KL(model || teacher)"),
     ]
+    kl_reference: Annotated[
+        float | None,
+        Metric(
+            "nats", "KL(policy || reference) per sampled token, before the step, by the k3 estimator; null without one"
+        ),
+    ]
+    kl_reference_k1: Annotated[float | None, Metric("nats", "the same by the k1 estimator, which may be negative")]
     router_replay_changed: Annotated[
         float | None,
         Metric(
@@ -76,6 +101,7 @@ class RlRecord(MetricsRecord):
     ]
     prompts: Annotated[int, Metric("prompts", "prompts dispatched since the run began")]
     wait_s: Annotated[float, Metric("s", "time that the trainer waited for rollouts")]
+    idle: Annotated[float, Metric("fraction", "wait_s divided by the duration of the step")]
     sync_s: Annotated[float, Metric("s", "time that the trainer spent on updating the engines")]
     sync_bytes: Annotated[int, Metric("bytes", "bytes that the trainer's ranks sent to the engines")]
     sync_share: Annotated[
@@ -85,23 +111,37 @@ class RlRecord(MetricsRecord):
 
     def summary(self) -> str:
         """Format the figures of a step in one short line."""
-        mismatch = "" if self.mismatch is None else f"  mismatch {self.mismatch:.1e}"
-        evaluated = "" if self.eval_reward is None else f"  evaluation {self.eval_reward:.3f}"
-        skipped = "  SKIPPED" if self.skipped else ""
         reward = "-" if math.isnan(self.reward) else f"{self.reward:.3f}"  # no episode ended since the previous step
-        return (
-            f"reward {reward}{evaluated}  lag {self.lag:.1f}{mismatch}  grad norm {self.grad_norm:.3f}  "
-            f"{self.tokens_per_s:,.0f} tokens/s{skipped}"
-        )
+        parts = ", ".join(f"{name} {value:.3g}" for name, value in self.rewards.items())
+        figures = [
+            f"reward {reward}{f' ({parts})' if parts else ''}",
+            "" if self.eval_reward is None else f"evaluation {self.eval_reward:.3f}",
+            f"length {self.response_tokens:.0f}",
+            f"{self.cut_off:.0%} cut off" if self.cut_off else "",
+            "" if self.entropy is None else f"entropy {self.entropy:.2f}",
+            f"lag {self.lag:.1f}",
+            "" if self.mismatch is None else f"mismatch {self.mismatch:.1e}",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+            f"{self.idle:.0%} idle",
+            "SKIPPED" if self.skipped else "",
+        ]
+        return "  ".join(filter(None, figures))
 
 
 PANELS = (
-    Panel("reward", "reward (mean over all responses)", "tab:blue", smoothed=True),
-    Panel("eval_reward", "reward of evaluations", "tab:cyan"),
+    Panel("reward", "reward (all responses)", "tab:blue", smoothed=True, second=("eval_reward", "evaluation")),
+    Panel("rewards", "parts of the reward", "tab:blue", smoothed=True),
+    Panel("entropy", "entropy (nats a token)", "tab:cyan", smoothed=True),
+    Panel("response_tokens", "sampled tokens of a trajectory", "tab:blue", smoothed=True),
+    Panel("cut_off", "share cut off", "tab:brown", smoothed=True),
+    Panel("grad_norm", "gradient norm, before clipping", "tab:orange", smoothed=True, decades=True),
+    Panel("mismatch", "mean |log p_trainer - log p_engine|", "tab:red", decades=True),
     Panel("lag", "lag (steps)", "tab:purple"),
-    Panel("mismatch", "mismatch, mean |log p_trainer - log p_engine|", "tab:red"),
+    Panel("kl_reference", "KL to the reference (nats per token)", "tab:brown"),
+    Panel("stale", "groups dropped as too old", "tab:purple"),
+    Panel("idle", "idle share of the trainer", "tab:gray"),
     Panel("pause_s", "pause of the engines (s)", "tab:orange"),
-    Panel("tokens_per_s", "tokens learned from per second", "tab:green"),
+    Panel("tokens_per_s", "tokens learned from per second", "tab:green", smoothed=True),
 )
 
 
@@ -116,12 +156,22 @@ def group_figures(groups: Sequence[TrajectoryGroup], step: int) -> dict[str, Any
     lags = [step - trajectory.first_version for trajectory in trajectories]
     return {
         "reward_learned": sum(trajectory.reward for trajectory in trajectories) / count,
+        "rewards": reward_parts(trajectories),
         "lag": sum(lags) / len(lags),
         "max_lag": max(lags),
         "response_tokens": sum(trajectory.sampled_tokens for trajectory in trajectories) / count,
         "turns": sum(trajectory.turns for trajectory in trajectories) / count,
         "cut_off": sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count,
     }
+
+
+def reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean of every part of the reward, over the trajectories that have it. Pure."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.rewards.items():
+            parts[name].append(value)
+    return {name: sum(values) / len(values) for name, values in parts.items()}
 
 
 def count_figures(before: Counts, now: Counts) -> dict[str, Any]:
@@ -148,3 +198,10 @@ def mismatch_figures(mismatch: Mismatch | None) -> dict[str, Any]:
         "kl": mismatch.kl_k3,
         "truncated": mismatch.truncated_share,
     }
+
+
+def reference_figures(divergence: Divergence | None) -> dict[str, Any]:
+    """Return the metrics of the divergence from the reference. Pure."""
+    if divergence is None:
+        return dict.fromkeys(("kl_reference", "kl_reference_k1"))
+    return {"kl_reference": divergence.k3, "kl_reference_k1": divergence.k1}

@@ -26,13 +26,23 @@ T = TypeVar("T")
 class SharedRollouts:
     """A collector on rank 0, whose groups reach all ranks. Every method is collective."""
 
-    def __init__(self, backend: Backend, collector: RolloutCollector | None, patience_s: float) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        collector: RolloutCollector | None,
+        patience_s: float,
+        recover: Callable[[], object] = lambda: None,
+    ) -> None:
         """
         Args:
             collector: rank 0's collector; None on all others.
-            patience_s: seconds without any group after which the run fails.
+            patience_s: seconds without any group, while there are engines, after which the run fails.
+            recover: gives weights to engines that were lost and are back; called on every rank during waits.
         """
+        self.recover = recover
         self._backend, self._collector, self._patience_s = backend, collector, patience_s
+        self.evaluated: list[TrajectoryGroup] = []
+        """Groups of the last evaluation, on rank 0."""
         # The others wait in a collective, whose deadline a slow engine must not reach.
         self._slice_s = min(SLICE_S, backend.groups.timeout_s / 4)
 
@@ -52,18 +62,20 @@ class SharedRollouts:
             EngineError, DataError: as :meth:`RolloutCollector.take`, on every rank.
             EngineTimeoutError: not one group has arrived within the patience.
         """
-        last, since = self.counts().episodes, time.monotonic()
+        patience_s = self._patience_s + self._slice_s  # engines' own deadlines come first
+        last, since = self._progress(), time.monotonic()
         with self._backend.groups.monitor.phase("rollout"):
             while True:
+                self.recover()
                 groups = self.on_rank_0(lambda collector: collector.take(step, self._slice_s))
                 if groups is not None:
                     return groups
-                arrived = self.counts().episodes
-                # Patience is for silence: slow engines that answer may take any time.
-                if arrived > last:
-                    last, since = arrived, time.monotonic()
+                progress = self._progress()
+                # Patience is for silence: slow engines that answer may take any time, and lost ones have a limit of their own.
+                if progress != last or progress is None:
+                    last, since = progress, time.monotonic()
                 # One exchange for both. Each rank has its own clock and its own signals.
-                stopping, late = self._backend.any_rank(stop(), time.monotonic() - since > self._patience_s)
+                stopping, late = self._backend.any_rank(stop(), time.monotonic() - since > patience_s)
                 if stopping:
                     return None
                 if late:
@@ -72,8 +84,8 @@ class SharedRollouts:
                         f"step {step + 1}: {waiting_for} for {self._patience_s:g} s (rollout.timeout_s)"
                     )
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int) -> float:
-        """Return the mean reward of ``n`` responses to each prompt.
+    def evaluate(self, prompts: Sequence[Prompt], temperature: float, n: int, offset: int | None = None) -> float:
+        """Return the mean reward of ``n`` responses to each prompt; ``offset`` as for :meth:`RolloutCollector.start`.
 
         Raises:
             EngineError, DataError: an engine or the reward function failed, on every rank.
@@ -84,14 +96,15 @@ class SharedRollouts:
 
         def wait(collector: RolloutCollector) -> float | None:
             if not running:
-                running.append(collector.evaluate(prompts, temperature, n))
+                running.append(collector.evaluate(prompts, temperature, n, offset))
+            collector.require_engines()
             try:
                 groups = running[0].result(self._slice_s)
             except NotYet:
                 # The engine's own timeout is of the same class as that of this wait.
                 if running[0].done():
                     raise
-                if collector.ended() > progress[0]:
+                if collector.ended() > progress[0] or collector.waits_for_engines():
                     progress[:] = collector.ended(), time.monotonic()
                 patience_s = self._patience_s + self._slice_s  # engines' own deadlines come first
                 if time.monotonic() - progress[1] > patience_s:
@@ -99,6 +112,7 @@ class SharedRollouts:
                         f"evaluation: {collector.describe_wait()} for {self._patience_s:g} s (rollout.timeout_s)"
                     ) from None
                 return None
+            self.evaluated = groups
             rewards = [reward for group in groups for reward in group.rewards]
             if not rewards:
                 raise DataError("evaluation: no episode succeeded")
@@ -107,8 +121,16 @@ class SharedRollouts:
         # Named for the hang monitor, which would otherwise report a collective that takes long.
         with self._backend.groups.monitor.phase("evaluation"):
             while (reward := self.on_rank_0(wait)) is None:
-                pass
+                self.recover()
         return reward
+
+    def _progress(self) -> tuple[int, int] | None:
+        """Return counts that change with each episode and each failed request; None while there is no engine to wait for."""
+
+        def count(collector: RolloutCollector) -> tuple[int, int] | None:
+            return None if collector.waits_for_engines() else (collector.counts().episodes, collector.incidents())
+
+        return self.on_rank_0(count)
 
     def counts(self) -> Counts:
         """Return the counts of prompts and responses so far."""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megascend.config.rl import VLLM, RlConfig
 from megascend.distributed.launch import Launch
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, EngineError, EngineLostError
+from megascend.rollout.engines.guarded import RestartLimit
 from megascend.rollout.engines.placement import (
     Placement,
     device_options,
@@ -24,18 +26,57 @@ from megascend.rollout.engines.placement import (
 )
 from megascend.rollout.engines.vllm import VllmEngine
 from megascend.rollout.engines.vllm_process import VllmProcess, require_interpreter, vllm_device
+from megascend.rollout.http_client import EngineServer
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import Key, read_key, write_key
 
 if TYPE_CHECKING:
     from megascend.data.samples import SampleLimits
 
+log = logging.getLogger(__name__)
 START_S = 420.0
 """Deadline for the start of servers, in seconds: below the ten minutes that other ranks wait for rank 0."""
 
 
 SLEEP_S = 60.0
 """Lease of a sleep, in seconds; renewed three times within it. A server wakes up that long after its run was killed."""
+
+
+class StartedVllm(VllmEngine):
+    """Client of a vLLM server that the run has started, and starts again when it has ended.
+
+    Args:
+        process: the server, which listens.
+        in_turns: it shares a GPU with the trainer and sleeps while that computes: it is started again by
+            :meth:`EngineServers.wake` only, when the trainer's memory is free.
+        options: arguments of :class:`VllmEngine`.
+    """
+
+    def __init__(self, process: VllmProcess, *, in_turns: bool, **options: Any) -> None:
+        super().__init__(process.address, **options)
+        self._process, self._in_turns, self._restarts = process, in_turns, RestartLimit()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the server has ended."""
+        return self._process.ended
+
+    async def revive(self) -> bool:
+        if not self.ended or self._in_turns:
+            return False
+        await asyncio.to_thread(self.restart)
+        return True
+
+    def restart(self) -> None:
+        """Start the server again, and wait until it listens.
+
+        Raises:
+            EngineError: it does not, or has ended too often.
+        """
+        self._restarts.note(f"{self.name} has ended")
+        self._process.restart()
+        self._process.wait_until_listening(START_S)
+        self._server = EngineServer(self.kind, self._process.address)
 
 
 class EngineServers:
@@ -57,11 +98,11 @@ class EngineServers:
     ) -> None:
         self._processes, self._key, self._sleeping = processes, key, tuple(sleeping)
         self._owner, self._generate_timeout_s = owner, generate_timeout_s
-        self._clients: dict[int, VllmEngine] = {}
+        self._clients: dict[int, StartedVllm] = {}
         self._loop: LoopThread | None = None
         self._renewal: Future[None] | None = None
 
-    def client(self, index: int) -> VllmEngine:
+    def client(self, index: int) -> StartedVllm:
         """Return the client of a server, once it listens.
 
         Raises:
@@ -69,8 +110,9 @@ class EngineServers:
         """
         if index not in self._clients:
             self._processes[index].wait_until_listening(START_S)
-            self._clients[index] = VllmEngine(
-                self._processes[index].address,
+            self._clients[index] = StartedVllm(
+                self._processes[index],
+                in_turns=index in self._sleeping,
                 key=self._key,
                 owner=self._owner,
                 generate_timeout_s=self._generate_timeout_s,
@@ -90,10 +132,15 @@ class EngineServers:
         self._renewal = self._loop.submit(self._renew())
 
     def wake(self) -> None:
-        """Wake up the servers; a no-op if they are awake."""
+        """Wake up the servers, and start again those that have ended; a no-op if they are awake."""
         if self._renewal is not None and self._loop is not None:
             self._renewal.cancel()
             self._renewal = None
+            for client in self._living(ended=True):
+                try:
+                    client.restart()
+                except EngineError as error:
+                    log.warning("%s was not started again: %s", client.name, error)
             self._loop.run(self._wake())
 
     def close(self) -> None:
@@ -101,8 +148,12 @@ class EngineServers:
         if self._loop is not None:
             self._loop.close()
 
+    def _living(self, *, ended: bool = False) -> list[StartedVllm]:
+        """Return the servers that sleep and have not ended, or those that have."""
+        return [client for client in map(self.client, self._sleeping) if client.ended == ended]
+
     async def _sleep(self) -> None:
-        await asyncio.gather(*(self.client(index).sleep(SLEEP_S) for index in self._sleeping))
+        await self._call_running(lambda client: client.sleep(SLEEP_S))
 
     async def _renew(self) -> None:
         while True:
@@ -110,7 +161,19 @@ class EngineServers:
             await self._sleep()
 
     async def _wake(self) -> None:
-        await asyncio.gather(*(self.client(index).resume() for index in self._sleeping))
+        await self._call_running(lambda client: client.resume())
+
+    async def _call_running(self, call: Callable[[StartedVllm], Awaitable[None]]) -> None:
+        """Call the servers that have not ended; one that ends meanwhile occupies no memory either, and is found by others."""
+
+        async def guarded(client: StartedVllm) -> None:
+            try:
+                await call(client)
+            except EngineLostError:
+                if not client.ended:
+                    raise
+
+        await asyncio.gather(*(guarded(client) for client in self._living()))
 
 
 def interpreter(config: RlConfig) -> Path:

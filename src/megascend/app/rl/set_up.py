@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 import xxhash
 
 from megascend.app.rl.engines import stop_tokens
-from megascend.batch.losses import resolve
+from megascend.app.rl.learn import objective_loss
 from megascend.config.rl import Objective, RlConfig
 from megascend.data.findings import Findings
 from megascend.data.samples import SampleLimits
 from megascend.engines.router_replay import NOTHING_TO_REPLAY
 from megascend.errors import ConfigError, DataError
+from megascend.rollout import verifiers
 from megascend.rollout.buffer import RolloutBuffer
 from megascend.rollout.collector import PromptStream, RolloutCollector, Task
 from megascend.rollout.environments import (
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 RESPONSE_FIELDS = ("old_logprobs", "advantages")
 """Fields of the samples that responses become."""
+REFERENCE_FIELD = "ref_logprobs"
+"""Their further field in a run with a reference model."""
 
 
 def make_episodes(
@@ -101,12 +104,14 @@ def make_collector(
         learns_from_rewards=config.learns_from_rewards,
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
-    return RolloutCollector(engines, prompts, buffer, task)
+    return RolloutCollector(engines, prompts, buffer, task, rollout.engines_lost_s)
 
 
 def load_grader(config: RlConfig) -> Reward | Environment:
     """Import what grades responses: the reward function, or the environment."""
     settings = config.rollout.environment
+    if settings is not None and settings.name.startswith(verifiers.PREFIX):
+        return verifiers.load(settings.name.removeprefix(verifiers.PREFIX), settings.options)
     if settings is not None:
         return load_environment(settings.name, settings.options)
     return no_reward if config.rollout.reward is None else load_reward(config.rollout.reward)
@@ -125,17 +130,24 @@ def check_router_replay(engine: Engine) -> None:
         )
 
 
-def check_objective(objective: Objective) -> None:
-    """Find out that ``objective.loss`` cannot learn from responses."""
-    try:
-        loss = resolve(objective.loss)
-    except ConfigError as error:
-        raise ConfigError(f"objective.loss: {error}") from None
-    missing = [name for name in loss.requires if name not in RESPONSE_FIELDS]
+def check_objective(objective: Objective, *, reference: bool = False) -> None:
+    """Find out that ``objective.loss`` cannot learn from responses, or lacks an option that is set.
+
+    Args:
+        reference: the run has a reference model, so that samples have ``ref_logprobs``.
+    """
+    loss = objective_loss(objective)
+    fields = (*RESPONSE_FIELDS, REFERENCE_FIELD) if reference else RESPONSE_FIELDS
+    missing = [name for name in loss.requires if name not in fields]
     if loss.per != "token" or missing:
         needs = ", ".join(missing) if missing else f"one value per {loss.per}"
+        remedy = f"; set reference: for {REFERENCE_FIELD}" if REFERENCE_FIELD in missing else ""
         raise ConfigError(
-            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(RESPONSE_FIELDS)}, token by token"
+            f"objective.loss: {loss.name} needs {needs}; responses have {' and '.join(fields)}, token by token{remedy}"
+        )
+    if loss.reduction == "sum" and objective.average == "fixed":
+        raise ConfigError(
+            f"objective.average: fixed divides by a length, and loss {loss.name!r} (reduction='sum') is not divided"
         )
 
 
@@ -155,8 +167,13 @@ class PromptData:
     lengths: list[int]
 
 
-def read_and_check(config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> PromptData:
-    """Read all prompts and check them."""
+def read_and_check(
+    config: RlConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: SampleLimits,
+    grader: Reward | Environment,
+) -> PromptData:
+    """Read all prompts and check them; without a file, they are the environment's examples."""
     stop_tokens(tokenizer, config.rollout.stop)
     findings, prompts, digests, lengths = Findings(), [], [], []
     for path in (config.rollout.prompts, config.evaluation.prompts if config.evaluation is not None else None):
@@ -176,7 +193,20 @@ def read_and_check(config: RlConfig, tokenizer: PreTrainedTokenizerBase, limits:
     findings.raise_problems("prompts")
     for line in findings.lines():
         logger.warning("prompts: %s", line)
+    if config.rollout.prompts is None:
+        prompts[0] = _examples(config, grader)
+        lengths = [0] * len(prompts[0])
     return PromptData(prompts[0], prompts[1], digests[0], lengths)
+
+
+def _examples(config: RlConfig, environment: Any) -> list[tuple[str, Prompt]]:
+    """Return the examples that an environment brings, with their places."""
+    settings = config.rollout.environment
+    assert settings is not None
+    examples: list[Prompt] = list(getattr(environment, "examples", ()))
+    if not examples:
+        raise ConfigError(f"rollout.prompts: {settings.name} brings no examples of its own; name a JSONL file")
+    return [(f"{settings.name}, example {number}", example) for number, example in enumerate(examples)]
 
 
 def _check_prompt(

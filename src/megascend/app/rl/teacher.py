@@ -69,7 +69,7 @@ class TeacherScores:
             sample.advantages = torch.where(sample.weights > 0, advantages, 0.0)
         return list(samples)
 
-    def loss(self, policy: str) -> str | Loss:
+    def loss(self, policy: Loss) -> Loss:
         """Return the loss of the step; ``policy``: that of advantages."""
         if self.candidates is None:
             return policy

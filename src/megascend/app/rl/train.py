@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.app.preflight import RunPlan
 from megascend.app.resume import with_template_date
-from megascend.app.rl.records import PANELS, RlRecord, count_figures, group_figures, mismatch_figures
+from megascend.app.rl.records import (
+    PANELS,
+    RlRecord,
+    count_figures,
+    group_figures,
+    mismatch_figures,
+    reference_figures,
+)
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
@@ -21,6 +28,8 @@ from megascend.errors import DataError, EngineError
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
+    from megascend.app.rl.engines import EngineUpdates
+    from megascend.app.rl.reference import Reference
     from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.servers import EngineServers
@@ -33,7 +42,6 @@ if TYPE_CHECKING:
     from megascend.rollout.episodes import Episodes
     from megascend.rollout.group import TrajectoryGroup
     from megascend.rollout.rewards import Reward
-    from megascend.weightsync import WeightSync
     from weightwire.engine import InferenceEngine
 
 EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
@@ -100,12 +108,16 @@ class Totals:
 
     Attributes:
         seconds: time spent in steps, including waits for rollouts.
+        waited_s: time of these waits.
+        tokens: tokens that were learned from.
         reward_before, reward_after: mean reward in the first and in the last evaluation.
     """
 
     seconds: float = 0.0
     reward_before: float = math.nan
     reward_after: float = math.nan
+    waited_s: float = 0.0
+    tokens: int = 0
 
 
 class ReinforcementLearning(Training[RlConfig]):
@@ -119,7 +131,7 @@ class ReinforcementLearning(Training[RlConfig]):
     _grader: Reward | Environment
     _run: Run[RlConfig]
     _rollouts: SharedRollouts
-    _sync: WeightSync
+    _updates: EngineUpdates
     _counts: Counts
 
     def __init__(self, engines: EngineFactory | None = None) -> None:
@@ -127,9 +139,11 @@ class ReinforcementLearning(Training[RlConfig]):
         self._servers: EngineServers | None = None
         self._teacher: Teacher | None = None
         self.totals = Totals()
-        self._offset = self._version = 0
+        self._version = 0
         self._since = 0.0
         self._records: RolloutLog | None = None
+        self._reference: Reference | None = None
+        self._evaluated: list[tuple[int, list[TrajectoryGroup]]] = []  # not yet recorded
 
     def check(self, config: RlConfig, launch: Launch) -> None:
         from megascend.app.rl.engines import check_engines
@@ -141,23 +155,31 @@ class ReinforcementLearning(Training[RlConfig]):
             check_servers(config)
 
     def start(self, plan: RunPlan[RlConfig], launch: Launch, stack: ExitStack) -> None:
+        from megascend.app.rl.engines import controller_engines
         from megascend.app.rl.servers import start_servers
 
-        if self._make_engines is None and plan.config.started_engines:
+        if self._make_engines is not None:
+            return
+        if plan.config.started_engines:
             self._servers = start_servers(plan.config, launch, plan.limits, stack)
+        if plan.config.rollout.controller is not None and launch.rank == 0:
+            # It may be started after the run.
+            controller_engines(plan.config, plan.config.rollout.controller)
 
     def prepare(self, world: World[RlConfig]) -> RlConfig:
+        from megascend.app.rl.reference import check_reference
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
         from megascend.weightsync.sync import check_transport
 
         plan, config = world.plan, world.plan.config
         config = config.ending_with(config.steps)
-        check_objective(config.objective)
+        check_objective(config.objective, reference=config.reference is not None)
+        check_reference(config, plan.info, warns=world.launch.rank == 0)
         check_transport(config.sync.transport, world.runtime.platform.device_type)
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
         config = with_template_date(config, plan.tokenizer, world.resume, world.launch)
-        self.prompts = read_and_check(config, plan.tokenizer, plan.limits)
+        self.prompts = read_and_check(config, plan.tokenizer, plan.limits, self._grader)
         return config
 
     def try_episode(self, config: RlConfig) -> EpisodeTrial:
@@ -172,9 +194,16 @@ class ReinforcementLearning(Training[RlConfig]):
         located = [*self.prompts.learned, *self.prompts.held_out]
         return make_episodes(config, self._tokenizer, self._grader, self._max_length, located)
 
+    def after_build(self, run: Run[RlConfig]) -> None:
+        """Keep the weights of the reference, which are not those of a checkpoint."""
+        from megascend.app.rl.reference import Reference
+
+        if run.config.reference is not None:
+            self._reference = Reference(run.backend, run.config.reference)
+
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
-        from megascend.app.rl.engines import make_engines
+        from megascend.app.rl.engines import EngineUpdates, make_engines
         from megascend.app.rl.rollouts import SharedRollouts
         from megascend.app.rl.set_up import check_router_replay, fingerprint, make_collector
         from megascend.app.rl.teacher import make_teacher
@@ -186,6 +215,8 @@ class ReinforcementLearning(Training[RlConfig]):
             check_router_replay(backend.engine)
         if progress is not None:
             self.totals = Totals(**progress["rl"])
+        if self._reference is not None:
+            self._reference.check_unchanged(None if progress is None else progress.get("reference"))
         if run.main_rank:
             for line in (self._start_line(run), *config.template_remarks()):
                 print(line, flush=True)
@@ -213,7 +244,7 @@ class ReinforcementLearning(Training[RlConfig]):
         # An episode may take its time between two responses.
         patience_s = config.rollout.timeout_s + (environment.timeout_s if environment is not None else 0)
         self._rollouts = SharedRollouts(backend, collector, patience_s)
-        self._sync = run.stack.enter_context(
+        sync = run.stack.enter_context(
             WeightSync(
                 backend,
                 engines,
@@ -227,19 +258,18 @@ class ReinforcementLearning(Training[RlConfig]):
             )
         )
         self._wake_engines()
-        # Engines count their versions up, and may have lived longer than this process.
-        steps_before = backend.step_count
-        self._offset = 1 + self._rollouts.on_rank_0(lambda collector: max(collector.engine_versions())) - steps_before
-        # Also after a resume: engines may have been restarted with the checkpoint's first weights.
-        self._sync.push(version=steps_before + self._offset, adapter=run.adapter)
+        self._updates = EngineUpdates(backend, self._rollouts, sync, run.adapter)
+        self._updates.begin()
+        self._rollouts.recover = self._updates.recover
         if progress is None and config.evaluation is not None:
-            reward = self._evaluate()
+            reward = self._evaluate(0)
             self.totals.reward_before = self.totals.reward_after = reward
             run.event_log.event("evaluated", step=0, reward=reward)
         # Before the first prompt: what ends while the loop is prepared belongs to the first step.
         self._counts = self._rollouts.counts()
         # After the push and the evaluation: no training prompt is sampled with other weights.
-        self._rollouts.on_rank_0(lambda collector: collector.start(steps_before, self._offset))
+        steps, offset = backend.step_count, self._updates.offset
+        self._rollouts.on_rank_0(lambda collector: collector.start(steps, offset))
 
     def start_loop(self, log: RunLog) -> None:
         run = self._run
@@ -265,27 +295,38 @@ class ReinforcementLearning(Training[RlConfig]):
         measured = interval > 0 and number % interval == 0
         scores = None if self._teacher is None else self._teacher.scores(batch)
         with self._engines_asleep():
-            learned = learn(backend, batch, config.objective, run.adapter, measured=measured, teacher=scores)
+            learned = learn(
+                backend,
+                batch,
+                config.objective,
+                run.adapter,
+                measured=measured,
+                reference=self._reference,
+                teacher=scores,
+            )
             step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
         stepped, pause_s, pushed = time.perf_counter(), 0.0, None
         if number % config.sync.every == 0 or number == config.steps:
-            pushed = self._sync.push(version=number + self._offset, adapter=run.adapter)
-            pause_s, self._version = pushed.pause_s, number
             # Only now may prompts be dispatched that count on these weights.
-            self._rollouts.on_rank_0(lambda collector: collector.updated(number))
+            pushed, self._version = self._updates.push(number), number
+            # None: engines were lost. Those that are back get these weights, or later ones.
+            pause_s = 0.0 if pushed is None else pushed.pause_s
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
-            eval_reward = self.totals.reward_after = self._evaluate()
+            eval_reward = self.totals.reward_after = self._evaluate(number)
         dropped = self._rollouts.dropped()
         if self._records is not None:
-            self._records.write(number, batch, dropped)
+            self._records.write(number, batch, dropped, self._evaluated, learned.penalised)
+        self._evaluated = []
         earlier, self._counts = self._counts, self._rollouts.counts()
         now = time.perf_counter()
         seconds, waited = now - self._since, arrived - self._since
         self._since = now
         self.totals.seconds += seconds
+        self.totals.waited_s += waited
+        self.totals.tokens += learned.result.tokens
         return RlRecord(
             step=number,
             skipped=step.skipped,
@@ -300,6 +341,8 @@ class ReinforcementLearning(Training[RlConfig]):
             tokens=learned.result.tokens,
             tokens_per_s=learned.result.tokens / seconds,
             wait_s=waited,
+            idle=waited / seconds,
+            entropy=learned.entropy,
             sync_s=synced - stepped,
             sync_bytes=0 if pushed is None else pushed.payload,
             sync_share=None if pushed is None else pushed.share,
@@ -307,6 +350,7 @@ class ReinforcementLearning(Training[RlConfig]):
             **group_figures(batch, number - 1),
             **count_figures(earlier, self._counts),
             **mismatch_figures(learned.mismatch),
+            **reference_figures(learned.divergence),
         )
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -332,15 +376,18 @@ class ReinforcementLearning(Training[RlConfig]):
             backend.platform.free_cached_memory()
             backend.from_rank_0(lambda: None if self._servers is None else self._servers.wake())
 
-    def _evaluate(self) -> float:
-        """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have."""
+    def _evaluate(self, step: int) -> float:
+        """Return the mean reward on the prompts of ``evaluation``, with the weights that the engines have after ``step``."""
         settings = self._run.config.evaluation
         assert settings is not None
         held_out = [prompt for _, prompt in self.prompts.held_out]
-        return self._rollouts.evaluate(held_out, settings.temperature, settings.samples)
+        reward = self._rollouts.evaluate(held_out, settings.temperature, settings.samples, self._updates.offset)
+        self._evaluated.append((step, self._rollouts.evaluated))
+        return reward
 
     def progress(self) -> dict[str, Any]:
-        return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals)}
+        reference = {} if self._reference is None else {"reference": self._reference.fingerprint}
+        return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals), **reference}
 
     def title(self, run: Run[RlConfig]) -> str:
         return self._start_line(run).replace(": ", "\n", 1)
@@ -357,10 +404,15 @@ class ReinforcementLearning(Training[RlConfig]):
         )
 
     def result(self) -> tuple[dict[str, Any], str]:
-        """Return the last reward, and what has happened in a line."""
+        """Return the last reward with idle share and speed, and what has happened in a line."""
         config, totals = self._run.config, self.totals
         evaluated = ""
         if config.evaluation is not None:
             evaluated = f", reward {totals.reward_before:.3f} before and {totals.reward_after:.3f} after"
-        line = f"{self._run.backend.step_count} steps in {totals.seconds:.0f} s{evaluated}; see {config.output}"
-        return {"reward": totals.reward_after}, line
+        values = {"reward": totals.reward_after}
+        speed = ""
+        if totals.seconds:  # a run that is resumed at its last step takes none
+            values |= {"idle": totals.waited_s / totals.seconds, "tokens_per_s": totals.tokens / totals.seconds}
+            speed = f" (trainer idle {values['idle']:.0%}, {values['tokens_per_s']:,.0f} tokens/s)"
+        line = f"{self._run.backend.step_count} steps in {totals.seconds:.0f} s{speed}{evaluated}; see {config.output}"
+        return values, line

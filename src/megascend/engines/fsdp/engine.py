@@ -32,7 +32,7 @@ from megascend.engines.key_values import Filling, Growing, other_attention
 from megascend.engines.replayed_blocks import BlockReplay
 from megascend.engines.rotary import RotaryByLength
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
-from megascend.engines.transformers_names import tensor_slices
+from megascend.engines.transformers_names import check_rows, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import ScalarHead
@@ -223,6 +223,7 @@ class FsdpEngine(TransformersEngine):
         )
 
     def hf_slices(self) -> HfSlices:
+        check_rows(self._hf_slices, self.info.tensors)
         return self._hf_slices
 
     def named_weights(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.shards import LocalShard, shards
-from megascend.engines.transformers_names import in_checkpoint, layer_of
+from megascend.engines.transformers_names import as_stored, in_checkpoint, layer_of
 from megascend.engines.weight_stream import ExportBarrier, stream_weights
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
@@ -93,7 +93,8 @@ def _layers(
                     problems.append(str(error))
                     layer[shard.name] = tensor
         # Per layer: transformers splits fused experts only when it gets all tensors of a layer.
-        yield from in_checkpoint(model, layer, headers).items()
+        for name, tensor in in_checkpoint(model, layer, headers).items():
+            yield name, as_stored(tensor, headers.get(name))
 
 
 def _describe(shard: LocalShard, device: torch.device, share: ExpertShare | None) -> Tensor:

@@ -24,7 +24,7 @@ from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.adamw import MainAdamW
 from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.expert_parallel import ExpertShare
-from megascend.engines.transformers_names import persistent_tensors
+from megascend.engines.transformers_names import is_transposed, persistent_tensors
 from megascend.errors import CheckpointError
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.quantised import read_tensor
@@ -135,6 +135,9 @@ def _read(
     offsets, sizes = common
     in_source = index_of(minus(offsets, source.offsets), sizes)
     in_source = in_source[len(in_source) - len(header.shape) :]  # a single expert's tensor has no expert dimension
+    transposed = is_transposed(header.shape, source.sizes)
+    if transposed:
+        in_source = (in_source[0], in_source[2], in_source[1])
     target = shard.local[index_of(minus(offsets, shard.offsets), sizes)]
     if source.weight in fresh:
         target.copy_(fresh[source.weight][in_source])
@@ -144,6 +147,8 @@ def _read(
         values = read_tensor(source.weight, header, files, in_source)
     except (OSError, RuntimeError) as error:
         raise CheckpointError(f"model: {header.file}: {source.weight} cannot be read: {error}") from error
+    if transposed:
+        values = values.mT
     # Shards are fp32, and the compute dtype may be fp16: a weight beyond its range would become infinity in every
     # gather.
     if problem := out_of_range(source.weight, values, dtype):

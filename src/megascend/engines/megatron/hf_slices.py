@@ -74,12 +74,16 @@ def hf_slices(
                 raise CheckpointError(f"{weight} is not in Hugging Face's checkpoint")
             expert = () if fused is None or fused.expert is None else (fused.expert,)
             rows, *columns = headers[weight].shape[len(expert) :]
-            start = 0
+            start = first_expert = 0
+            if fused is None and len(columns) == 2 and len(numbers) * bridge.ep_size == rows > len(numbers):
+                # Fused experts, of which this rank has its own.
+                rows, first_expert = len(numbers), bridge.ep_rank * len(numbers)
             if fused is not None and fused.half is not None:
                 rows //= 2
                 start = rows if fused.half == "up" else 0
             for key, hf_slice in _slices(weight, (rows, *columns), start, numbers, probe.rows):
-                hf_slice = replace(hf_slice, weight_offsets=(*expert, *hf_slice.weight_offsets))
+                first, *rest = hf_slice.weight_offsets
+                hf_slice = replace(hf_slice, weight_offsets=(*expert, first_expert + first, *rest))
                 slices.setdefault(key, []).append(hf_slice)
     check_sizes(slices, {rows.key: rows.shape for rows in probe.rows})
     return slices
@@ -200,7 +204,7 @@ def _slices(
     """
     dims = shape if len(shape) == 1 else shape[:-1]
     actual = tuple(numbers.shape) if len(shape) == 1 else tuple(numbers.shape[:-1])
-    if math.prod(dims[1:]) > math.prod(actual[1:]) == 1:  # a convolution: numbers of its first dimension
+    if math.prod(dims[1:]) >= math.prod(actual[1:]) == 1:  # a convolution: numbers of its first dimension
         dims, actual = shape[:1], actual[:1]
     if actual[1:] != dims[1:] or actual[0] < dims[0] or numbers.numel() != math.prod(actual):
         raise CheckpointError(

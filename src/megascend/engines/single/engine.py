@@ -40,7 +40,7 @@ from megascend.engines.single.model import (
     router_loss,
 )
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
-from megascend.engines.transformers_names import tensor_slices
+from megascend.engines.transformers_names import check_rows, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.kernels.reductions import out_of_range
@@ -157,7 +157,9 @@ class SingleEngine(TransformersEngine):
     def hf_slices(self) -> HfSlices:
         if self._hf_slices is None:
             try:
-                self._hf_slices = tensor_slices(self.model, self.info.tensors)
+                slices = tensor_slices(self.model, self.info.tensors)
+                check_rows(slices, self.info.tensors)
+                self._hf_slices = slices
             except (RuntimeError, ValueError, TypeError, LookupError) as error:
                 raise CheckpointError(
                     f"transformers' conversion of this architecture is not supported here ({error})"

@@ -15,7 +15,7 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.config import Moe
 from megascend.engines.heads import check_tied, model_class, not_plain, tie_embeddings, without_bias
-from megascend.engines.transformers_names import in_checkpoint, layer_of, persistent_tensors
+from megascend.engines.transformers_names import as_stored, in_checkpoint, layer_of, persistent_tensors
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.exported import abbreviated
@@ -203,13 +203,6 @@ def router_loss(model: Any, output: Any, batch: MicroBatch) -> Tensor:
     return function(logits, logits[0].shape[-1], config.num_experts_per_tok, mask)
 
 
-def _as_stored(tensor: Tensor, header: TensorHeader | None) -> Tensor:
-    """Transpose fused experts that the checkpoint has as [experts, in, out], which transformers reads but writes otherwise."""
-    if header is None or tensor.ndim != 3 or header.shape == tuple(tensor.shape):
-        return tensor
-    return tensor.mT.contiguous() if header.shape == tuple(tensor.mT.shape) else tensor
-
-
 def named_weights(
     model: Any,
     stored: Mapping[str, TensorHeader],
@@ -230,5 +223,5 @@ def named_weights(
             layer = {name: tensor.to("meta") for name, tensor in layer.items()}
         for name, tensor in in_checkpoint(model, layer, stored).items():
             merged = tensor if merge is None else merge(name, tensor)
-            merged = _as_stored(merged, stored.get(name))
+            merged = as_stored(merged, stored.get(name))
             yield name, merged if device is None else merged.to(device)

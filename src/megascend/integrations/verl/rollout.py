@@ -28,7 +28,6 @@ from megascend.integrations.verl.rollout_server import DTYPES, RolloutServer
 from megascend.integrations.verl.rollout_settings import RolloutSettings, translate_rollout
 from megascend.integrations.verl.settings_table import ROLLOUT_NAME
 from megascend.weightsync.delivery import Delivery
-from weightwire.manifest import default_bucket_bytes
 from weightwire.remote_engine import RemoteEngine
 
 
@@ -163,8 +162,6 @@ class ServerAdapter(base.BaseRollout):
                 transport="gloo",
                 device=torch.device("cpu"),
                 host=self._settings.host,
-                bucket_bytes=default_bucket_bytes("cpu"),
-                digest="multilinear64",
                 timeout_s=self._settings.timeout_s,
             )
         engine = _ActorsEngine(server, f"rollout replica {self.replica_rank}")

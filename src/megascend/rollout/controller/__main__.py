@@ -54,7 +54,13 @@ async def serve(arguments: argparse.Namespace) -> int:
     name = Path(arguments.publish).resolve() if arguments.publish else arguments.port or os.getpid()
     owner = f"rollout controller {socket.gethostname()}:{name}"
     engines = [VllmEngine(address, key=key, owner=owner) for address in arguments.engines]
-    await asyncio.gather(*(engine.wait_until_ready(arguments.wait) for engine in engines))
+    waits = [engine.wait_until_ready(arguments.wait) for engine in engines]
+    problems = [error for error in await asyncio.gather(*waits, return_exceptions=True) if error is not None]
+    # Trainers go on with those that answer, and take the others when they are back.
+    if len(problems) == len(engines):
+        raise problems[0]
+    for error in problems:
+        logging.warning("serving without %s", error)
     server = ControllerServer(
         Controller(engines),
         key,

@@ -281,7 +281,7 @@ class ClaimedEngines(RemoteEngine):
 
 
 class ControllerEngine(RemoteEngine):
-    """All engines of a controller as one engine, for programs without an event loop for the claim.
+    """Engines of a controller as one engine, for programs without an event loop for the claim.
 
     The first call claims them, and so does the first one after the claim was lost; :meth:`close` releases them. May be used from
     several event loops.
@@ -289,6 +289,7 @@ class ControllerEngine(RemoteEngine):
     Args:
         source: as of :class:`ControllerClient`.
         owner: name of this trainer.
+        engines: names of the engines; default: all.
         lease_s: others may claim the engines when this process has been silent for so many seconds.
         wait_s: longest wait for another owner to release them, in seconds.
 
@@ -305,12 +306,15 @@ class ControllerEngine(RemoteEngine):
         key: Key,
         *,
         owner: str,
+        engines: Sequence[str] | None = None,
         lease_s: float = 60.0,
         wait_s: float = 0.0,
         generate_timeout_s: float = 600.0,
         timeout_s: float = 60.0,
     ) -> None:
-        self.name = f"engines of the controller {source}"
+        names = "engines" if engines is None else ", ".join(engines)
+        self.name = f"{names} of the controller {source}"
+        self._names = engines
         self.answer_s = generate_timeout_s
         self._owner, self._lease_s, self._wait_s = owner, lease_s, wait_s
         self._client = ControllerClient(source, key, caller=owner, timeout_s=timeout_s)
@@ -336,7 +340,7 @@ class ControllerEngine(RemoteEngine):
             if self._engines is None or self._engines.lost:
                 # The lost claim's renewal is still running.
                 await self._claims.aclose()
-                claim = self._client.claim(self._owner, lease_s=self._lease_s, wait_s=self._wait_s)
+                claim = self._client.claim(self._owner, self._names, lease_s=self._lease_s, wait_s=self._wait_s)
                 self._engines = await self._claims.enter_async_context(claim)
             return self._engines
 

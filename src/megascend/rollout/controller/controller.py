@@ -376,7 +376,7 @@ class OwnedEngines(InferenceEngine):
         raise UnsupportedCallError("the engines of a controller take whole tensors, from one sender")
 
     async def begin_update(self, offer: Offer) -> None:
-        """See :class:`InferenceEngine`. Each engine is offered its own ranks of the group; the offer must begin at rank 1."""
+        """See :class:`InferenceEngine`. Each engine is offered its own ranks of the group."""
         await self._do(lambda claim: self._updates.begin(claim, offer))
 
     async def verify(self, seal: Seal, timeout_s: float) -> None:

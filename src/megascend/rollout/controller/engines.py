@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
-from megascend.errors import ControllerError, EngineError, EngineTimeoutError, MessageError
+from megascend.errors import ControllerError, EngineError, EngineLostError, EngineTimeoutError, MessageError
 from megascend.rollout.controller.ownership import Claim, Clock
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import call_all
@@ -56,7 +56,9 @@ class Engines:
         succeeded, failed = await call_all([self._engines[name] for name in names], call, limit)
         if not failed:
             return succeeded
-        kind = EngineTimeoutError if all(isinstance(error, TimeoutError) for error in failed.values()) else EngineError
+        # Of the kind of all errors: a caller that waits for lost engines must not wait for one that refuses.
+        kinds = ((TimeoutError, EngineTimeoutError), (ConnectionError, EngineLostError), (Exception, EngineError))
+        kind = next(kind for base, kind in kinds if all(isinstance(error, base) for error in failed.values()))
         reasons = "; ".join(f"engine {name!r}: {type(error).__name__}: {error}" for name, error in failed.items())
         raise kind(f"{label} failed: {reasons}" + (f" (done by {', '.join(succeeded)})" if succeeded else ""))
 
@@ -92,14 +94,14 @@ class Updates:
         """Offer each engine its ranks of the group."""
         if (update := self._updates.get(claim.id)) is not None:
             raise ControllerError(f"update {update.name!r} of {claim.owner!r} is open: commit or drop it first")
-        # Asked once for a claim: an engine's workers do not change while it runs.
+        # Asked once for a claim: an engine has as many workers when it is started again.
         members = self._members.get(claim.id) or await self.members(claim)
-        if (offer.first, offer.workers) != (1, sum(members.values())):
+        if offer.workers != sum(members.values()):
             raise MessageError(
-                f"the offer is for {offer.workers} members from rank {offer.first} on; the engines {', '.join(members)} have "
-                f"{sum(members.values())}, from rank 1 on"
+                f"the offer is for {offer.workers} members; the engines {', '.join(members)} have {sum(members.values())}"
             )
-        firsts = dict(zip(members, accumulate(members.values(), initial=1), strict=False))
+        # Other claims of the trainer may have ranks before these.
+        firsts = dict(zip(members, accumulate(members.values(), initial=offer.first), strict=False))
 
         async def begin(engine: InferenceEngine) -> None:
             await engine.begin_update(replace(offer, first=firsts[engine.name], workers=members[engine.name]))

@@ -11,13 +11,18 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from megascend.distributed.launch import child_environment
+from megascend.errors import EngineError
 
 GUARD = Path(__file__).with_name("guard.py")
+RESTARTS, RESTARTS_S = 5, 3600.0
+"""Restarts of a program that has ended, within so many seconds."""
 
 
 class GuardedProcess:
@@ -68,3 +73,21 @@ class GuardedProcess:
         if write_end >= 0:
             with contextlib.suppress(OSError):
                 os.close(write_end)
+
+
+class RestartLimit:
+    """Limit on the restarts of a program, in any stretch of time."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=RESTARTS)
+
+    def note(self, description: str) -> None:
+        """Note another restart.
+
+        Raises:
+            EngineError: there were too many; the message begins with ``description``.
+        """
+        now = time.monotonic()
+        if len(self._times) == RESTARTS and now - self._times[0] < RESTARTS_S:
+            raise EngineError(f"{description}, after {RESTARTS} restarts within {RESTARTS_S:g} s")
+        self._times.append(now)

@@ -23,7 +23,7 @@ from typing import IO, Any
 import megascend.errors
 import weightwire.errors
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, MegascendError
-from megascend.rollout.engines.guarded import GuardedProcess
+from megascend.rollout.engines.guarded import GuardedProcess, RestartLimit
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import WireError
@@ -62,21 +62,38 @@ class LocalEngine(RemoteEngine):
         self.name = name
         self.answer_s = timeout_s
         self.control_s = self.commit_s = control_timeout_s
-        self._answered = False
-        self._host = (
-            ModelProcess(name, Path(model), settings) if own_process else ModelInProcess(name, Path(model), settings)
-        )
+        self._loaded = self._was_ready = False
+        self._restarts = RestartLimit()
+        kind = ModelProcess if own_process else ModelInProcess
+        self._make_host = partial(kind, name, Path(model), settings)
+        self._host = self._make_host()
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
-        if not self._answered:
+        if not self._loaded:
             # The child first imports transformers and loads the model, which takes minutes on a busy machine.
             timeout_s = max(timeout_s, self.answer_s)
         try:
             answer = await asyncio.wait_for(self._host.call(call, arguments), timeout_s)
         except asyncio.TimeoutError:
             raise EngineTimeoutError(f"{self.name}: no answer to {call} within {timeout_s:g} s") from None
-        self._answered = True
+        self._loaded = self._was_ready = True
         return answer
+
+    async def revive(self) -> bool:
+        """See :class:`InferenceEngine`.
+
+        Raises:
+            EngineError: the process has never answered, or has ended too often.
+        """
+        ending = self._host.ending()
+        if not ending:
+            return False
+        if not self._was_ready:
+            raise EngineError(f"{ending} before it answered")
+        self._restarts.note(ending)
+        await self._host.close()
+        self._loaded, self._host = False, self._make_host()
+        return True
 
     async def close(self) -> None:
         await self._host.close()
@@ -98,6 +115,10 @@ class ModelInProcess:
         except WireError as error:
             raise EngineError(f"{self._name}: {error}") from error
         return await run(self._model)
+
+    def ending(self) -> str:
+        """Return an empty text: it ends with this process."""
+        return ""
 
     async def close(self) -> None:
         await self._model.close()
@@ -158,13 +179,17 @@ class ModelProcess:
         for future in waiting.values():
             future.set_exception(self._lost())
 
+    def ending(self) -> str:
+        """Return the description of the end of the process; empty while it runs."""
+        code = self.process.poll()
+        return "" if code is None else f"{self._name}: its process {self.process.pid} has ended with exit code {code}"
+
     def _lost(self) -> EngineLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             # The pipe may close a moment before the process can be waited for, and its exit code helps.
             self.process.wait(1.0)
-        code = self.process.poll()
-        ending = "does not listen any more" if code is None else f"has ended with exit code {code}"
-        return EngineLostError(f"{self._name}: its process {self.process.pid} {ending}")
+        silent = f"{self._name}: its process {self.process.pid} does not listen any more"
+        return EngineLostError(self.ending() or silent)
 
     async def close(self) -> None:
         """Abandon running calls and end the process. May be called twice."""

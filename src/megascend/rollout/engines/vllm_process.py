@@ -127,6 +127,17 @@ class VllmProcess:
             first = "" if not cause or cause in end else f"the first error in {self._log}:\n{cause}\n"
             raise EngineLostError(f"vLLM has ended with code {code}; {first}the end of {self._log}:\n{end}")
 
+    @property
+    def ended(self) -> bool:
+        """Return whether the server has ended; processes of it may be left."""
+        return self._process.poll() is not None
+
+    def restart(self) -> None:
+        """Start the server again, on another port unless one was set. The log of the one before gets the suffix ``.lost.log``."""
+        self.close()
+        self._log.replace(self._log.with_suffix(f".lost{self._log.suffix}"))
+        self._guarded = self._start()
+
     def wait_until_listening(self, timeout_s: float) -> None:
         """Wait until the server accepts connections, after loading its model. If its port was taken meanwhile, use another.
 

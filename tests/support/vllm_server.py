@@ -1,11 +1,11 @@
-"""Shared parts of tests with a real vLLM: its environment, a server with its key, manual updates, and references."""
+"""A real vLLM for tests, on a CPU or a GPU: its environment, a server with its key, manual updates, and references."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from weightwire.offer import Offer, Seal
 from weightwire.sender import Sender, spec_of
 
 ROOT = Path(__file__).parents[2]
-FAULTS = Path(__file__).parent / "faults"
+FAULTS = ROOT / "tests" / "real_vllm" / "faults"
 BUCKET_BYTES = 50_000
 OPTIONS = ["--max-model-len=512", "--max-num-seqs=64", "--skip-tokenizer-init", "--disable-uvicorn-access-log"]
+BOUND = 1e-5
+"""Largest difference of log-probabilities between vLLM and a reference, both in float32."""
 START_S = 600.0
 """Deadline for a server's start on a busy machine, in seconds."""
 TOKENS = [(7 * index + index * index // 3) % 290 + 3 for index in range(48)]
@@ -41,7 +43,7 @@ def vllm_python() -> Path:
 
 
 class Server:
-    """A real vLLM with the tests' fault plug-in, which accepts requests."""
+    """A real vLLM with the tests' fault plug-in, which accepts requests. A context manager."""
 
     def __init__(
         self,
@@ -83,6 +85,31 @@ class Server:
     def engine(self, owner: str = "test", **options: Any) -> VllmEngine:
         """Build a client of the server."""
         return VllmEngine(self.process.address, key=read_key(self.key_file), owner=owner, **options)
+
+    def run(self, act: Callable[[VllmEngine], Awaitable[Any]], **options: Any) -> Any:
+        """Run a coroutine with a client, which releases the engine afterwards."""
+
+        async def with_client() -> Any:
+            engine = self.engine(**options)
+            try:
+                return await act(engine)
+            finally:
+                await engine.close()
+
+        return asyncio.run(asyncio.wait_for(with_client(), 300))
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.close()
+
+
+async def assert_active(engine: VllmEngine, expected: Sequence[float], version: int) -> None:
+    """Check that the engine computes with these weights, reports their version, and is not paused."""
+    info = await engine.info()
+    assert (info["paused"], info["not_serving"], info["versions"]["model"]) == (False, None, version), info
+    assert far(await engine.logprobs(TOKENS), expected) < BOUND
 
 
 def offered(engine: VllmEngine, listener: Listener, manifest: Manifest, receivers: int, **changes: Any) -> Offer:

@@ -1,0 +1,376 @@
+"""KL divergence of the policy to a reference model: the reference's log-probabilities, penalties, and metrics.
+
+With ``d = log pi - log pi_ref`` of a token that the policy sampled, the estimators of KL(pi || pi_ref) are k1 = d, k2 = d^2 / 2
+and k3 = exp(-d) - 1 + d (Schulman 2020, "Approximating KL divergence"). Which of them may be used where follows from their
+gradients, not from their values (Tang and Munos 2025, arXiv:2506.09477):
+
+- in the loss, k2 has the gradient of KL(pi || pi_ref), k3 that of KL(pi_ref || pi), and k1 none in expectation; all of them are
+  of the next token's distribution, without the influence of a token on those that follow
+- in the reward, where the penalty is a constant factor of grad log pi, the sum of k1 gives the gradient of KL(pi || pi_ref) of
+  whole responses; those of k2 and k3 vanish to first order as the policy approaches the reference
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megascend.batch.losses import Loss, LossInputs
+from megascend.checkpoint.hf_slices import HfSlices, held_weights
+from megascend.checkpoint.slices import TensorSlices
+from megascend.checkpoint.staging import Staging
+from megascend.config.rl import BASE, ReferenceSettings, RlConfig
+from megascend.distributed.objects import raise_on_all_ranks
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.architectures import transformers_config
+from megascend.huggingface.files import TensorHeader, tensor_headers
+from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.huggingface.quantised import read_tensor
+from megascend.kernels.reductions import out_of_range
+from megascend.rollout.group import TrajectoryGroup
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+    from megascend.batch.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+KL_WEIGHTS = "kl_weights"
+"""Field of samples with the importance weight of each token's term in the loss."""
+FREE_KEYS = {
+    *(
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+        "initializer_range",
+    ),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "tie_word_embeddings"),
+}
+"""Keys of ``config.json`` that change no log-probability, or show in the names of the weights."""
+EDGE = 4096
+"""Bytes at each end of a weight that its directory's fingerprint reads."""
+
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda difference: difference,
+    "k2": lambda difference: 0.5 * difference * difference,
+    "k3": lambda difference: torch.expm1(-difference) + difference,
+}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Sums over sampled tokens of estimates of KL(policy || reference), in nats."""
+
+    tokens: int = 0
+    sum_k1: float = 0.0
+    sum_k3: float = 0.0
+
+    def __add__(self, other: Divergence) -> Divergence:
+        return Divergence(self.tokens + other.tokens, self.sum_k1 + other.sum_k1, self.sum_k3 + other.sum_k3)
+
+    @property
+    def k1(self) -> float:
+        """Mean per token; NaN without tokens."""
+        return self.sum_k1 / self.tokens if self.tokens else math.nan
+
+    @property
+    def k3(self) -> float:
+        """Mean per token, never negative; NaN without tokens."""
+        return self.sum_k3 / self.tokens if self.tokens else math.nan
+
+
+class Reference:
+    """Reference model of a run, on the ranks and in the layout of the policy.
+
+    With adapters it is the frozen model without them. Otherwise its weights are in host memory, and take the policy's place on
+    the device for one forward pass a step: the same kernels compute both, and equal weights give equal log-probabilities.
+
+    To be built before a checkpoint is loaded: the model of a new backend has the weights that the run begins with. Collective.
+
+    Raises:
+        CheckpointError: on every rank: the weights of ``settings.model`` cannot be read.
+        ConfigError: the engine does not show its weights.
+    """
+
+    def __init__(self, backend: Backend, settings: ReferenceSettings) -> None:
+        self._backend, self._settings = backend, settings
+        engine = backend.engine
+        self._directory = engine.model_dir if settings.model == BASE else Path(settings.model)
+        page_locked = backend.platform.page_locks_memory
+        self._staging, self._policy_staging = Staging(page_locked=page_locked), Staging(page_locked=page_locked)
+        self._weights: dict[str, TensorSlices] | None = None
+        self.fingerprint = ""
+        if engine.trainable.frozen:
+            return
+        self._weights = self._staging.copy(engine.weight_state())
+        if not self._weights:
+            raise ConfigError(f"reference: engine {engine.kind} does not show its weights (Engine.weight_state)")
+        if settings.model != BASE:
+            problem = None
+            try:
+                # Raises on every rank or on none.
+                slices = engine.hf_slices()
+                headers = inspect_checkpoint(self._directory, mtp=engine.info.mtp).tensors
+                read_weights(self._weights, slices, headers, engine.dtype)
+            except CheckpointError as error:
+                problem = CheckpointError(f"reference.model: {self._directory}: {error}")
+            raise_on_all_ranks(problem, backend.groups, f"whether {self._directory} could be read")
+
+    @property
+    def in_reward(self) -> bool:
+        """True if rewards are penalised."""
+        return self._settings.penalty == "reward" and self._settings.coefficient > 0
+
+    @property
+    def in_loss(self) -> bool:
+        """True if the loss has a term of the divergence."""
+        return self._settings.penalty == "loss" and self._settings.coefficient > 0
+
+    def check_unchanged(self, saved: str | None) -> None:
+        """Compute :attr:`fingerprint` and compare it with that of a checkpoint, if there is one. Collective.
+
+        Raises:
+            ConfigError: on every rank: a resumed run would compare with another model.
+        """
+        self.fingerprint = self._backend.from_rank_0(lambda: fingerprint(self._directory))
+        if saved not in (None, self.fingerprint):
+            raise ConfigError(
+                f"reference.model: the weights in {self._directory} are not those that the run began with (fingerprint "
+                f"{self.fingerprint}, in the checkpoint {saved}): restore them, or begin a new run"
+            )
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Return the reference's log-probabilities of the targets: fp32 [length] on the CPU each. Collective.
+
+        Router replay is for the policy: the reference chooses experts itself.
+        """
+        samples = [replace(sample, routed_experts=None) for sample in samples]
+        if self._weights is None:
+            return self._backend.forward(samples, reference=True).logprobs
+        with self._in_place_of_policy(self._weights):
+            return self._backend.forward(samples).logprobs
+
+    @contextmanager
+    def _in_place_of_policy(self, weights: Mapping[str, TensorSlices]) -> Iterator[None]:
+        live = self._backend.engine.weight_state()
+        policy = self._policy_staging.copy(live)
+        try:
+            _write(live, weights)
+            yield
+        finally:
+            _write(live, policy)
+
+    def penalised(
+        self,
+        groups: Sequence[TrajectoryGroup],
+        samples: Sequence[Sample],
+        shard: Sequence[Sample],
+        policy: Sequence[Tensor],
+        reference: Sequence[Tensor],
+    ) -> list[TrajectoryGroup]:
+        """Return the groups with the coefficient times the summed estimates of a trajectory's tokens taken from its reward.
+
+        Collective.
+
+        Args:
+            samples: of all trajectories, in order.
+            shard: those of this data parallel rank; the same objects.
+            policy, reference: log-probabilities of their targets, [length] each.
+        """
+        estimate, order = ESTIMATORS[self._settings.kl_estimator], {id(sample): i for i, sample in enumerate(samples)}
+        local = {
+            order[id(sample)]: float(estimate(_differences(sample, *logprobs)).sum())
+            for sample, *logprobs in zip(shard, policy, reference, strict=True)
+        }
+        sums = {index: value for part in self._backend.gather_by_data_rank(local) for index, value in part.items()}
+        coefficient, numbers = self._settings.coefficient, iter(range(len(samples)))
+        return [
+            replace(
+                group,
+                trajectories=tuple(
+                    replace(trajectory, reward=trajectory.reward - coefficient * sums[next(numbers)])
+                    for trajectory in group.trajectories
+                ),
+            )
+            for group in groups
+        ]
+
+    def attached(self, samples: Sequence[Sample], reference: Sequence[Tensor]) -> list[Sample]:
+        """Return samples with ``ref_logprobs``, and what :meth:`with_kl` needs."""
+        return [
+            replace(
+                sample,
+                ref_logprobs=torch.where(sample.weights != 0, logprobs, 0.0),
+                extra=sample.extra | ({KL_WEIGHTS: (sample.weights != 0).float()} if self.in_loss else {}),
+            )
+            for sample, logprobs in zip(samples, reference, strict=True)
+        ]
+
+    def with_kl(self, loss: Loss) -> Loss:
+        """Return the loss with the term of the divergence, if settings say so."""
+        if not self.in_loss:
+            return loss
+        return with_kl(loss, self._settings.kl_estimator, self._settings.coefficient)
+
+    def divergence(
+        self, samples: Sequence[Sample], policy: Sequence[Tensor], reference: Sequence[Tensor]
+    ) -> Divergence:
+        """Return the estimates over the sampled tokens of all data parallel ranks. Collective.
+
+        Args:
+            samples: of this rank.
+            policy, reference: log-probabilities of their targets, [length] each.
+        """
+        local = Divergence()
+        for sample, *logprobs in zip(samples, policy, reference, strict=True):
+            difference = _differences(sample, *logprobs)
+            k1, k3 = (float(ESTIMATORS[name](difference).sum()) for name in ("k1", "k3"))
+            local += Divergence(len(difference), k1, k3)
+        return sum(self._backend.gather_by_data_rank(local), Divergence())
+
+
+def _differences(sample: Sample, policy: Tensor, reference: Tensor) -> Tensor:
+    """Return ``log pi - log pi_ref`` of the sampled tokens, float64."""
+    sampled = sample.weights != 0
+    return policy.cpu().double()[sampled] - reference.cpu().double()[sampled]
+
+
+@torch.no_grad()
+def _write(targets: Mapping[str, TensorSlices], sources: Mapping[str, TensorSlices]) -> None:
+    for name, tensor in targets.items():
+        for (_, target), (_, source) in zip(tensor.slices, sources[name].slices, strict=True):
+            target.copy_(source)
+
+
+@functools.cache
+def with_kl(loss: Loss, estimator: str, coefficient: float) -> Loss:
+    """Return a loss plus ``coefficient`` times an estimate of KL(policy || reference) of each token.
+
+    Engines sampled the tokens, maybe with older weights: each term has the importance weight in the samples' field
+    :data:`KL_WEIGHTS`, which has no gradient.
+    """
+    estimate = ESTIMATORS[estimator]
+
+    def penalised_loss(logprobs: Tensor, inputs: LossInputs) -> Any:
+        output = loss(logprobs, inputs)
+        values, metrics = output if isinstance(output, tuple) else (output, {})
+        assert inputs.extra is not None
+        terms = inputs.extra[KL_WEIGHTS] * estimate(logprobs - inputs.ref_logprobs)
+        return values + coefficient * terms, metrics
+
+    return replace(
+        loss,
+        name=f"{loss.name} + {coefficient:g} {estimator}",
+        function=penalised_loss,
+        requires=(*loss.requires, "ref_logprobs"),
+        settings=(),
+        is_cross_entropy=False,
+    )
+
+
+# --- a reference of its own directory ---
+
+
+def read_weights(
+    weights: Mapping[str, TensorSlices], slices: HfSlices, headers: Mapping[str, TensorHeader], dtype: torch.dtype
+) -> None:
+    """Fill tensors in host memory from a checkpoint's files; rows that only pad a vocabulary are left as they are.
+
+    Args:
+        weights: a rank's tensors.
+        slices: Hugging Face slices that an engine's tensors consist of.
+        headers: tensors of the checkpoint.
+        dtype: precision of the model.
+
+    Raises:
+        CheckpointError: a tensor is missing, incomplete, damaged, or beyond the range of ``dtype``.
+    """
+    files: dict[Path, Any] = {}
+    for name, tensor in weights.items():
+        read = 0
+        for weight, offsets, target in held_weights({name: tensor}, slices):
+            if weight not in headers:
+                raise CheckpointError(f"it has no {weight}")
+            index = tuple(slice(start, start + size) for start, size in zip(offsets, target.shape, strict=True))
+            try:
+                values = read_tensor(weight, headers[weight], files, index)
+            except (OSError, RuntimeError) as error:
+                raise CheckpointError(f"{weight} cannot be read: {error}") from error
+            if problem := out_of_range(weight, values, dtype):
+                raise CheckpointError(problem)
+            if values.is_floating_point() and bool(values.isnan().any()):
+                raise CheckpointError(f"{weight} contains NaN")
+            target.copy_(values.view(target.shape))
+            read += target.numel()
+        size = sum(values.numel() for _, values in tensor.slices)
+        if read != size and not tensor.may_differ:
+            raise CheckpointError(f"it has only {read} of the {size} values of {name} that this rank needs")
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Return a digest of the weights in a directory: of all names, dtypes and shapes, and of both ends of every tensor's data."""
+    state = xxhash.xxh3_64()
+    for name, header in sorted(tensor_headers(model_dir).items()):
+        state.update(f"{name} {header.dtype} {header.shape}".encode())
+        assert header.file is not None
+        start, stop = header.span
+        with header.file.open("rb") as file:
+            for first, last in ((start, min(start + EDGE, stop)), (max(start, stop - EDGE), stop)):
+                file.seek(first)
+                state.update(file.read(last - first))
+    return state.hexdigest()
+
+
+def check_reference(config: RlConfig, info: ModelInfo, *, warns: bool) -> None:
+    """Check that the reference is a model like the policy, and warn of an estimator without effect. Local.
+
+    Args:
+        info: description of the policy's checkpoint.
+
+    Raises:
+        ConfigError, CheckpointError: the policy's engine cannot compute the model in ``reference.model``.
+    """
+    settings = config.reference
+    if settings is None:
+        return
+    if settings.penalty == "reward" and settings.kl_estimator != "k1" and settings.coefficient and warns:
+        logger.warning(
+            "reference.estimator: %s in the reward hardly pulls a policy that is near the reference: its gradient vanishes there "
+            "to first order; k1 has that of the KL divergence",
+            settings.kl_estimator,
+        )
+    if settings.model == BASE:
+        return
+    directory = Path(settings.model)
+    if not directory.is_dir():
+        raise ConfigError(f"reference.model: {directory} is not a directory: name a Hugging Face checkpoint, or {BASE}")
+    shapes, expected = (
+        {name: tuple(header.shape) for name, header in tensors.items()}
+        for tensors in (inspect_checkpoint(directory, mtp=config.mtp).tensors, info.tensors)
+    )
+    if different := sorted(name for name, _ in shapes.items() ^ expected.items()):
+        raise ConfigError(
+            f"reference.model: {directory} is not a model like {config.model}: {different[0]} has shape "
+            f"{shapes.get(different[0], 'none')}, there {expected.get(different[0], 'none')}"
+        )
+    # Shapes do not show how a model computes, and the policy's configuration computes both.
+    values, policy = (transformers_config(path).to_dict() for path in (directory, config.model))
+    for key in sorted((values.keys() | policy.keys()) - FREE_KEYS):
+        if values.get(key) != policy.get(key):
+            raise ConfigError(
+                f"reference.model: {directory} has {key}: {values.get(key)!r} in config.json and {config.model} has "
+                f"{policy.get(key)!r}: the engine of the policy would compute another model"
+            )

@@ -1,0 +1,131 @@
+"""Phases of a push, and the consequences of an error in one of them, whoever sends and however many ranks take part.
+
+Every call of an engine is made by a :class:`~megascend.weightsync.delivery.Delivery`, which also decides what an engine that
+fails, is lost or too slow means for the others (``Delivery._require_all``). Here is what follows for the update.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from megascend.distributed.objects import from_rank_0, raise_on_all_ranks
+from megascend.errors import MegascendError, WeightSyncError
+from weightwire.errors import WireError
+
+if TYPE_CHECKING:
+    from megascend.distributed.groups import ProcessGroups
+    from megascend.weightsync.delivery import Delivery, Update
+
+T = TypeVar("T")
+
+
+def run_phases(
+    update: Update,
+    engines: Delivery | AllRanks,
+    begin: Callable[[Update], object],
+    transfer: Callable[[Update], object],
+) -> None:
+    """Run an update's phases, and note their seconds.
+
+    Any error, of a rank or an engine, ends the update for all engines. Until the commit it is dropped, and they keep the old
+    weights; a commit that failed on some engines cannot be dropped on the others.
+
+    Args:
+        begin: offers the update to the engines, and sets its connected sender.
+        transfer: sends everything; sets the update's seal and amounts.
+    """
+    droppable = True
+    try:
+        with update.timed("begin"):
+            begin(update)
+        with update.timed("transfer"):
+            transfer(update)
+        with update.timed("verify"):
+            engines.verify(update)
+        droppable = False
+        with update.timed("commit"):
+            engines.commit(update)
+    except BaseException:  # an interrupt, too: engines would keep the update in memory until its lease ends
+        if droppable:
+            engines.drop(update)
+        raise
+
+
+@dataclass
+class AllRanks:
+    """The engines for all ranks of a trainer: rank 0 calls them, and all ranks raise its errors.
+
+    Attributes:
+        delivery: on rank 0, until it is closed.
+    """
+
+    groups: ProcessGroups
+    delivery: Delivery | None = None
+
+    def verify(self, update: Update) -> None:
+        """Wait until all engines have verified the update. Collective."""
+        self.call(lambda delivery: delivery.verify(update), "whether the engines verified it")
+
+    def commit(self, update: Update) -> None:
+        """Activate the update on all engines. Collective."""
+        self.call(lambda delivery: delivery.commit(update), "whether the engines committed it")
+
+    def drop(self, update: Update) -> None:
+        """Leave the update's group; on rank 0, make the engines drop it."""
+        if update.sender is not None:
+            update.sender.close()
+        if self.delivery is not None:
+            self.delivery.drop(update)
+
+    def call(self, function: Callable[[Delivery], T], purpose: str) -> T:
+        """Call ``function`` on rank 0, and return its result or raise its error on all ranks. Collective."""
+
+        def with_delivery() -> T:
+            if self.delivery is None:
+                raise WeightSyncError("push: this WeightSync is closed")
+            return function(self.delivery)
+
+        return on_rank_0(with_delivery, self.groups, purpose)
+
+
+def on_rank_0(function: Callable[[], T], groups: ProcessGroups, purpose: str) -> T:
+    """Call ``function`` on rank 0, and return its result or raise its error, a MegascendError, on all ranks. Collective."""
+
+    def run() -> T:
+        try:
+            return function()
+        except MegascendError:
+            raise
+        except Exception as error:
+            raise _sync_error(error, 0) from error
+
+    return from_rank_0(run, groups, purpose)
+
+
+def on_every_rank(function: Callable[[], T], groups: ProcessGroups, purpose: str, failure: str) -> T:
+    """Call ``function``; if it fails on any rank, raise the first rank's error, a MegascendError, on all. Collective.
+
+    No rank waits for one that has failed, and the trainer's process groups stay usable.
+
+    Args:
+        failure: the consequence, which the message of a WireError follows.
+    """
+    result: T | None = None
+    problem: MegascendError | None = None
+    try:
+        result = function()
+    except MegascendError as error:
+        problem = error
+    except Exception as error:  # noqa: BLE001  the other ranks wait for this rank's result
+        problem = _sync_error(error, groups.rank, failure)
+    raise_on_all_ranks(problem, groups, purpose)
+    return result  # type: ignore[return-value]
+
+
+def _sync_error(error: Exception, rank: int, failure: str = "") -> WeightSyncError:
+    if isinstance(error, WireError):
+        return WeightSyncError(f"{failure}: {error}; all engines keep the old weights" if failure else str(error))
+    return WeightSyncError(f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}")

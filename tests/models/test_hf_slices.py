@@ -1,0 +1,71 @@
+"""Slices of the Hugging Face weights that a rank's tensors consist of, for every family: checkpoints move between engines, and
+weights go to engines in slices, by this map."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megascend.checkpoint.hf_slices import held_weights
+from megascend.checkpoint.slices import index_of
+from megascend.config import Parallel
+from megascend.errors import CheckpointError
+from megascend.testing import run_distributed
+from megascend.testing.parity import Case, case_backend, case_checkpoint, family_matrix
+from support.covering import first_stack_only
+
+LAYOUTS = ("single", "TP2 + SP", "PP2", "TP2 x EP2 + SP")
+PICTURES = [
+    Case(f"{arch}: {name}", 2, parallel, arch=arch)
+    for arch in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5_moe")
+    for name, parallel in (("TP2", Parallel(tensor=2)), ("EP2", Parallel(expert=2)))
+    if arch.endswith("moe") or name == "TP2"
+]
+# gpt_oss stores [experts, in, out], gate and up in turns: no slice of the parameters is one of the weights.
+CASES = [case for case in family_matrix() if case.name.split(": ")[1] in LAYOUTS and case.arch != "gpt_oss"]
+IN_CI = ("qwen3_vl_moe: EP2", "deepseek_v3: TP2 x EP2 + SP")
+
+
+@first_stack_only
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[] if case.name in IN_CI else pytest.mark.nightly)
+        for case in (*CASES, *PICTURES)
+    ],
+)
+def test_slices_equal_the_weights_of_the_checkpoint(case: Case, parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, case.arch)
+
+    def on_rank() -> tuple[list[str], dict[str, torch.Tensor]]:
+        weights, problems = load_file(checkpoint / "model.safetensors"), []
+        held = {name: torch.zeros(weight.shape, dtype=torch.bool) for name, weight in weights.items()}
+        with case_backend(case, checkpoint) as backend:
+            for name, offsets, values in held_weights(backend.engine.weight_state(), backend.engine.hf_slices()):
+                index = index_of(offsets, values.shape)
+                held[name][index] = True
+                if not torch.equal(weights[name][index].float(), values.float()):
+                    problems.append(f"{name} at {offsets}")
+        return problems, held
+
+    ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=120)
+    assert [problem for problems, _ in ranks for problem in problems] == []
+    missing = [name for name in ranks[0][1] if not torch.stack([held[name] for _, held in ranks]).any(0).all()]
+    assert missing == []
+
+
+@first_stack_only
+@pytest.mark.nightly
+def test_weights_that_are_computed_from_parameters_are_refused_by_name(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "gpt_oss")
+
+    def on_rank() -> str:
+        with case_backend(Case("single"), checkpoint) as backend, pytest.raises(CheckpointError) as caught:
+            backend.engine.hf_slices()
+        return str(caught.value)
+
+    message = run_distributed(on_rank, 1, init=False, timeout_s=120)[0]
+    assert "gate_up_proj of shape [4, 64, 256] does not consist of complete rows" in message
