@@ -599,8 +599,8 @@ def test_silent_rank_whose_process_runs_is_late_and_not_gone(runtime: Runtime) -
         assert not isinstance(caught.value, PeerLostError)
         return str(caught.value)
 
-    message, lost = run_distributed(work, 2, init=False, expect_lost={1})
-    assert lost == Lost(None)
+    message, end = run_distributed(work, 2, init=False, expect_lost={1})
+    assert end == Lost(None)
     assert re.search(
         r"Rank 1 has not come: after start-up for .*; its process runs and has been silent for \d+ s", message
     )

@@ -42,18 +42,18 @@ def test_slices_equal_the_weights_of_the_checkpoint(case: Case, parity_folder: P
 
     def on_rank() -> tuple[list[str], dict[str, torch.Tensor]]:
         weights, problems = load_file(checkpoint / "model.safetensors"), []
-        held = {name: torch.zeros(weight.shape, dtype=torch.bool) for name, weight in weights.items()}
+        covered = {name: torch.zeros(weight.shape, dtype=torch.bool) for name, weight in weights.items()}
         with case_backend(case, checkpoint) as backend:
             for name, offsets, values in held_weights(backend.engine.weight_state(), backend.engine.hf_slices()):
                 index = index_of(offsets, values.shape)
-                held[name][index] = True
+                covered[name][index] = True
                 if not torch.equal(weights[name][index].float(), values.float()):
                     problems.append(f"{name} at {offsets}")
-        return problems, held
+        return problems, covered
 
     ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=120)
     assert [problem for problems, _ in ranks for problem in problems] == []
-    missing = [name for name in ranks[0][1] if not torch.stack([held[name] for _, held in ranks]).any(0).all()]
+    missing = [name for name in ranks[0][1] if not torch.stack([covered[name] for _, covered in ranks]).any(0).all()]
     assert missing == []
 
 

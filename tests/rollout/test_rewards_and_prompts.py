@@ -17,7 +17,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from megascend.app.rl.set_up import read_and_check
+from megascend.app.rl.set_up import no_reward, read_and_check
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config.rl import RlConfig
 from megascend.data.columns import parse_record
@@ -301,7 +301,7 @@ def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
         evaluation={"prompts": held_out},
     )
     with pytest.raises(DataError, match=r"^6 problems in the prompts") as caught:
-        read_and_check(config, byte_tokenizer(4096), SampleLimits(50))
+        read_and_check(config, byte_tokenizer(4096), SampleLimits(50), no_reward)
     message = str(caught.value)
     for words in (
         "role 'usr'",
@@ -318,7 +318,7 @@ def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
     learned.write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
     training_only = config.model_copy(update={"evaluation": None})
     tokenizer = byte_tokenizer(4096)
-    first = read_and_check(training_only, tokenizer, SampleLimits(50))
-    assert read_and_check(training_only, tokenizer, SampleLimits(50)).digest == first.digest
+    first = read_and_check(training_only, tokenizer, SampleLimits(50), no_reward)
+    assert read_and_check(training_only, tokenizer, SampleLimits(50), no_reward).digest == first.digest
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert read_and_check(training_only, tokenizer, SampleLimits(50)).digest != first.digest
+    assert read_and_check(training_only, tokenizer, SampleLimits(50), no_reward).digest != first.digest

@@ -19,6 +19,7 @@ COUNTERPARTS = {
     "validation": "set evaluation: rewards on the prompts of another file at intervals",
     "generation": "evaluation lets the model answer the prompts of a file at intervals, and megascend rollouts RUN --outcome "
     "evaluated shows the responses",
+    "distillation": "set teacher: its distributions over what the model samples are learned",
     "epochs": "set steps: how many prompts they take depends on the groups that are dropped; the prompts are drawn repeatedly",
     "dpo": "objective says what is learned from rewards; preference pairs are for megascend train",
 }

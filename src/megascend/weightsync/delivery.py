@@ -13,13 +13,12 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megascend.errors import ConfigError, WeightSyncError
-from megascend.weightsync.phases import run_phases
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import BaseError, PlanError, TransportError, WireError
@@ -143,6 +142,48 @@ class Update:
         start = time.perf_counter()
         yield
         (self.parts if "." in name else self.seconds)[name] = time.perf_counter() - start
+
+
+class Phases(Protocol):
+    """Phases of an update after the transfer: calls of the engines, by one process or for all ranks."""
+
+    def verify(self, update: Update) -> object: ...
+
+    def commit(self, update: Update) -> object: ...
+
+    def drop(self, update: Update) -> object: ...
+
+
+def run_phases(
+    update: Update,
+    engines: Phases,
+    begin: Callable[[Update], object],
+    transfer: Callable[[Update], object],
+) -> None:
+    """Run an update's phases, and note their seconds.
+
+    Any error, of a rank or an engine, ends the update for all engines. Until the commit it is dropped, and they keep the old
+    weights; a commit that failed on some engines cannot be dropped on the others.
+
+    Args:
+        begin: offers the update to the engines, and sets its connected sender.
+        transfer: sends everything; sets the update's seal and amounts.
+    """
+    droppable = True
+    try:
+        with update.timed("begin"):
+            begin(update)
+        with update.timed("transfer"):
+            transfer(update)
+        with update.timed("verify"):
+            engines.verify(update)
+        droppable = False
+        with update.timed("commit"):
+            engines.commit(update)
+    except BaseException:  # an interrupt, too: engines would keep the update in memory until its lease ends
+        if droppable:
+            engines.drop(update)
+        raise
 
 
 class Delivery:

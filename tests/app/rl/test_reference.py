@@ -433,7 +433,7 @@ def test_resumed_run_has_the_reference_of_its_beginning(folder: Path, tmp_path: 
     for run_config in (complete, stopped):
         in_a_fork(lambda run_config=run_config: run(run_config, RecordedEngine))
     in_a_fork(lambda: run(config("resumed"), RecordedEngine, resume="auto"))
-    timed = ("seconds", "tokens_per_s", "wait_s", "sync_s", "pause_s", "reward", "prompts")
+    timed = ("seconds", "tokens_per_s", "idle", "wait_s", "sync_s", "pause_s", "reward", "prompts")
     figures = [
         [{key: value for key, value in row.items() if key not in timed} for row in rows(run_config)]
         for run_config in (complete, stopped)

@@ -108,10 +108,10 @@ class RolloutLog:
             advantages: None: it has none.
         """
         rewards = group.rewards if rewards is None else rewards
-        listed: Sequence[float | None] = [None] * len(rewards) if advantages is None else advantages
+        values: Sequence[float | None] = [None] * len(rewards) if advantages is None else advantages
         # An evaluation follows the step instead of entering it, and no objective adds to its rewards.
         evaluated = outcome == "evaluated"
-        for trajectory, reward, advantage in zip(group.trajectories, rewards, listed, strict=True):
+        for trajectory, reward, advantage in zip(group.trajectories, rewards, values, strict=True):
             parts = {} if evaluated else reward_parts(trajectory, self._objective)
             row = {
                 "step": step,

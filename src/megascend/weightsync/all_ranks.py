@@ -1,8 +1,4 @@
-"""Phases of a push, and the consequences of an error in one of them, whoever sends and however many ranks take part.
-
-Every call of an engine is made by a :class:`~megascend.weightsync.delivery.Delivery`, which also decides what an engine that
-fails, is lost or too slow means for the others (``Delivery._require_all``). Here is what follows for the update.
-"""
+"""The engines for all ranks of a trainer: rank 0 calls them, and every rank learns of an error."""
 
 from __future__ import annotations
 
@@ -13,45 +9,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megascend.distributed.objects import from_rank_0, raise_on_all_ranks
 from megascend.errors import MegascendError, WeightSyncError
+from megascend.weightsync.delivery import Delivery, Update
 from weightwire.errors import WireError
 
 if TYPE_CHECKING:
     from megascend.distributed.groups import ProcessGroups
-    from megascend.weightsync.delivery import Delivery, Update
 
 T = TypeVar("T")
-
-
-def run_phases(
-    update: Update,
-    engines: Delivery | AllRanks,
-    begin: Callable[[Update], object],
-    transfer: Callable[[Update], object],
-) -> None:
-    """Run an update's phases, and note their seconds.
-
-    Any error, of a rank or an engine, ends the update for all engines. Until the commit it is dropped, and they keep the old
-    weights; a commit that failed on some engines cannot be dropped on the others.
-
-    Args:
-        begin: offers the update to the engines, and sets its connected sender.
-        transfer: sends everything; sets the update's seal and amounts.
-    """
-    droppable = True
-    try:
-        with update.timed("begin"):
-            begin(update)
-        with update.timed("transfer"):
-            transfer(update)
-        with update.timed("verify"):
-            engines.verify(update)
-        droppable = False
-        with update.timed("commit"):
-            engines.commit(update)
-    except BaseException:  # an interrupt, too: engines would keep the update in memory until its lease ends
-        if droppable:
-            engines.drop(update)
-        raise
 
 
 @dataclass
