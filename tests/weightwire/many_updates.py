@@ -43,6 +43,6 @@ if __name__ == "__main__":
         if version == 2:  # the listener and its threads are there
             before = at_rest()
     until = time.monotonic() + WAIT_S
-    while any(now > earlier + kept for now, earlier, kept in zip(resources(), before, ALLOWANCE, strict=True)):
+    while any(now > earlier + margin for now, earlier, margin in zip(resources(), before, ALLOWANCE, strict=True)):
         assert time.monotonic() < until, (resources(), before)
         time.sleep(0.1)
