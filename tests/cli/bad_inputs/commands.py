@@ -147,7 +147,7 @@ ENVIRONMENTS = {
 }  # fmt: skip
 RL = {
     "a head": command("rl rl.yaml --set head=scalar", says="head: 'scalar' | not of run files | docs/data.md"),
-    "a run file of train": command("rl run.yaml", says="rollout: required"),
+    "a run file of train": command("rl run.yaml", says="data: for megascend train only"),
     "a run file of rl": command("train rl.yaml", says="rollout: unknown setting"),
     "no prompts": rl("rollout.prompts=nowhere.jsonl", says="no prompts at | nowhere.jsonl"),
     "prompts that are chats": rl("rollout.prompts=data.jsonl", says="data.jsonl:1 | messages | assistant's"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascend import Adam, Adapters, Batching, Lora, Moe, Recompute, Sample
+from megascend import Adam, Adapters, Batching, Candidates, Lora, Moe, Recompute, Sample
 from megascend.batch.losses import BUILT_IN
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
@@ -83,6 +83,8 @@ def every_field() -> list[Sample]:
         sample.ref_logprobs = -6 + 0.3 * torch.randn(count, generator=generator)
         sample.advantages = torch.randn(count, generator=generator)
         sample.pair, sample.chosen = index // 2, index % 2 == 0
+        likely = torch.randn(count, 300, generator=generator).log_softmax(-1).topk(4)
+        sample.candidates = Candidates(likely.indices, likely.values)
     return samples
 
 
