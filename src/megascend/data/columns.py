@@ -14,9 +14,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megascend.batch.candidates import Candidates
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
 from megascend.data.messages import (
@@ -33,6 +32,9 @@ from megascend.data.messages import (
 )
 from megascend.data.pictures import with_pictures
 from megascend.errors import DataError
+
+if TYPE_CHECKING:
+    from megascend.batch.candidates import Candidates
 
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chosen": (("chosen", "rejected"), ("prompt",)),
@@ -163,6 +165,9 @@ def _candidates(values: Mapping[str, Any], weights: list[float], source: str) ->
     for index, (weight, row) in enumerate(zip(weights, columns[0], strict=True)):
         if weight and not row:
             raise DataError(f"{source}: 'top_ids'[{index}] is empty, and the token there is learned")
+    # Imported here: reading a run file needs no torch.
+    from megascend.batch.candidates import Candidates
+
     try:
         return Candidates.from_rows(*columns)
     except DataError as error:

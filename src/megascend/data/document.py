@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megascend.batch.candidates import Candidates
+if TYPE_CHECKING:
+    from megascend.batch.candidates import Candidates
 
 Message = dict[str, Any]
 Messages = tuple[Message, ...]
