@@ -53,7 +53,7 @@ class Expert(ScriptedEngine):
 
     async def generate(self, tokens: Sequence[int], sampling: Sampling, n: int) -> list[Completion]:
         [completion] = await super().generate(tokens, sampling, n)
-        self.version += 1
+        self.weights += 1
         count = len(tokens) + len(completion.tokens) - 1
         experts = RoutedExperts.of(np.full((count, 2, 1), len(self.contexts), "uint8"))
         return [replace(completion, routed_experts=experts)]
@@ -338,7 +338,8 @@ def test_model_learns_from_a_package_without_a_prompt_file(tmp_path: Path) -> No
     assert result.reward_after > result.reward_before + 0.3
     lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
     assert all(line["rewards"] == {"letters": line["reward"]} for line in lines)
-    assert {line["prompt"] for line in lines} <= {
+    learned = [line for line in lines if line["outcome"] != "evaluated"]
+    assert {line["prompt"] for line in learned} <= {
         f"<|im_start|>user\n{number}?<|im_end|>\n<|im_start|>assistant\n" for number in range(12)
     }
 
