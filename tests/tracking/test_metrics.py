@@ -43,6 +43,9 @@ def test_metrics_of_built_in_losses_are_declared() -> None:
         ref_logprobs=torch.zeros(2),
         returns=torch.zeros(2),
         old_values=torch.zeros(2),
+        candidate_ids=torch.tensor([[0], [1]]),
+        teacher_logprobs=torch.full((2, 1), -1.0),
+        candidate_logprobs=torch.full((2, 1), -1.0),
         last=torch.arange(2),
     )
     reported: set[str] = set()
