@@ -59,7 +59,8 @@ class Task:
         group_size: episodes of one prompt.
         drop_equal: drop groups whose rewards are all equal, and sample other prompts instead.
         max_equal_groups: number of them in a row that ends the run; half of it logs a warning; 0: no limit.
-        learns_from_rewards: False: groups with equal rewards have a learning signal like any other.
+        equal_groups_have_signal: groups with equal rewards are learned from like any other, by a teacher's scores or by
+            advantages that compare all groups of a step.
     """
 
     episodes: Episodes
@@ -68,7 +69,7 @@ class Task:
     group_size: int
     drop_equal: bool = True
     max_equal_groups: int = 0
-    learns_from_rewards: bool = True
+    equal_groups_have_signal: bool = False
 
     def __post_init__(self) -> None:
         if self.sampling.temperature <= 0:
@@ -355,7 +356,7 @@ class RolloutCollector:
                 if group is None:
                     self._buffer.discarded(number)
                 else:
-                    equal = self._task.learns_from_rewards and without_signal(group.rewards)
+                    equal = not self._task.equal_groups_have_signal and without_signal(group.rewards)
                     self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
                     if equal:
                         self._check_streak(group)

@@ -101,7 +101,9 @@ def make_collector(
         group_size=rollout.group_size,
         drop_equal=rollout.drop_equal,
         max_equal_groups=rollout.max_equal_groups,
-        learns_from_rewards=config.learns_from_rewards,
+        # Who sets drop_equal has them dropped all the same.
+        equal_groups_have_signal=not config.learns_from_rewards
+        or (config.objective.compares_groups and not rollout.drop_equal),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task, rollout.engines_lost_s)
