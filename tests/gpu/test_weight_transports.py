@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from wire_members import next_group, run_meeting, run_members
+from wire_members import cross_messages, next_group, run_meeting, run_members
 
 from megascend.testing import Lost, run_distributed
 from weightwire import digest as module
@@ -88,6 +88,30 @@ def messages(name: str, same_device: bool, group: Any) -> list[bool]:
 def test_messages_between_any_two_members(name, same_device, count):
     results = run_members(lambda group: messages(name, same_device, group), count)
     assert results == [[True] * (2 * len(SIZES) * (count - 1))] * count
+
+
+@pytest.mark.parametrize(
+    ("name", "same_device"),
+    [
+        pytest.param(
+            "nccl", False, marks=pytest.mark.skipif(GPUS < 4, reason=f"needs four GPUs, and there are {GPUS}")
+        ),
+        pytest.param("cuda_ipc", False, marks=TWO),
+        ("cuda_ipc", True),
+    ],
+)
+def test_receivers_start_messages_of_several_senders_without_waiting(name, same_device):
+    def on_member(group: Any) -> list[list[int]]:
+        device = torch.device("cuda", 0 if same_device else group.rank % GPUS)
+        torch.cuda.set_device(device)
+        medium = make_pairs(name, Setup(group, MANIFEST, device, 30.0))
+        try:
+            return cross_messages(medium, group, device)
+        finally:
+            medium.close()
+
+    _, _, third, fourth = run_members(on_member, 4)
+    assert (third, fourth) == ([[0], [1], [2], [3], [14]], [[10], [11], [12], [13], [4]])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -181,11 +182,17 @@ class Reference:
         assert not [name for name in missing if name != "lm_head.weight"]
         return self._model
 
-    def logprobs(self, weights: Weights, tokens: Sequence[int], begin: int = 1) -> list[float]:
+    def logprobs(
+        self, weights: Weights, tokens: Sequence[int], begin: int = 1, dtype: torch.dtype = torch.float32
+    ) -> list[float]:
         """Compute log p(token | preceding tokens) of the tokens from ``begin`` on."""
-        self.load(weights)
+        model = self.load(weights)
+        if dtype != torch.float32:
+            model = copy.deepcopy(model)
+            for parameter in model.parameters():  # not the buffers: frequencies of rotary embeddings stay in float32
+                parameter.data = parameter.data.to(dtype)
         with torch.no_grad():
-            logs = self._model(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
+            logs = model(torch.tensor([list(tokens)])).logits[0].float().log_softmax(-1)
         return [logs[index - 1, tokens[index]].item() for index in range(begin, len(tokens))]
 
 

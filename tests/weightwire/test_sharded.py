@@ -9,6 +9,7 @@ import pytest
 import torch
 from in_process import TIMEOUT_S, Engine
 from sharding import ShardedTrainer, engine_needs, model, specs_of
+from wire_members import cross_messages, run_members
 
 from weightwire.errors import (
     BaseError,
@@ -19,11 +20,13 @@ from weightwire.errors import (
     UpdateError,
     VersionError,
 )
-from weightwire.manifest import Manifest
+from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Seal
 from weightwire.plan import Region, complete
 from weightwire.receiver import Receiver
 from weightwire.slices import index_of
+from weightwire.transports import Setup
+from weightwire.transports.pairs import make_pairs
 
 OLD, NEW = model(1), model(2)
 SPECS = specs_of(NEW)
@@ -86,6 +89,21 @@ def test_workers_get_their_slices_bit_for_bit(ranks, count, size, transport, rel
     nbytes = sum(sender.traffic.nbytes for sender in trainer.senders)
     assert nbytes == sum(trainer.plan.traffic[0])
     assert (nbytes == need_bytes) or relay
+
+
+@pytest.mark.parametrize("name", ["gloo", "shared_memory"])
+def test_receivers_start_messages_of_several_senders_without_waiting(name):
+    manifest = Manifest(1, (TensorSpec("a", "uint8", (1000,)),))
+
+    def on_member(group):
+        medium = make_pairs(name, Setup(group, manifest, torch.device("cpu"), 20.0))
+        try:
+            return cross_messages(medium, group, torch.device("cpu"))
+        finally:
+            medium.close()
+
+    _, _, third, fourth = run_members(on_member, 4)
+    assert (third, fourth) == ([[0], [1], [2], [3], [14]], [[10], [11], [12], [13], [4]])
 
 
 def test_a_worker_without_a_description_needs_everything():

@@ -83,3 +83,31 @@ def next_group(group: Group) -> Group:
     if group.rank == 0:
         store.set("name", LISTENERS[-1].new_group(group.members))
     return join(group.host, group.port, store.get("name").decode(), group.rank, TIMEOUT_S)
+
+
+def cross_messages(medium: Any, group: Group, device: torch.device) -> list[list[int]]:
+    """Send four messages from ranks 0 and 1 to ranks 2 and 3, then one to the other receiver; return what arrives.
+
+    Each receiver has all five in flight before it waits for any: a transport that waits for the other sender while it starts the
+    last one stops all four members, since both senders, with two in flight, wait for their third one.
+    """
+    other = {0: 1, 1: 0, 2: 3, 3: 2}[group.rank]
+    partner = (group.rank + 2) % 4
+    peers = [partner] * 4 + [(other + 2) % 4]
+    if group.rank < 2:
+        buffers = [
+            torch.full((1000,), 10 * group.rank + number, dtype=torch.uint8, device=device) for number in range(5)
+        ]
+        works = []
+        for buffer, peer in zip(buffers, peers, strict=True):
+            if len(works) == 2:
+                works.pop(0).wait(TIMEOUT_S)
+            works.append(medium.send_to(buffer, peer))
+    else:
+        buffers = [torch.zeros(1000, dtype=torch.uint8, device=device) for _ in peers]
+        works = [medium.receive_from(buffer, peer) for buffer, peer in zip(buffers, peers, strict=True)]
+    for work in works:
+        work.wait(TIMEOUT_S)
+    group.acknowledge("done")
+    group.await_receivers("done", TIMEOUT_S, range(group.size))  # the last message may be in this process's memory
+    return [buffer.unique().tolist() for buffer in buffers]

@@ -38,13 +38,10 @@ class CudaIpcTransport:
         self._shared: dict[int, tuple[int, torch.UntypedStorage]] = {}  # sender's: by address
         self._opened: dict[int, torch.Tensor] = {}  # a receiver's: by the sender's number
         self._pending: list[Received] = []
+        self._source: torch.device | None = None  # a receiver's: the sender's device
         if self._rank == 0:
             # By UUID: CUDA_VISIBLE_DEVICES numbers the same device differently in each process.
             self._store.set("device", _uuid(setup.device))
-        else:
-            failure = "cuda_ipc: the sender has named no device"
-            wait_for_keys(["device"], self._store, self._group, setup.timeout_s, failure)
-            self._source = _device_of(self._store.get("device").decode())
 
     def send(self, buffer: torch.Tensor) -> OfferedBucket:
         """See :class:`weightwire.transports.base.Transport`."""
@@ -127,6 +124,9 @@ class CudaIpcTransport:
 
     def _open(self, number: int) -> torch.Tensor:
         """Map the sender's allocation ``number``; return its bytes."""
+        if self._source is None:
+            # Not in the constructor: a receiver that waited there for one sender would keep another one from sending.
+            self._source = _device_of(self._store.get("device").decode())
         if number not in self._opened:
             values = _handle(self._store.get(f"storage/{number}"))
             try:

@@ -27,15 +27,11 @@ class SharedMemoryTransport:
     def __init__(self, setup: Setup) -> None:
         self._group, self._started = setup.group, 0
         self._store = setup.group.store("transport", setup.timeout_s)
-        slot_bytes = max(1, min(setup.manifest.bucket_bytes, setup.manifest.nbytes))
+        self._slot_bytes = max(1, min(setup.manifest.bucket_bytes, setup.manifest.nbytes))
+        self._slots: SharedSlots | None = None
         if setup.group.rank == 0:
-            self._slots = SharedSlots.create(slot_bytes)
+            self._slots = SharedSlots.create(self._slot_bytes)
             self._store.set("memory", json.dumps(self._slots.address()))
-        else:
-            failure = "the sender has not created shared memory"
-            wait_for_keys(["memory"], self._store, setup.group, setup.timeout_s, failure)
-            address = json.loads(self._store.get("memory"))
-            self._slots = SharedSlots.open(address, slot_bytes, setup.group.member(0))
 
     def send(self, buffer: torch.Tensor) -> DeferredWork:
         """See :class:`weightwire.transports.base.Transport`."""
@@ -55,7 +51,8 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """See :class:`weightwire.transports.base.Transport`."""
-        self._slots.close()
+        if self._slots is not None:
+            self._slots.close()
 
     def _send(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
         if bucket >= SLOTS:
@@ -63,6 +60,7 @@ class SharedMemoryTransport:
             readers = [f"read/{bucket - SLOTS}/{rank}" for rank in range(1, self._group.size)]
             failure = f"bucket {bucket - SLOTS + 1} has not been read"
             wait_for_keys(readers, self._store, self._group, timeout_s, failure)
+        assert self._slots is not None
         self._slots.write(bucket, buffer)
         # After the bytes: a receiver that sees the key reads the slot at once.
         self._store.set(f"written/{bucket}", "1")
@@ -70,6 +68,10 @@ class SharedMemoryTransport:
     def _receive(self, bucket: int, buffer: torch.Tensor, timeout_s: float) -> None:
         failure = f"bucket {bucket + 1} has not been written"
         wait_for_keys([f"written/{bucket}"], self._store, self._group, timeout_s, failure)
+        if self._slots is None:
+            # Not in the constructor: a receiver that waited there for one sender would keep another one from sending.
+            address = json.loads(self._store.get("memory"))
+            self._slots = SharedSlots.open(address, self._slot_bytes, self._group.member(0))
         self._slots.read(bucket, buffer)
         # After the copy: the sender that sees the key overwrites the slot.
         self._store.set(f"read/{bucket}/{self._group.rank}", "1")
