@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -215,7 +216,7 @@ class Server:
         self, directory: Path, work: Path, arguments: argparse.Namespace, device: str, plain: bool = False
     ) -> None:
         options = [*device_options(device), f"--max-model-len={CONTEXT}", "--skip-tokenizer-init"]
-        options += [f"--tensor-parallel-size={arguments.tensor}", "--max-num-seqs=256", *arguments.vllm_option]
+        options += [f"--tensor-parallel-size={arguments.tensor}", "--max-num-seqs=256"]
         environment = dict(item.split("=", 1) for item in arguments.variable)
         environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         if device == "cuda":
@@ -235,7 +236,7 @@ class Server:
             directory,
             key_file=self._key,
             log=self.log,
-            options=options,
+            options=[*options, *arguments.vllm_option],  # last, where they override
             environment=environment,
             module="vllm.entrypoints.openai.api_server" if plain else MODULE,
         )
@@ -365,6 +366,7 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
             figures["undisturbed"] = statistics.median(undisturbed[1:])
             info = asyncio.run(engine.info())
             figures["reload_reason"] = info["reload_reason"]
+            report_pushes(figures)
             if "reload" not in arguments.skip:
                 figures["disk"] = []
                 for _ in range(arguments.times):
@@ -399,8 +401,8 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
     return figures
 
 
-def report(figures: dict[str, Any]) -> None:
-    """Print a table of one shape."""
+def report_pushes(figures: dict[str, Any]) -> None:
+    """Print the table of the pushes of one shape."""
     rounds, undisturbed = figures["rounds"], figures["undisturbed"]
     parts = sorted({name for row in rounds for name in row if "." in name})
     print(
@@ -418,19 +420,27 @@ def report(figures: dict[str, Any]) -> None:
             f"| {figures['bytes'] / row['whole'] / 1e9:.1f} | {row['rate during'] / undisturbed:.2f} "
             f"| {row['rate'] / undisturbed:.2f} |"
         )
-    for name in ("own nccl",):
-        for seconds in figures.get(name, ()):
-            print(
-                f"| vLLM's NCCL | {seconds:.3f} | | | | | {1e3 * seconds:.0f} | {figures['bytes'] / seconds / 1e9:.1f} | | |"
-            )
-    for row in figures.get("disk", ()):
-        speed = figures["bytes"] / row["whole"] / 1e9
-        print(f"| file, reload | {row['whole']:.3f} | | | | | {1e3 * row['pause']:.0f} | {speed:.1f} | | |")
-    print(f"undisturbed: {undisturbed:.0f} tokens/s")
     medians = {name: statistics.median(row[name] for row in rounds if name in row) for name in parts}
+    print(f"undisturbed: {undisturbed:.0f} tokens/s")
     print(
         "parts, ms (median): " + ", ".join(f"{name} {1e3 * value:.1f}" for name, value in medians.items()), flush=True
     )
+
+
+def report_own(figures: dict[str, Any]) -> None:
+    """Print the rows of vLLM's own ways, in the table's columns."""
+    for seconds in figures.get("own nccl", ()):
+        speed = figures["bytes"] / seconds / 1e9
+        print(f"| vLLM's NCCL | {seconds:.3f} | | | | | {1e3 * seconds:.0f} | {speed:.1f} | | |")
+    for row in figures.get("disk", ()):
+        speed = figures["bytes"] / row["whole"] / 1e9
+        print(f"| file, reload | {row['whole']:.3f} | | | | | {1e3 * row['pause']:.0f} | {speed:.1f} | | |", flush=True)
+
+
+def machine(release: tuple[int, int]) -> dict[str, Any]:
+    """Return the name of the device and the versions, for figures that are stored."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+    return {"device": device, "versions": {"torch": torch.__version__, "vllm": ".".join(map(str, release))}}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -476,8 +486,9 @@ def main() -> None:
                 continue
             finally:
                 if arguments.json:
-                    arguments.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
-            report(results[-1])
+                    stored = machine(arguments.release) | {"shapes": results}
+                    arguments.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+            report_own(results[-1])
     if any("failed" in result for result in results):
         raise SystemExit(1)
 

@@ -159,7 +159,8 @@ def main() -> None:
     if arguments.json:
         versions = {package: version(package) for package in ("megatron-core", "torch")}
         versions["vllm"] = printed(arguments.vllm_python, VLLM_VERSION)
-        result = {"machine": platform.machine(), "versions": versions, "rows": rows}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+        result = {"device": device, "versions": versions, "rows": rows}
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -354,26 +354,65 @@ def family_speed() -> str:
         speed, share = stored["tokens"] / seconds, row["flops"] / seconds / stored["peak_flops"]
         memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}"
         lines.append([f"`{row['family']}`", row["run"], f"{speed:,.0f}", f"{share:.1%}", memory, f"{ratio:.2f}"])
-    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
     header = ("shapes", "run", "tokens/s", "MFU", "GiB", "times the first")
-    return f"One {stored['device']}, {stored['tokens']:,} tokens a step; {versions}.\n\n" + table(header, lines)
+    legend = f"One {stored['device']}, {stored['tokens']:,} tokens a step; {version_list(stored)}."
+    return legend + "\n\n" + table(header, lines)
+
+
+def stored_figures(folder: str) -> list[dict[str, Any]]:
+    """Read the figures in a folder of benchmarks/, one file for each device."""
+    paths = sorted((DOCS.parent / "benchmarks" / folder).glob("*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def version_list(stored: dict[str, Any]) -> str:
+    """Format the versions of stored figures."""
+    return ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
 
 
 def router_replay() -> str:
-    """Format what scripts/bench_router_replay.py has measured with a vLLM on a CPU."""
-    stored = json.loads((DOCS.parent / "benchmarks" / "router_replay" / "cpu.json").read_text(encoding="utf-8"))
-    lines = []
-    for row in stored["rows"]:
-        pairs = (
-            f"{row['without'][figure]:.1e} / {row['with'][figure]:.1e}"
-            for figure in ("mean", "largest", "kl", "above_cap")
-        )
-        lines.append([row["engine"], row["trainer"], f"{row['changed']:.1%}", *pairs])
-    versions = ", ".join(f"{name} {version}" for name, version in stored["versions"].items())
-    header = ["vLLM", "trainer", "choices that differ", "mean |d|", "largest |d|", "KL", "weights above 2"]
-    legend = "d = log p of the trainer - log p of vLLM; without / with replay."
-    tokens = sum(row["tokens"] for row in stored["rows"]) / len(stored["rows"])
-    return f"About {tokens:,.0f} sampled tokens a row; {versions}. {legend}\n\n" + table(header, lines)
+    """Format what scripts/bench_router_replay.py has measured."""
+    lines, legend = [], ["d = log p of the trainer - log p of vLLM; without / with replay."]
+    for stored in stored_figures("router_replay"):
+        for row in stored["rows"]:
+            pairs = (
+                f"{row['without'][figure]:.1e} / {row['with'][figure]:.1e}"
+                for figure in ("mean", "largest", "kl", "above_cap")
+            )
+            device = stored["device"].split(",")[0]
+            lines.append([device, row["engine"], row["trainer"], f"{row['changed']:.1%}", *pairs])
+        tokens = sum(row["tokens"] for row in stored["rows"]) / len(stored["rows"])
+        legend.append(f"{stored['device']}: about {tokens:,.0f} sampled tokens a row; {version_list(stored)}.")
+    header = ["on", "vLLM", "trainer", "choices that differ", "mean |d|", "largest |d|", "KL", "weights above 2"]
+    return " ".join(legend) + "\n\n" + table(header, lines)
+
+
+def engine_pushes() -> str:
+    """Format what scripts/bench_engine.py has measured on GPUs: medians of the pushes that copy in place."""
+    lines, legend = [], []
+    for stored in stored_figures("weightsync"):
+        for figures in stored["shapes"]:
+            rows = figures["rounds"]
+            middle = {name: median(row[name] for row in rows) for name in rows[0]}
+            size, rate = figures["bytes"] / 1e9, figures["undisturbed"]
+            phases = [f"{middle[name]:.3f}" for name in ("begin", "transfer", "verify", "commit")]
+            seconds = sorted(row["whole"] for row in rows)
+            lines.append(
+                [
+                    figures["shape"],
+                    f"{size:.1f}",
+                    f"{seconds[0]:.2f} to {seconds[-1]:.2f}",
+                    *phases,
+                    f"{1e3 * middle['commit.paused']:.0f}",
+                    f"{size / middle['whole']:.0f}",
+                    f"{middle['rate during'] / rate:.2f}",
+                    f"{middle['rate'] / rate:.2f}",
+                    f"{figures['first']['whole']:.1f}",
+                ]
+            )
+        legend.append(f"Two {stored['device']}s; {version_list(stored)}.")
+    header = ["shapes", "GB", "whole, s", "begin", "transfer", "verify", "commit", "pause, ms", "GB/s", "tokens during"]
+    return " ".join(legend) + "\n\n" + table([*header, "tokens in 2 s", "first, s"], lines)
 
 
 def ratio_text(entry: dict[str, float] | None) -> str:
@@ -398,6 +437,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stored ratios": stored_ratios,
     "speed of families": family_speed,
     "router replay": router_replay,
+    "pushes to an engine": engine_pushes,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }

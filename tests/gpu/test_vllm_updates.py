@@ -115,10 +115,10 @@ def expected(
     return reference.logprobs(weights, tokens, begin, dtype)
 
 
-def assert_close(values: Sequence[float], server: Server, reference: Reference, seed: int, *place: Any) -> None:
+def assert_close(values: Sequence[float], server: Server, reference: Reference, seed: int, *span: Any) -> None:
     """Compare log-probabilities of vLLM with those of a seed's weights."""
-    exact = expected(server, reference, seed, *place)
-    rounded = expected(server, reference, seed, *place, dtype=torch.bfloat16)
+    exact = expected(server, reference, seed, *span)
+    rounded = expected(server, reference, seed, *span, dtype=torch.bfloat16)
     assert off(values, exact) < max(BOUND, 2 * off(rounded, exact))
 
 
