@@ -189,7 +189,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "intermediate_size": 9728,
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
-            "head_dim": 120,
+            "head_dim": 128,
             "num_hidden_layers": 20,
             "tie_word_embeddings": True,
             "rope_parameters": {
