@@ -111,6 +111,20 @@ def test_ignored_settings_are_named(names: Sequence[str]) -> None:
         assert max(result.together) > 100 * BOUND
 
 
+def test_check_of_linear_attention_calls_no_kernels_of_gpus(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "fla" / "ops" / "gated_delta_rule"
+    package.mkdir(parents=True)
+    (tmp_path / "fla" / "__init__.py").touch()
+    (package.parent / "__init__.py").touch()
+    call = 'def {}(*args, **options):\n    raise RuntimeError("0 active drivers ([]). There should only be one.")\n'
+    functions = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    (package / "__init__.py").write_text("".join(map(call.format, functions)), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)  # of this process: that of the worker is made from it
+    (result,) = process.run([Trial(tiny_config("qwen3_5_text"), (3, 8))]).findings
+    assert result.problem == ""
+    assert result.agrees
+
+
 @pytest.mark.usefixtures("megatron_imported")
 def test_unbuildable_models_do_not_agree_and_honoured_settings_do() -> None:
     """Run in one process: a model that cannot be built must not affect the models after it."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megascend import reference_fla
 from megascend.bootstrap import patches
 from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import packages
@@ -28,8 +29,9 @@ from megascend.models.registry import from_reference
 from megascend.selfcheck.trial_inputs import choose_samples, description, difference, randomise, settings
 from megascend.surroundings import die_with_parent
 
-HIDDEN_PACKAGES = ("torch_npu", *packages())
-"""What must not find its way into a check on the CPU, even where it is installed: transformers looks for it by itself."""
+HIDDEN_PACKAGES = ("torch_npu", *reference_fla.PACKAGES, *packages())
+"""What must not find its way into a check on the CPU, even where it is installed: transformers looks for it by itself. Without the
+kernels of linear attention, which run on GPUs only, it computes in plain PyTorch."""
 
 
 def main() -> None:
