@@ -28,6 +28,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.nightly]
 
 VARIABLES = {"WEIGHTWIRE_PLAIN_LINEAR": "1", "WEIGHTWIRE_SCRATCH_BYTES": "40000"}
 
+UNCHANGED = [3, 5, 8, 12]
+"""Versions that are pushed without a step since the last one, by differences."""
+
 MODELS: dict[str, tuple[str, dict[str, Any], Parallel]] = {
     "dense, TP2": ("qwen3", {"head_dim": 32}, Parallel(tensor=2)),
     "one KV head, tied, PP2": (
@@ -121,8 +124,9 @@ def test_workers_describe_their_slices_and_get_them(
             return values, info["reload_reason"]
 
         def push(sync: WeightSync, version: int) -> None:
-            backend.forward_backward(backend.shard(causal_samples(token_lists())))
-            backend.optimizer_step()
+            if version not in UNCHANGED:
+                backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
             pushed = sync.push(version)
             backend.export_hf(tmp_path / str(version))
             if engine is not None:
@@ -159,9 +163,10 @@ def test_workers_describe_their_slices_and_get_them(
     assert [push.version for push in pushes] == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
     assert [push.base for push in pushes] == [None, 1, 2, None, 4, None, 7, None, None, None, 11]
     assert [push.sharded for push in pushes] == [push.version not in (9, 10) for push in pushes]
-    assert all((push.share < 1) == (push.base is not None) for push in pushes)
-    ways = [[way for way in ("reload", "exchange") if f"commit.{way}" in push.parts] for push in pushes]
-    assert ways == [["reload"], *[["exchange" if in_place else "reload"]] * 10]
+    # A step changes nearly all words of fp32 numbers, so that chunks are sent as they are; else the workers' copies are used.
+    assert [push.version for push in pushes if push.share < 0.1] == UNCHANGED
+    commits = [[kind for kind in ("reload", "exchange") if f"commit.{kind}" in push.parts] for push in pushes]
+    assert commits == [["reload"], *[["exchange" if in_place else "reload"]] * 10]
     assert [bool(reason) for _, _, reason in history] == [not in_place] * 11
     # Not both workers everything: about half, but for norms and replicated heads.
     payload = sum(spec.nbytes for spec in specs)
@@ -170,7 +175,7 @@ def test_workers_describe_their_slices_and_get_them(
     last = before
     for push, actual, _ in history:
         expected = reference.logprobs(load_file(tmp_path / str(push.version) / "model.safetensors"), TOKENS)
-        assert far(expected, last) > 100 * BOUND
+        assert (far(expected, last) > 100 * BOUND) == (push.version not in UNCHANGED)
         assert far(expected, actual) < BOUND
         last = expected
     assert all(isinstance(piece, Region) for piece in needs[0])

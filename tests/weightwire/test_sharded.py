@@ -386,7 +386,8 @@ class ExchangingEngine:
     def holds(self, weights: dict[str, torch.Tensor]) -> bool:
         values = list(weights.values())
         return all(
-            torch.equal(bits(held), bits(values[piece.tensor][index_of(*piece.box)])) for piece, held in self.weights
+            torch.equal(bits(tensor), bits(values[piece.tensor][index_of(*piece.box)]))
+            for piece, tensor in self.weights
         )
 
 

@@ -6,6 +6,7 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import pytest
 import torch
@@ -172,8 +173,8 @@ def test_shared_elements_are_refused(second: Callable[[Tensor, Region], Copy]) -
     target, source = random(4, 8), Region(0, (0, 0), (1, 8))
     first = Copy(target[0:1], source)
     assert in_place.distinct([first, first]) == [first]
-    apart = Copy(target[1:2], Region(0, (1, 0), (1, 8)))
-    assert in_place.distinct([first, apart]) == [first, apart]
+    next_row = Copy(target[1:2], Region(0, (1, 0), (1, 8)))
+    assert in_place.distinct([first, next_row]) == [first, next_row]
     with pytest.raises(NotInPlaceError, match="into two parameters, or two tensors into one"):
         in_place.distinct([first, second(target, source)])
 
@@ -451,7 +452,7 @@ def test_old_weights_of_another_dtype_are_kept_apart_up_to_a_limit(monkeypatch: 
     monkeypatch.setattr(in_place, "SCRATCH_BYTES", 500)
     recording = Recording(copies, specs, {})
     assert recording.exchange(layout, keep=False)
-    with pytest.raises(NotInPlaceError, match=r"600 bytes .* router and 0 more .* base of later differences"):
+    with pytest.raises(NotInPlaceError, match=r"600 bytes .*router.* base of later differences"):
         recording.exchange(layout, keep=True)
 
 
@@ -541,4 +542,4 @@ def test_other_uses_of_parameters_are_refused(
     recorder, _, _ = recorded(load)
     assert (list(recorder.pieces()) == [Region(0, (0, 0), (6, 4))]) == complete_need
     with pytest.raises(NotInPlaceError, match=reason):
-        [*in_place._copies(recorder, SPECS), *(in_place._in_use(part, recorder) for part in recorder.zeros)]
+        list(chain(in_place._copies(recorder, SPECS), (in_place._in_use(part, recorder) for part in recorder.zeros)))

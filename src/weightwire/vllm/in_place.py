@@ -332,18 +332,14 @@ class Recording:
 
     def _exchange(self, layout: BucketLayout | ShardLayout, keep: bool) -> Exchange:
         places = Places(layout, self.tensors)
-        parts = bind(self.copies, places)
+        parts = places.bind(self.copies)
         outside = sum(part.target.nbytes for part in parts if not part.has_room(keep))
         if outside > SCRATCH_BYTES:
-            names = [
-                spec.name
-                for copy in self.copies
-                if copy.target.dtype != _dtype(spec := self.tensors[copy.source.tensor])
-            ]
+            dtypes = [(copy.target.dtype, self.tensors[copy.source.tensor]) for copy in self.copies]
+            name = next(spec.name for dtype, spec in dtypes if dtype != _dtype(spec))
             raise NotInPlaceError(
-                f"{outside} bytes of old weights do not fit into the update's own memory: {names[0]} and {len(names) - 1} more "
-                "parts are sent in another dtype than the engine uses"
-                + (", and what was sent is the base of later differences" if keep else "")
+                f"{outside} bytes of old weights do not fit into the update's own memory, since {name}, for example, is sent in "
+                f"another dtype than the engine uses{', and is the base of later differences' if keep else ''}"
             )
         return Exchange(parts, keep=keep, tied=self._tied_parts(places))
 
@@ -383,6 +379,11 @@ class Places:
         for piece, start in layout.pieces():
             self.pieces[piece.tensor].append((piece, start))
 
+    def bind(self, copies: Iterable[Copy]) -> list[ExchangePart]:
+        """Return all parts of the copies in the order of an update's bytes."""
+        parts = [part for copy in copies for _, part in self.parts(copy)]
+        return sorted(parts, key=lambda part: part.offset)
+
     def parts(self, copy: Copy) -> Iterator[tuple[Box, ExchangePart]]:
         """Yield a copy's parts, one for each piece that the source's slice intersects, with the intersections.
 
@@ -405,12 +406,6 @@ class Places:
             yield common, ExchangePart(target, dtype, start + first * dtype.itemsize, sizes, strides)
         if left:
             raise NotInPlaceError(f"the update has not all of {self._tensors[source.tensor].name} that is loaded")
-
-
-def bind(copies: Iterable[Copy], places: Places) -> list[ExchangePart]:
-    """Return all parts of the copies in the order of an update's bytes."""
-    parts = [part for copy in copies for _, part in places.parts(copy)]
-    return sorted(parts, key=lambda part: part.offset)
 
 
 def learn(
@@ -443,7 +438,7 @@ def learn(
     _require_complete(model, copies, [_in_use(part, recorder) for part in recorder.zeros])
     if (name := changed_apart({copy.target.untyped_storage().data_ptr() for copy in copies})) is not None:
         raise NotInPlaceError(f"{name} is computed from weights")
-    for part in bind(copies, Places(layout, tensors)):
+    for part in Places(layout, tensors).bind(copies):
         # What the kernels use may have been reordered or padded after loading; then it differs from what the loader copied.
         if not torch.equal(part.target, part.source(staging).to(part.target.dtype)):
             raise NotInPlaceError("the weights in use are not in the order of the checkpoint")

@@ -95,11 +95,11 @@ class Recorder(TorchDispatchMode):
         if function is torch.ops.aten.copy_.default and (number := self._number(args[1])) is not None:
             self.copies.append((args[0], number, args[1]))
             return first
-        is_live = storage_id(first) in self._live
-        mutable = first is not None and function._schema.is_mutable
-        if mutable and (is_live or self.name(first)):
-            self._note(function, first, args)
-        result = first if mutable and is_live else function(*args, **(kwargs or {}))
+        target = first if function._schema.is_mutable else None
+        is_live = storage_id(target) in self._live
+        if target is not None and (is_live or self.name(target)):
+            self._note(function, target, args)
+        result = target if is_live else function(*args, **(kwargs or {}))
         views = {storage_id(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves((args, kwargs)):
             number = self._number(leaf) if isinstance(leaf, Tensor) else None
@@ -167,8 +167,8 @@ def as_slices(view: Tensor, source: Tensor, target: Tensor) -> list[tuple[Box, T
     if view.stride(dim) == 0 or view.shape[dim] > MAX_SLICES:
         return None
     result: list[tuple[Box, Tensor]] = []
-    for row, place in zip(view.unbind(dim), target.unbind(dim), strict=True):
-        inner = as_slices(row, source, place)
+    for row, target_row in zip(view.unbind(dim), target.unbind(dim), strict=True):
+        inner = as_slices(row, source, target_row)
         if inner is None or len(result) + len(inner) > MAX_SLICES:
             return None
         result += inner

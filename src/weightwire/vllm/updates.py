@@ -86,7 +86,7 @@ class WorkerUpdates:
         if recording is None or not recording.fits(offer.manifest, self._model()):
             return None
         try:
-            exchange = recording.exchange(self.receiver.layout(offer.update), keep=_kept(offer))
+            exchange = recording.exchange(self.receiver.layout(offer.update), keep=_becomes_base(offer))
         except NotInPlaceError as error:
             self._refuse(error)
             return None
@@ -175,7 +175,7 @@ class WorkerUpdates:
             staging = self.receiver.staging(offer.update)
             recording = learn(self._model(), self._vllm_config, manifest.tensors, layout, staging, before.changed_apart)
             self._recording, self.reload_reason = recording, ""
-            recording.exchange(layout, keep=_kept(offer))
+            recording.exchange(layout, keep=_becomes_base(offer))
         except NotInPlaceError as error:
             self._refused = manifest.tensors, layout.share
             self._refuse(error)
@@ -262,7 +262,7 @@ class WorkerUpdates:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _kept(offer: Offer) -> bool:
+def _becomes_base(offer: Offer) -> bool:
     """Check whether an update's memory will be the base of differences."""
     return offer.sharded is not None and offer.sharded.keep
 
