@@ -228,7 +228,7 @@ def check_share(share: Share, needs: Iterable[Region], tensors: Sequence[TensorS
             arriving[piece.tensor].append(piece.box)
     for tensor, boxes in arriving.items():
         # Disjoint pieces whose intersections with the needs have the needs' volume, and their own.
-        if any(overlap(*a, *b) for a, b in _close(boxes)):
+        if overlapping(boxes):
             raise PlanError(f"{label}: the plan sends a part of {tensors[tensor].name} twice")
         volume = sum(math.prod(sizes) for _, sizes in boxes)
         inside = sum(
@@ -242,6 +242,11 @@ def check_share(share: Share, needs: Iterable[Region], tensors: Sequence[TensorS
         left[tensor] -= inside
     if missing := [tensors[tensor].name for tensor, volume in left.items() if volume]:
         raise PlanError(f"{label}: the plan leaves out a part of {', '.join(missing[:4])} ({len(missing)} tensors)")
+
+
+def overlapping(boxes: Sequence[Box]) -> bool:
+    """Check whether slices of one tensor have an element in common."""
+    return any(overlap(*a, *b) for a, b in _close(boxes))
 
 
 def _close(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:

@@ -158,6 +158,7 @@ class Receiver:
             # No revert of the last update can follow: its memory serves this one.
             if self._update is not None and self._update.state == COMMITTED and self._update.staging is not None:
                 self.settle(self._update.offer.update)
+                self._require_base(offer.sharded)  # it may not have become one
             try:
                 # All of it now: running out of memory halfway would waste the transfer, and the engine may take the
                 # rest meanwhile.
@@ -170,8 +171,12 @@ class Receiver:
         # A daemon: an engine that ends must not wait for a trainer that no longer sends.
         threading.Thread(target=self._run, args=(update,), name=f"weightwire-{offer.update}", daemon=True).start()
 
+    def layout(self, name: str) -> BucketLayout | ShardLayout:
+        """Return the layout of an update in its memory."""
+        return self._require_update(name).layout
+
     def staging(self, name: str) -> Tensor:
-        """Return the memory of an update, uint8 [bytes]: its tensors' bytes without gaps, in the manifest's order."""
+        """Return the memory of an update, uint8 [bytes]."""
         with self._lock:
             update = self._require_update(name)
             if update.staging is None:
@@ -210,7 +215,13 @@ class Receiver:
             self._drop(update, error)
             raise
 
-    def commit(self, name: str, load: Load, restore: Callable[[], object] | None = None) -> None:
+    def commit(
+        self,
+        name: str,
+        load: Load,
+        restore: Callable[[], object] | None = None,
+        refill: Callable[[], object] | None = None,
+    ) -> None:
         """Activate a verified update: call ``load`` with its tensors. A no-op after success.
 
         The engine must not generate meanwhile. If ``load`` raises, ``restore`` is called, and the old version stays active;
@@ -220,6 +231,8 @@ class Receiver:
             name: name of the update.
             load: copies the tensors into the engine's memory.
             restore: undoes a ``load`` that failed or, for :meth:`revert`, one that succeeded.
+            refill: writes what was received into the update's memory again, if ``load`` overwrites it. Called when the update is
+                settled, if its memory is to be the base of the next one.
 
         Raises:
             CommitError: ``load`` failed; the old weights are active.
@@ -232,7 +245,8 @@ class Receiver:
                 return
             self._require_state(update, VERIFIED)
             self._require_newer(update.manifest)
-            update.state, update.restore, update.previous_versions = COMMITTING, restore, dict(self._versions)
+            update.state, update.previous_versions = COMMITTING, dict(self._versions)
+            update.restore, update.refill = restore, refill
             try:
                 # Loaders may only queue copies. An error on the device has to appear here, where it can still be
                 # undone.
@@ -270,10 +284,20 @@ class Receiver:
             update = self._require_update(name)
             self._require_state(update, COMMITTED)
             if update.staging is not None:
+                base = update.base
+                if base is not None and update.refill is not None:
+                    try:
+                        update.refill()
+                        _synchronise(self._device)
+                    except Exception:
+                        log.exception(
+                            "%s: %s cannot be the base of the next one, which has to be complete", self.name, update
+                        )
+                        base = None
                 self._memory.keep(update.staging, adapter=update.is_adapter)
                 if not update.is_adapter:
-                    self._memory.base = update.base
-            update.restore = update.staging = None
+                    self._memory.base = base
+            update.restore = update.refill = update.staging = None
 
     def drop(self, name: str, reason: str = "the trainer dropped it") -> None:
         """Drop an update; the old weights stay active. A no-op if the name is unknown, or the update is committed."""
@@ -422,7 +446,8 @@ class Receiver:
             # No version is active: the next commit may have any, the same one included.
             self._versions.pop(update.manifest.target, None)
         self._memory.keep(update.staging, adapter=update.is_adapter)
-        update.state, update.problem, update.staging, update.restore = DROPPED, error, None, None
+        update.state, update.problem = DROPPED, error
+        update.staging = update.restore = update.refill = None
         update.abandoned.set()
         return error
 

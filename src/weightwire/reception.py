@@ -38,6 +38,7 @@ class IncomingUpdate:
         arrived: set when everything has, or nothing more will.
         abandoned: set when the update is dropped: ends the waits of the thread.
         restore: undoes the commit.
+        refill: writes into the staging memory what was received, which the commit has overwritten.
         previous_versions: active before the commit, by target.
     """
 
@@ -53,6 +54,7 @@ class IncomingUpdate:
     arrived: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
     restore: Callable[[], object] | None = None
+    refill: Callable[[], object] | None = None
     previous_versions: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -12,7 +12,7 @@ from weightwire import delta
 from weightwire.errors import TransportError
 from weightwire.manifest import Bucket, Manifest, TensorSpec, offsets, plan_buckets
 from weightwire.offer import Seal
-from weightwire.plan import Region, Share
+from weightwire.plan import Region, Share, complete
 from weightwire.sender import synchronise_stream
 from weightwire.sharded import HEAD_BYTES, views
 from weightwire.slices import index_of
@@ -73,7 +73,10 @@ class BucketLayout:
         nbytes: size of the memory.
         count: number of buckets.
         readers: members to which this one forwards what it receives.
+        share: the worker's part of the plan, if the update is sharded.
     """
+
+    share: Share | None = None
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest, self.nbytes = manifest, manifest.nbytes
@@ -83,6 +86,12 @@ class BucketLayout:
     def names(self, index: int) -> list[str]:
         """Return the names of the tensors in a bucket."""
         return [self._manifest.tensors[piece.tensor].name for piece in self._buckets()[index].pieces]
+
+    def pieces(self) -> Iterator[tuple[Region, int]]:
+        """Yield the slices of tensors that the memory holds without gaps, and the first byte of each."""
+        starts = offsets(self._manifest.tensors)
+        for piece in complete(self._manifest.tensors):
+            yield piece, starts[piece.tensor]
 
     def tensors(self, staging: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), as views where possible."""
@@ -139,6 +148,12 @@ class ShardLayout:
 
     def names(self, index: int) -> list[str]:
         return list(dict.fromkeys(self.specs[piece.tensor].name for piece in self.share.chunks[index].pieces))
+
+    def pieces(self) -> Iterator[tuple[Region, int]]:
+        for chunk, start in zip(self.share.chunks, self._starts, strict=True):
+            for piece in chunk.pieces:
+                yield piece, start
+                start += piece.nbytes(self.specs)
 
     def tensors(self, staging: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of every tensor of which this worker has a part.

@@ -13,6 +13,7 @@ from wire_members import cross_messages, run_members
 
 from weightwire.errors import (
     BaseError,
+    CommitError,
     DigestError,
     ManifestError,
     PlanError,
@@ -27,6 +28,7 @@ from weightwire.receiver import Receiver
 from weightwire.slices import index_of
 from weightwire.transports import Setup
 from weightwire.transports.pairs import make_pairs
+from weightwire.vllm.in_place import Copy, Recording
 
 OLD, NEW = model(1), model(2)
 SPECS = specs_of(NEW)
@@ -366,3 +368,127 @@ def test_memory_of_the_base_is_reused():
         addresses.add(memory.data_ptr())
         assert memory.numel() < 1.2 * sum(math.prod(s.shape) * 4 for s in SPECS)
     assert len(addresses) == 1
+
+
+# --- commits in place ---
+
+
+class ExchangingEngine:
+    """A worker whose slices are exchanged with those in the receiver's memory."""
+
+    def __init__(self, receiver: Receiver, needs: list[Region]) -> None:
+        self.receiver = receiver
+        self.weights = [
+            (piece, torch.zeros(piece.sizes, dtype=getattr(torch, SPECS[piece.tensor].dtype))) for piece in needs
+        ]
+        self.recording = Recording([Copy(values, piece) for piece, values in self.weights], SPECS, {})
+
+    def commit(self, update: str, *, fail: str = "") -> None:
+        exchange, staging = (
+            self.recording.exchange(self.receiver.layout(update), keep=True),
+            self.receiver.staging(update),
+        )
+
+        def load(tensors):
+            exchange.run(staging)
+            if fail == "load":
+                raise ValueError("the device")
+
+        def refill():
+            if fail == "refill":
+                raise ValueError("the device")
+            exchange.refill(staging)
+
+        self.receiver.commit(update, load, exchange.undo, refill)
+
+    def holds(self, weights: dict[str, torch.Tensor]) -> bool:
+        values = list(weights.values())
+        return all(
+            torch.equal(bits(tensor), bits(values[piece.tensor][index_of(*piece.box)]))
+            for piece, tensor in self.weights
+        )
+
+
+@pytest.fixture
+def exchanging():
+    """Build two workers that commit in place, with OLD as version 1, and their trainer."""
+    receivers, needs, _ = workers(2)
+    trainer = ShardedTrainer(receivers, needs, keep=True, bucket_bytes=256)
+    engines = [ExchangingEngine(*pair) for pair in zip(receivers, needs, strict=True)]
+    seal = trainer.push(1, OLD)
+    for engine in engines:
+        engine.commit(seal.update)
+        engine.receiver.settle(seal.update)
+    trainer.succeeded(1)
+    return trainer, engines
+
+
+def commit_all(trainer: ShardedTrainer, engines: list[ExchangingEngine], version: int, weights, base=None) -> None:
+    seal = trainer.push(version, weights, base)
+    for engine in engines:
+        engine.commit(seal.update)
+    trainer.succeeded(version)
+    assert all(engine.holds(weights) for engine in engines)
+    # The other one's is settled by the next offer.
+    engines[0].receiver.settle(seal.update)
+
+
+def assert_next_is_complete(trainer: ShardedTrainer, engines: list[ExchangingEngine], base: int, version: int) -> None:
+    """Check that no worker has a base, and that a complete update is one again."""
+    for offer, engine in zip(trainer.offers(Manifest(version, SPECS, 256), NEW, base=base), engines, strict=True):
+        with pytest.raises(BaseError, match="nothing is kept"):
+            engine.receiver.open(offer)
+    commit_all(trainer, engines, version, NEW)
+    commit_all(trainer, engines, version + 1, stepped(NEW, 1), version)
+
+
+def test_memory_of_an_exchange_is_the_base_of_differences(exchanging):
+    trainer, engines = exchanging
+    weights = OLD
+    for version in range(2, 8):
+        weights = stepped(weights, version)
+        commit_all(trainer, engines, version, weights, version - 1 if version != 5 else None)
+
+
+def test_exchange_that_fails_on_one_worker_leaves_no_base(exchanging):
+    trainer, engines = exchanging
+    seal = trainer.push(2, stepped(OLD, 2), base=1)
+    engines[0].commit(seal.update)
+    with pytest.raises(CommitError, match="the device"):
+        engines[1].commit(seal.update, fail="load")
+    for engine in engines:
+        engine.receiver.revert(seal.update, "worker 1 failed")
+        engine.receiver.drop(seal.update)
+    assert all(engine.holds(OLD) for engine in engines)
+    assert_next_is_complete(trainer, engines, 1, 3)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_memory_that_cannot_be_filled_again_is_no_base(exchanging, settled):
+    trainer, engines = exchanging
+    new = stepped(OLD, 2)
+    seal = trainer.push(2, new, base=1)
+    for engine in engines:
+        engine.commit(seal.update, fail="refill")
+        if settled:
+            engine.receiver.settle(seal.update)
+    # The commit has succeeded all the same.
+    assert all(engine.holds(new) and engine.receiver.version() == 2 for engine in engines)
+    assert_next_is_complete(trainer, engines, 2, 3)
+
+
+def test_update_dropped_after_an_exchange_leaves_no_base(exchanging):
+    trainer, engines = exchanging
+    seal = trainer.push(2, stepped(OLD, 2), base=1)
+    for engine in engines:
+        engine.receiver.drop(seal.update)
+    assert all(engine.holds(OLD) for engine in engines)
+    assert_next_is_complete(trainer, engines, 1, 3)
+
+
+def test_released_memory_is_no_base(exchanging):
+    trainer, engines = exchanging
+    for engine in engines:
+        engine.recording.unbind()
+        engine.receiver.release()
+    assert_next_is_complete(trainer, engines, 1, 3)

@@ -30,8 +30,8 @@ from megascend.selfcheck.trial_inputs import choose_samples, description, differ
 from megascend.surroundings import die_with_parent
 
 HIDDEN_PACKAGES = ("torch_npu", *reference_fla.PACKAGES, *packages())
-"""What must not find its way into a check on the CPU, even where it is installed: transformers looks for it by itself. Without the
-kernels of linear attention, which run on GPUs only, it computes in plain PyTorch."""
+"""What must not find its way into a check on the CPU, even where it is installed: transformers looks for it by itself. Without
+the kernels of linear attention, which run on GPUs only, it computes in plain PyTorch."""
 
 
 def main() -> None:

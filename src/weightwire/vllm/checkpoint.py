@@ -94,12 +94,17 @@ def tied_head_checked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[t
             embedding = tensor
         # As soon as both have arrived, in whatever order.
         if head is not None and embedding is not None:
-            # Bits: in a sharded update, both hold NaN where this worker loads nothing.
-            if not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
-                raise ManifestError(
-                    f"{HEAD} of the update differs from the embedding, and vLLM was started with "
-                    "tie_word_embeddings: true, which computes logits with the embedding: start vLLM from a directory "
-                    "whose config.json says tie_word_embeddings: false (an export of the trainer does)"
-                )
+            require_equal_head(head, embedding)
             head = None
         yield name, tensor
+
+
+def require_equal_head(head: torch.Tensor, embedding: torch.Tensor) -> None:
+    """Raise ManifestError unless an output layer, or a part of it, has the bits of the embedding."""
+    # Bits: in a sharded update, both hold NaN where this worker loads nothing.
+    if not torch.equal(head.view(torch.uint8), embedding.view(torch.uint8)):
+        raise ManifestError(
+            f"{HEAD} of the update differs from the embedding, and vLLM was started with "
+            "tie_word_embeddings: true, which computes logits with the embedding: start vLLM from a directory "
+            "whose config.json says tie_word_embeddings: false (an export of the trainer does)"
+        )

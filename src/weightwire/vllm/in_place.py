@@ -1,12 +1,16 @@
 """Commit by copying into the parameters in use, where the engine keeps weights as its loaders have copied them.
 
 vLLM's loaders fuse tensors (query, key and value; gate and up; experts) and slice them (tensor and expert parallelism) by
-copying parts of tensors into parts of parameters. :func:`learn` runs them once on parameters without memory and records these
-copies. A commit then makes the copies itself: no loader, no allocation, and the addresses that kernels and captured graphs use
-stay valid.
+copying parts of tensors into parts of parameters. :func:`learn` runs them once on tensors without memory and records these
+copies (:class:`Recording`). A commit then makes the copies itself: no loader, no allocation, and the addresses that kernels and
+captured graphs use stay valid.
+
+A recording holds for every layout of an update in staging memory: whole tensors in buckets, or a worker's slices in the chunks of
+a plan. An :class:`Exchange` has the places of one layout.
 
 Each part of a parameter is exchanged with its source in the staging memory, which holds the old weights afterwards. So a commit
-can be undone without another copy of the model.
+can be undone without another copy of the model. If the memory is to be the base of later differences, the new weights are copied
+back into it when the commit is settled.
 
 :func:`learn` refuses a model whose weights in use are anything else than such copies: quantised or repacked weights, tensors
 computed from weights. Such models are reloaded (:mod:`weightwire.vllm.model`). What was recorded is compared with the weights
@@ -15,18 +19,23 @@ that vLLM's own reload of the same tensors has left, bit for bit, before it is u
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import mul
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightwire.manifest import Manifest, TensorSpec, offsets
-from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD, tied_head_checked
-from weightwire.vllm.model import parameters_on_meta, storage_id
+from weightwire.manifest import Manifest, TensorSpec
+from weightwire.plan import Region, Share, overlapping
+from weightwire.slices import Box, index_of, minus, overlap
+from weightwire.staging import BucketLayout, ShardLayout
+from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD, require_equal_head
+from weightwire.vllm.needs import Recorder, as_slices, observe
 
 SCRATCH_BYTES = 64 * 2**20
 """Memory through which parts are exchanged. It is allocated once."""
@@ -41,8 +50,21 @@ class NotInPlaceError(Exception):
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A copy that a loader makes.
+
+    Attributes:
+        target: part of a parameter in use, with the sizes of the slice.
+        source: slice of a tensor.
+    """
+
+    target: Tensor
+    source: Region
+
+
+@dataclass(frozen=True)
 class ExchangePart:
-    """A copy that a loader makes: a part of a parameter and its source in the concatenated bytes of an update.
+    """A part of a parameter and its source in an update's bytes.
 
     Attributes:
         target: the part of the parameter, on the engine's device.
@@ -68,14 +90,19 @@ class ExchangePart:
         typed = staging[: staging.numel() // width * width].view(self.dtype)
         return typed.as_strided(self.shape, self.strides, typed.storage_offset() + self.offset // width)
 
-    def saved(self, staging: Tensor) -> Tensor | None:
-        """View the place for the old weights: the source's own bytes; None if they are too few, or have gaps."""
-        width, source = self.target.dtype.itemsize, self.source(staging)
+    def has_room(self, keep: bool) -> bool:
+        """Check whether the source's bytes can hold the old weights; with ``keep``, only if the new ones are its content."""
         if self.target.dtype == self.dtype:
-            return source
+            return True
         # A source of float32 has room for an old weight of bfloat16 at the beginning of its bytes.
-        if width > self.dtype.itemsize or not self.dense or self.offset % width:
-            return None
+        width = self.target.dtype.itemsize
+        return not keep and width <= self.dtype.itemsize and self.dense and self.offset % width == 0
+
+    def saved(self, staging: Tensor) -> Tensor:
+        """View the place for the old weights in the source's bytes, which have room for them."""
+        if self.target.dtype == self.dtype:
+            return self.source(staging)
+        width = self.target.dtype.itemsize
         length = self.target.numel() * width
         return staging[self.offset : self.offset + length].view(self.target.dtype).view(self.target.shape)
 
@@ -84,39 +111,33 @@ class Exchange:
     """Exchange of a model's weights with those in staging memory, in groups of at most :data:`SCRATCH_BYTES`.
 
     Args:
-        parts: all copies.
-        tensors: specs of the updates for which it holds.
-        addresses: addresses of the parameters' memory (:func:`addresses`).
-        tied: first byte and end, by name, of an output layer and an embedding that must be equal.
+        parts: all parts, none of which overlap.
+        keep: :meth:`refill` will be called.
+        tied: (part of the output layer, part of the embedding) that must be equal; their targets are not used.
     """
 
     def __init__(
         self,
         parts: Sequence[ExchangePart],
-        tensors: Sequence[TensorSpec],
-        addresses: Mapping[str, int],
-        tied: Mapping[str, tuple[int, int]] | None = None,
+        *,
+        keep: bool = False,
+        tied: Sequence[tuple[ExchangePart, ExchangePart]] = (),
     ) -> None:
-        self._parts, self._tensors = split(merged(parts)), tuple(tensors)
-        self._addresses, self._tied = addresses, tied or {}
+        self._parts, self._keep, self._tied = split(merged(parts)), keep, tied
         device = self._parts[0].target.device
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        # Of the parts whose old weights do not fit into their sources' bytes: few, or learn() would have refused.
+        # Of the parts whose old weights do not fit into their sources' bytes: few, or Recording would have refused.
         self._separate: dict[int, Tensor] = {}
         self._bound: tuple[int, list[_Group]] = 0, []
         self._changed_groups: list[_Group] = []
-
-    def fits(self, manifest: Manifest, model: torch.nn.Module) -> bool:
-        """Check whether an update has the tensors, and the model the memory, for which this exchange was recorded."""
-        return manifest.tensors == self._tensors and addresses(model) == self._addresses
 
     @torch.no_grad()
     def run(self, staging: Tensor) -> None:
         """Write the new weights into the parameters, and the old ones into the staging memory."""
         self._changed_groups = []
         # Loaders drop an output layer that the model shares with its embedding; a different one must not be lost.
-        for _ in tied_head_checked((name, staging[start:stop]) for name, (start, stop) in self._tied.items()):
-            pass
+        for head, embedding in self._tied:
+            require_equal_head(head.source(staging), embedding.source(staging))
         for group in self._groups(staging):
             # Noted first: a group that fails has changed some of its parameters.
             self._changed_groups.append(group)
@@ -128,6 +149,12 @@ class Exchange:
         groups, self._changed_groups = self._changed_groups, []
         for group in groups:
             group.restore()
+
+    @torch.no_grad()
+    def refill(self, staging: Tensor) -> None:
+        """Copy the new weights back into the staging memory after a run, so that it holds what was received."""
+        for group in self._groups(staging):
+            group.refill()
 
     def unbind(self) -> None:
         """Release the views of staging memory that were made for the last update."""
@@ -148,8 +175,9 @@ class Exchange:
                 yield group
                 group, used = _Group(), 0
             kind = part.target.dtype, part.dtype
-            saved = part.saved(staging)
-            if saved is None:
+            if part.has_room(self._keep):
+                saved = part.saved(staging)
+            else:
                 saved = self._separate.setdefault(index, torch.empty_like(part.target))
             scratch = self._scratch[used : used + size].view(part.target.dtype).view(part.target.shape)
             group.add(part.target, part.source(staging), saved, scratch)
@@ -190,6 +218,11 @@ class _Group:
             torch._foreach_copy_(self.targets, self._saved)
         elif self._steps:  # the last group alone: the next one would have overwritten the scratch memory
             torch._foreach_copy_(self.targets, self._scratch)
+
+    def refill(self) -> None:
+        """Write the new weights into their sources; those of another dtype were saved elsewhere, and have not changed."""
+        if self.targets[0].dtype == self._sources[0].dtype:
+            torch._foreach_copy_(self._sources, self.targets)
 
 
 def merged(parts: Iterable[ExchangePart]) -> list[ExchangePart]:
@@ -250,65 +283,143 @@ def addresses(model: torch.nn.Module) -> dict[str, int]:
 # --- recording ---
 
 
-class _Recorder(TorchDispatchMode):
-    """Records copies from staging memory into parameters instead of making them. Refuses any other use of either.
+class Recording:
+    """Copies that a model's loaders make. They hold for every layout of an update's bytes.
 
     Args:
-        targets: tensors with which loaders work, by their module and name, and the tensors in use in whose place they stand.
-        staging: the update's bytes.
+        copies: all copies, none of which overlap.
+        tensors: specs of the updates for which they hold.
+        addresses: addresses of the parameters' memory (:func:`addresses`).
+        tied: numbers of an output layer and an embedding that must be equal.
     """
 
-    def __init__(self, targets: Mapping[tuple[str, str], tuple[Tensor, Tensor]], staging: Tensor) -> None:
-        super().__init__()
-        self.parts: list[ExchangePart] = []
-        self.constants: list[Tensor] = []
-        self._staging, self._staging_id = staging, storage_id(staging)
-        self._targets = {storage_id(loaded): (name, loaded, live) for name, (loaded, live) in targets.items()}
+    def __init__(
+        self,
+        copies: Sequence[Copy],
+        tensors: Sequence[TensorSpec],
+        addresses: Mapping[str, int],
+        tied: tuple[int, int] | None = None,
+    ) -> None:
+        self.copies, self.tensors = copies, tuple(tensors)
+        self._addresses, self._tied = addresses, tied
+        self._last: tuple[tuple[Share | None, bool], Exchange | str] | None = None
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if function is torch.ops.aten._local_scalar_dense.default and storage_id(first) == self._staging_id:
-            raise NotInPlaceError("a loader reads the value of a tensor")
-        if first is not None and function._schema.is_mutable and storage_id(first) in self._targets:
-            name, _, live = self._targets[storage_id(first)]
-            if function is torch.ops.aten.copy_.default:
-                self._record(name, first, args[1], live)
-            elif function in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-                # The padding of a vocabulary: it stays as it is.
-                if function is torch.ops.aten.fill_.Scalar and args[1] != 0:
-                    raise NotInPlaceError(f"the loader of {'.'.join(name)} fills it with {args[1]}")
-                self.constants.append(_same_part(first, live))
-            else:
-                raise NotInPlaceError(f"the loader of {'.'.join(name)} calls {function}")
-            return first
-        return function(*args, **kwargs)
+    def fits(self, manifest: Manifest, model: torch.nn.Module) -> bool:
+        """Check whether an update has the tensors, and the model the memory, for which this was recorded."""
+        return manifest.tensors == self.tensors and addresses(model) == self._addresses
 
-    def _record(self, name: tuple[str, str], target: Tensor, source: Tensor, live: Tensor) -> None:
-        if storage_id(source) != self._staging_id:
-            raise NotInPlaceError(f"the loader of {'.'.join(name)} computes what it copies")
-        width = source.dtype.itemsize
-        source = source.expand(target.shape)
-        offset = int(source.storage_offset() * width - self._staging.storage_offset())
-        self.parts.append(
-            ExchangePart(_same_part(target, live), source.dtype, offset, tuple(source.shape), source.stride())
-        )
+    def exchange(self, layout: BucketLayout | ShardLayout, *, keep: bool) -> Exchange:
+        """Return the exchange for a layout; the one before is forgotten.
+
+        Args:
+            keep: the update's memory will be the base of later differences.
+
+        Raises:
+            NotInPlaceError: the layout does not have what the loaders copy, or has no place for the old weights.
+        """
+        key = layout.share, keep
+        if self._last is None or self._last[0] != key:
+            self.unbind()
+            self._last = None
+            try:
+                self._last = key, self._exchange(layout, keep)
+            except NotInPlaceError as error:
+                self._last = key, str(error)
+        exchange = self._last[1]
+        if isinstance(exchange, str):
+            raise NotInPlaceError(exchange)
+        return exchange
+
+    def _exchange(self, layout: BucketLayout | ShardLayout, keep: bool) -> Exchange:
+        places = Places(layout, self.tensors)
+        parts = places.bind(self.copies)
+        outside = sum(part.target.nbytes for part in parts if not part.has_room(keep))
+        if outside > SCRATCH_BYTES:
+            dtypes = [(copy.target.dtype, self.tensors[copy.source.tensor]) for copy in self.copies]
+            name = next(spec.name for dtype, spec in dtypes if dtype != _dtype(spec))
+            raise NotInPlaceError(
+                f"{outside} bytes of old weights do not fit into the update's own memory, since {name}, for example, is sent in "
+                f"another dtype than the engine uses{', and is the base of later differences' if keep else ''}"
+            )
+        return Exchange(parts, keep=keep, tied=self._tied_parts(places))
+
+    def _tied_parts(self, places: Places) -> list[tuple[ExchangePart, ExchangePart]]:
+        if self._tied is None:
+            return []
+        head, embedding = self._tied
+        specs = self.tensors[head], self.tensors[embedding]
+        if (specs[0].dtype, specs[0].shape) != (specs[1].dtype, specs[1].shape):
+            raise NotInPlaceError(f"{HEAD} of the update differs from the embedding")
+        nowhere = torch.empty(specs[0].shape, device="meta")
+        pairs = []
+        for piece, _ in places.pieces[head]:
+            copy = Copy(nowhere[index_of(*piece.box)], Region(embedding, *piece.box))
+            for box, part in places.parts(copy):
+                # Within one piece of the output layer.
+                (_, head_part), *_ = places.parts(Copy(part.target, Region(head, *box)))
+                pairs.append((head_part, part))
+        return pairs
+
+    def unbind(self) -> None:
+        """Release the views of staging memory that were made for the last update."""
+        if self._last is not None and isinstance(self._last[1], Exchange):
+            self._last[1].unbind()
+
+
+class Places:
+    """Places of slices in an update's bytes.
+
+    Attributes:
+        pieces: (slice without gaps, its first byte), by tensor.
+    """
+
+    def __init__(self, layout: BucketLayout | ShardLayout, tensors: Sequence[TensorSpec]) -> None:
+        self._tensors = tensors
+        self.pieces: dict[int, list[tuple[Region, int]]] = defaultdict(list)
+        for piece, start in layout.pieces():
+            self.pieces[piece.tensor].append((piece, start))
+
+    def bind(self, copies: Iterable[Copy]) -> list[ExchangePart]:
+        """Return all parts of the copies in the order of an update's bytes."""
+        parts = [part for copy in copies for _, part in self.parts(copy)]
+        return sorted(parts, key=lambda part: part.offset)
+
+    def parts(self, copy: Copy) -> Iterator[tuple[Box, ExchangePart]]:
+        """Yield a copy's parts, one for each piece that the source's slice intersects, with the intersections.
+
+        Raises:
+            NotInPlaceError: the pieces do not cover the slice, or are not aligned to their dtype.
+        """
+        source, dtype = copy.source, _dtype(self._tensors[copy.source.tensor])
+        left = source.volume
+        for piece, start in self.pieces[source.tensor]:
+            common = overlap(*source.box, *piece.box)
+            if common is None:
+                continue
+            offsets, sizes = common
+            left -= math.prod(sizes)
+            strides = tuple(math.prod(piece.sizes[dim + 1 :]) for dim in range(len(sizes)))
+            first = sum(map(mul, minus(offsets, piece.offsets), strides))
+            if start % dtype.itemsize:
+                raise NotInPlaceError("a tensor of the update is not aligned to its dtype")
+            target = copy.target[index_of(minus(offsets, source.offsets), sizes)]
+            yield common, ExchangePart(target, dtype, start + first * dtype.itemsize, sizes, strides)
+        if left:
+            raise NotInPlaceError(f"the update has not all of {self._tensors[source.tensor].name} that is loaded")
 
 
 def learn(
     model: torch.nn.Module,
     vllm_config: Any,
-    manifest: Manifest,
+    tensors: Sequence[TensorSpec],
+    layout: BucketLayout | ShardLayout,
     staging: Tensor,
-    tensors: Sequence[tuple[str, Tensor]],
     changed_apart: Callable[[set[int]], str | None],
-) -> Exchange:
+) -> Recording:
     """Record how the model's loaders distribute an update that vLLM's reload has just loaded. The engine must be paused.
 
     Args:
-        staging: the update's bytes, which ``tensors`` are views of.
+        staging: the update's bytes.
         changed_apart: returns the name of a tensor that the reload has changed and that is in none of the storages with these
             addresses; None if there is none.
 
@@ -316,24 +427,22 @@ def learn(
         NotInPlaceError: the weights in use are not copies of parts of the update.
     """
     _require_plain(model, vllm_config)
-    tied = _tied(vllm_config, manifest)
-    if len(tied) > 1:
-        # Equal to the embedding, as Exchange.run checks, and loaded into the same memory or not at all.
-        tensors = [(name, tensor) for name, tensor in tensors if name != HEAD]
-    parts, constants = _recorded(model, staging, tensors)
-    parts = _distinct([part for part in parts if part.target.numel()])
-    storages = {part.target.untyped_storage().data_ptr() for part in parts}
-    _require_complete(model, parts, constants)
-    if (name := changed_apart(storages)) is not None:
+    try:
+        recorder = observe(model, vllm_config, tensors)
+    except Exception as error:
+        # Whatever a loader cannot do without memory: the reload can load this model, and this cannot.
+        raise NotInPlaceError(f"{type(error).__name__}: {error}") from error
+    tied = _tied(vllm_config, tensors)
+    # The output layer equals the embedding, as Exchange.run checks, and is loaded into the same memory or not at all.
+    copies = distinct(copy for copy in _copies(recorder, tensors) if tied is None or copy.source.tensor != tied[0])
+    _require_complete(model, copies, [_in_use(part, recorder) for part in recorder.zeros])
+    if (name := changed_apart({copy.target.untyped_storage().data_ptr() for copy in copies})) is not None:
         raise NotInPlaceError(f"{name} is computed from weights")
-    for part in parts:
+    for part in Places(layout, tensors).bind(copies):
         # What the kernels use may have been reordered or padded after loading; then it differs from what the loader copied.
         if not torch.equal(part.target, part.source(staging).to(part.target.dtype)):
             raise NotInPlaceError("the weights in use are not in the order of the checkpoint")
-    outside = sum(part.target.nbytes for part in parts if part.saved(staging) is None)
-    if outside > SCRATCH_BYTES:
-        raise NotInPlaceError(f"{outside} bytes of old weights do not fit into the update's own memory")
-    return Exchange(parts, manifest.tensors, addresses(model), tied)
+    return Recording(copies, tensors, addresses(model), tied)
 
 
 def _require_plain(model: torch.nn.Module, vllm_config: Any) -> None:
@@ -358,68 +467,69 @@ def _require_plain(model: torch.nn.Module, vllm_config: Any) -> None:
             raise NotInPlaceError(f"{name} ({type(module).__name__}) computes tensors after loading")
 
 
-def _recorded(
-    model: torch.nn.Module, staging: Tensor, tensors: Sequence[tuple[str, Tensor]]
-) -> tuple[list[ExchangePart], list[Tensor]]:
-    """Run the loaders on parameters without memory; return the copies that they make, and the parts that they fill with zeros."""
-    if any(storage_id(tensor) != storage_id(staging) for _, tensor in tensors if tensor.numel()):
-        raise NotInPlaceError("a tensor of the update is not aligned to its dtype")
-
-    def parameters() -> dict[tuple[str, str], Tensor]:
-        modules = model.named_modules()
-        return {(prefix, name): value for prefix, module in modules for name, value in _parameters(module)}
-
-    in_use = parameters()
-    try:
-        with parameters_on_meta(model):
-            targets = {key: (loaded, in_use[key]) for key, loaded in parameters().items() if key in in_use}
-            for (prefix, name), (loaded, live) in targets.items():
-                if (loaded.shape, loaded.dtype, loaded.stride()) != (live.shape, live.dtype, live.stride()):
-                    raise NotInPlaceError(
-                        f"{prefix}.{name} has another layout in use: {live.dtype} {list(live.shape)}, "
-                        f"loaded {list(loaded.shape)}"
-                    )
-            with torch.no_grad(), _Recorder(targets, staging) as recorder:
-                model.load_weights(iter(tensors))  # type: ignore[operator]
-    except NotInPlaceError:
-        raise
-    except Exception as error:
-        # Whatever a loader cannot do without memory: the reload can load this model, and this cannot.
-        raise NotInPlaceError(f"{type(error).__name__}: {error}") from error
-    return recorder.parts, recorder.constants
+def _copies(recorder: Recorder, tensors: Sequence[TensorSpec]) -> Iterator[Copy]:
+    """Yield the recorded copies with their targets in the parameters in use."""
+    if recorder.problem:
+        raise NotInPlaceError(recorder.problem)
+    for name, (loaded, live) in recorder.targets.items():
+        if live is not None and (loaded.shape, loaded.dtype, loaded.stride()) != (
+            live.shape,
+            live.dtype,
+            live.stride(),
+        ):
+            raise NotInPlaceError(
+                f"{name} has another layout in use: {live.dtype} {list(live.shape)}, loaded {list(loaded.shape)}"
+            )
+    for target, number, view in recorder.copies:
+        if recorder.name(target) is None:
+            raise NotInPlaceError(f"a loader copies {tensors[number].name} into a tensor that is no parameter")
+        parts = as_slices(view.expand(target.shape), recorder.sources[number], _in_use(target, recorder))
+        if parts is None:
+            raise NotInPlaceError(
+                f"the loader of {recorder.name(target)} does not copy a slice of {tensors[number].name}"
+            )
+        for box, part in parts:
+            yield Copy(part, Region(number, *box))
 
 
-def _distinct(parts: Sequence[ExchangePart]) -> list[ExchangePart]:
-    """Drop repeated copies; raise NotInPlaceError if two copies share bytes of a parameter or of the update."""
-    unique: dict[tuple[Any, ...], ExchangePart] = {}
-    for part in parts:
-        target = part.target
-        region = (target.data_ptr(), *target.shape, *target.stride(), part.dtype, part.offset, *part.strides)
+def _in_use(target: Tensor, recorder: Recorder) -> Tensor:
+    """Return the part of a parameter in use at the place of a part of the loaded one, whose layout is the same."""
+    name = recorder.name(target)
+    live = None if name is None else recorder.targets[name][1]
+    if live is None:
+        raise NotInPlaceError(f"a loader fills {name or 'a tensor that is no parameter'}, which is not in use")
+    return live.detach().as_strided(target.shape, target.stride(), live.storage_offset() + target.storage_offset())
+
+
+def distinct(copies: Iterable[Copy]) -> list[Copy]:
+    """Drop repeated copies; raise NotInPlaceError if two copies share bytes of a parameter or elements of a tensor."""
+    unique: dict[tuple[Any, ...], Copy] = {}
+    for copy in copies:
         # Tied parameters are loaded twice from one tensor.
-        unique.setdefault(region, part)
+        unique.setdefault((copy.target.data_ptr(), copy.target.stride(), copy.source), copy)
     # Exchanged twice, an old weight would be taken for a new one.
-    targets = sorted(
-        (part.target.data_ptr(), _span(part.target.shape, part.target.stride(), part.target.dtype))
-        for part in unique.values()
-    )
-    sources = sorted((part.offset, _span(part.shape, part.strides, part.dtype)) for part in unique.values())
-    for spans in (targets, sources):
-        if any(start + length > following for (start, length), (following, _) in pairwise(spans)):
-            raise NotInPlaceError("a tensor is loaded into two parameters, or two tensors into one")
+    spans = sorted((copy.target.data_ptr(), _span(copy.target)) for copy in unique.values())
+    boxes: dict[int, list[Box]] = defaultdict(list)
+    for copy in unique.values():
+        boxes[copy.source.tensor].append(copy.source.box)
+    if any(start + length > following for (start, length), (following, _) in pairwise(spans)) or any(
+        map(overlapping, boxes.values())
+    ):
+        raise NotInPlaceError("a tensor is loaded into two parameters, or two tensors into one")
     return list(unique.values())
 
 
-def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+def _span(part: Tensor) -> int:
     """Return the bytes from the first element to the end of the last one."""
-    if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
-        raise NotInPlaceError("one value is loaded into several")
-    return (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * dtype.itemsize
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    ) * part.itemsize
 
 
-def _require_complete(model: torch.nn.Module, parts: Sequence[ExchangePart], constants: Sequence[Tensor]) -> None:
+def _require_complete(model: torch.nn.Module, copies: Sequence[Copy], constants: Sequence[Tensor]) -> None:
     """Check that every element of every parameter has a source."""
     regions: dict[int, dict[tuple[int, ...], int]] = {}
-    for target in (*(part.target for part in parts), *constants):
+    for target in (*(copy.target for copy in copies), *constants):
         region = (int(target.storage_offset()), *target.shape, *target.stride())
         regions.setdefault(target.untyped_storage().data_ptr(), {})[region] = target.numel()
     for name, parameter in model.named_parameters():
@@ -427,23 +537,14 @@ def _require_complete(model: torch.nn.Module, parts: Sequence[ExchangePart], con
             raise NotInPlaceError(f"{name} is not loaded from the update's tensors alone")
 
 
-def _tied(vllm_config: Any, manifest: Manifest) -> dict[str, tuple[int, int]]:
+def _tied(vllm_config: Any, tensors: Sequence[TensorSpec]) -> tuple[int, int] | None:
+    """Return the numbers of an output layer and of the embedding in whose place vLLM does not use it."""
     if not getattr(vllm_config.model_config.hf_config, "tie_word_embeddings", False):
-        return {}
-    starts = offsets(manifest.tensors)
-    return {
-        spec.name: (start, start + spec.nbytes)
-        for spec, start in zip(manifest.tensors, starts[:-1], strict=True)
-        if spec.name == HEAD or spec.name.endswith(EMBEDDINGS)
-    }
+        return None
+    head = [number for number, spec in enumerate(tensors) if spec.name == HEAD]
+    embedding = [number for number, spec in enumerate(tensors) if spec.name.endswith(EMBEDDINGS)]
+    return (head[0], embedding[0]) if head and embedding else None
 
 
-def _parameters(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, value in (*module._parameters.items(), *module._buffers.items()):
-        if value is not None:
-            yield name, value
-
-
-def _same_part(part: Tensor, live: Tensor) -> Tensor:
-    """Return the part of ``live`` at the place of ``part`` in its own tensor, whose layout is the same."""
-    return live.detach().as_strided(part.shape, part.stride(), live.storage_offset() + part.storage_offset())
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    return getattr(torch, spec.dtype)

@@ -20,12 +20,12 @@ import torch
 from weightwire.errors import NotServingError, UpdateError, WireError
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
-from weightwire.plan import Region
+from weightwire.plan import Region, Share
 from weightwire.receiver import Receiver
 from weightwire.reception import COMMITTED, RECEIVING
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import Expected
-from weightwire.vllm.in_place import Exchange, NotInPlaceError, learn
+from weightwire.vllm.in_place import Exchange, NotInPlaceError, Recording, learn
 from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
 from weightwire.vllm.needs import worker_needs
 
@@ -57,9 +57,9 @@ class WorkerUpdates:
         self._offer: Offer | None = None
         self._copy: _Copy | None = None
         self._spare: Snapshot | None = None
-        self._exchange: Exchange | None = None
-        self._refused: tuple[TensorSpec, ...] | None = None
-        """Tensors of the last update that cannot be exchanged in place."""
+        self._recording: Recording | None = None
+        self._refused: tuple[Sequence[TensorSpec], Share | None] | None = None
+        """Tensors and share of the last update from which nothing could be learned."""
         self.reload_reason = "" if os.environ.get(contract.IN_PLACE, "1") != "0" else f"{contract.IN_PLACE} is 0"
         """Reason why the next update is not copied into the parameters in use; empty if unknown, or if it is."""
         self._adapters: dict[str, list[Path]] = {}
@@ -72,19 +72,26 @@ class WorkerUpdates:
         if offer.manifest.adapter is None:
             check_reloadable(self._model())
         # The memory of a dropped update is freed; views of it would keep it beside that of this one.
-        if self._exchange is not None and not self.receiver.keeps_memory:
-            self._exchange.unbind()
+        if self._recording is not None and not self.receiver.keeps_memory:
+            self._recording.unbind()
         # Before the copy is started: an offer that is refused must not cost the engine a copy of its weights.
         self.receiver.open(offer, self._number)
         self._offer = offer
-        if offer.manifest.adapter is None and self._copy is None and not self._exchanges(offer):
+        if offer.manifest.adapter is None and self._exchange(offer) is None and self._copy is None:
             self._copy, self._spare = _Copy(self._model(), self._spare), None
 
-    def _exchanges(self, offer: Offer) -> bool:
-        # The memory of a sharded update has another layout, and may be the base of the next one, which an exchange would destroy.
-        if offer.sharded is not None or self._exchange is None:
-            return False
-        return self._exchange.fits(offer.manifest, self._model())
+    def _exchange(self, offer: Offer) -> Exchange | None:
+        """Return the exchange by which an open update can be committed; None if it has to be reloaded."""
+        recording = self._recording
+        if recording is None or not recording.fits(offer.manifest, self._model()):
+            return None
+        try:
+            exchange = recording.exchange(self.receiver.layout(offer.update), keep=_becomes_base(offer))
+        except NotInPlaceError as error:
+            self._refuse(error)
+            return None
+        self.reload_reason = ""
+        return exchange
 
     def needs(self, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
         """Return the slices of a model's tensors that this worker loads. No update may be open: its copy reads the model."""
@@ -117,10 +124,13 @@ class WorkerUpdates:
             CommitError: it failed; the old weights are active.
             NotServingError: it failed, and the old weights could not be restored.
         """
-        exchange = self._exchange
-        if self._offer is not None and exchange is not None and self._exchanges(self._offer):
+        if self._offer is None:
+            raise UpdateError(f"{update:.120} was not begun")
+        if (exchange := self._exchange(self._offer)) is not None:
             staging = self.receiver.staging(update)
-            self.receiver.commit(update, lambda tensors: exchange.run(staging), exchange.undo)
+            self.receiver.commit(
+                update, lambda tensors: exchange.run(staging), exchange.undo, lambda: exchange.refill(staging)
+            )
             return "exchange"
         # The model's memory is another one than at the beginning of the update.
         if self._copy is None:
@@ -137,15 +147,11 @@ class WorkerUpdates:
             structure.restore()
             contents.restore()
 
-        sharded = self._offer is not None and self._offer.sharded is not None
+        offer = self._offer
 
         def load_and_learn(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-            if sharded:  # tensor by tensor: each is put together when it is loaded
-                self._load(tensors)
-                return
-            items = list(tensors)
-            self._load(iter(items))
-            self._learn(update, items, contents)
+            self._load(tensors)
+            self._learn(offer, contents)
 
         self.receiver.commit(update, load_and_learn, restore)
         return "reload"
@@ -156,29 +162,28 @@ class WorkerUpdates:
         with set_current_vllm_config(self._vllm_config):
             load(self._model(), self._vllm_config.model_config, tensors)
 
-    def _learn(self, update: str, tensors: list[tuple[str, torch.Tensor]], before: Snapshot) -> None:
+    def _learn(self, offer: Offer, before: Snapshot) -> None:
         """Learn to exchange the next updates in place, after a reload."""
-        from vllm.config import set_current_vllm_config
-
-        assert self._offer is not None
-        manifest, self._exchange = self._offer.manifest, None
-        # Learning may take as long as a reload; the reason would be the same.
-        if os.environ.get(contract.IN_PLACE) == "0" or manifest.tensors == self._refused:
+        manifest, layout = offer.manifest, self.receiver.layout(offer.update)
+        # Learning may take as long as a reload; the result would be the same.
+        if os.environ.get(contract.IN_PLACE) == "0" or self._refused == (manifest.tensors, layout.share):
             return
+        if self._recording is not None and self._recording.fits(manifest, self._model()):
+            return
+        self._recording = None
         try:
-            with set_current_vllm_config(self._vllm_config):
-                self._exchange = learn(
-                    self._model(),
-                    self._vllm_config,
-                    manifest,
-                    self.receiver.staging(update),
-                    tensors,
-                    before.changed_apart,
-                )
-            self.reload_reason = ""
+            staging = self.receiver.staging(offer.update)
+            recording = learn(self._model(), self._vllm_config, manifest.tensors, layout, staging, before.changed_apart)
+            self._recording, self.reload_reason = recording, ""
+            recording.exchange(layout, keep=_becomes_base(offer))
         except NotInPlaceError as error:
-            self._refused, self.reload_reason = manifest.tensors, str(error)
-            log.warning("%s: every update is loaded by vLLM's reload: %s", self.receiver.name, error)
+            self._refused = manifest.tensors, layout.share
+            self._refuse(error)
+
+    def _refuse(self, reason: NotInPlaceError) -> None:
+        if self.reload_reason != str(reason):
+            self.reload_reason = str(reason)
+            log.warning("%s: such updates are loaded by vLLM's reload: %s", self.receiver.name, reason)
 
     def write_adapter(self, update: str) -> str:
         """Write a verified adapter in peft's format to a directory whose path is the same for all workers.
@@ -231,7 +236,8 @@ class WorkerUpdates:
         self.receiver.settle(update)
         if self._copy is not None:
             # Its memory serves the next update; after an exchange has been learned there is none that needs it.
-            self._spare = None if self._exchange is not None else self._copy.snapshot
+            exchanged = self._recording is not None and not self.reload_reason
+            self._spare = None if exchanged else self._copy.snapshot
         self._copy = None
 
     def drop(self, update: str) -> None:
@@ -242,8 +248,8 @@ class WorkerUpdates:
     def release(self) -> None:
         """Free the memory that is kept for the next update: the engine's device is needed by others."""
         self.receiver.release()
-        if self._exchange is not None:
-            self._exchange.unbind()
+        if self._recording is not None:
+            self._recording.unbind()
         device = next(self._model().parameters()).device
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()
@@ -254,6 +260,11 @@ class WorkerUpdates:
         self._copy = None
         for directory in itertools.chain(*self._adapters.values()):
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _becomes_base(offer: Offer) -> bool:
+    """Check whether an update's memory will be the base of differences."""
+    return offer.sharded is not None and offer.sharded.keep
 
 
 class _Copy(threading.Thread):
