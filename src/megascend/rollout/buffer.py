@@ -133,13 +133,13 @@ class RolloutBuffer:
         return self.batch * (self.max_lag + 1 - (step - version)) - len(self._in_flight) - len(self._ready)
 
     def dispatch(self, prompt: dict[str, Any], version: int) -> Dispatch:
-        """Record that a new prompt is sent to an engine; call :meth:`room` first, and :meth:`returned` for retries."""
+        """Record that a new prompt is sent to an engine; call :meth:`room` first, and :meth:`next_retry` for retries."""
         dispatch = Dispatch(self.counts.dispatched, prompt, version)
         self.counts.dispatched += 1
         self._in_flight[dispatch.number] = dispatch
         return dispatch
 
-    def returned(self, version: int) -> Dispatch | None:
+    def next_retry(self, version: int) -> Dispatch | None:
         """Dispatch the first prompt that must be retried, and return it; None if there is none."""
         if not self._retries:
             return None

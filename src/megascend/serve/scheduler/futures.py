@@ -181,7 +181,10 @@ class Futures:
             self.completions.add(future.name, succeeded=succeeded)
         future.then(succeeded)  # before the client is woken, whose next request may depend on it
         future.changed.set()
-        future.answer_of, future.then = _answered, _answered  # releases the request's samples, which the closures hold
+        future.answer_of, future.then = (
+            _already_ended,
+            _already_ended,
+        )  # releases the request's samples, which the closures hold
 
     def _make_room(self, account: Account, future: Future) -> None:
         """Charge a new answer to its tenant; drop the tenant's oldest beyond the limit."""
@@ -226,7 +229,7 @@ class Futures:
             self.completions.drop(future.name)
 
 
-def _answered(value: Any) -> Any:
+def _already_ended(value: Any) -> Any:
     raise AssertionError("this future has ended")
 
 
