@@ -92,6 +92,7 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
     A launcher that restarts a run (``torchrun --max-restarts``) resumes from its last checkpoint, whatever it was started with.
     """
     checkpoints = tuple(Retention(output / CHECKPOINTS).candidates())
+    # First: the restarted command still says --overwrite, which must not remove what this very run has written.
     if restarted(output, launch):
         if checkpoints:
             return StartPoint(checkpoints, remark=f"attempt {launch.attempt}: resuming from the last checkpoint")
@@ -159,7 +160,7 @@ def saved_settings(output: Path, resume: str | Path | None, launch: Launch) -> d
     return {}
 
 
-def belongs(output: Path, resume: str | Path | None, launch: Launch) -> bool:
+def may_write(output: Path, resume: str | Path | None, launch: Launch) -> bool:
     """Return True if a run that :func:`check_start` let pass may write to ``output`` before its first step.
 
     Not where it is to overwrite an earlier run: that stays as it is until the new one begins.

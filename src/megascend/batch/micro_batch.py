@@ -479,6 +479,7 @@ def next_tokens(
     """
     count = len(tokens)
     total = round_up(count, multiple)
+    # Padding repeats the last token, so that adapter indices stay ascending.
     members = [min(number, count - 1) for number in range(total)]
     ids, position_ids = (
         to_device(torch.tensor([values[member] for member in members]), device) for values in (tokens, positions)
