@@ -197,7 +197,7 @@ class SupervisedTraining(Training[RunConfig]):
             self.counts = TrainCounts(**progress["counts"])
         self._stream_state = self._stream.state_dict()
         self._budget = TokenBudget(config)
-        self._budget.settle(
+        self._budget.apply(
             config, run.backend, self.samples, run.adapter, (progress or {}).get("budget"), run.event_log
         )
         if run.main_rank:

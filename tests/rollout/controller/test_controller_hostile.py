@@ -194,7 +194,7 @@ def test_malformed_signed_calls_are_refused(
 async def _forget(served: Served, call_id: str) -> None:
     replies = served.server._replies
     if replies._replies.pop(call_id, None) is not None:
-        replies._answered.pop()
+        replies._expiries.pop()
 
 
 @pytest.mark.parametrize(

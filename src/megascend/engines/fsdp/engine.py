@@ -294,7 +294,7 @@ def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform:
         info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=platform == "npu"
     )
     in_process.check_first_pass(
-        spec.model, checked.model.config, longest_sample(spec, info), subject, called=spec.self_check
+        spec.model, checked.model.config, longest_sample(spec, info), subject, runs_forward=spec.self_check
     )
     if topology.expert > 1:
         keep_own_experts(checked.model, topology.expert, transformers_api.is_fused_experts)

@@ -36,7 +36,7 @@ class Future:
         then: callback, called with True on success and False on failure.
         answer: answer for the client, once finished.
         number_in_line: number in its model's order, or None.
-        noted: True once the database has its request.
+        recorded: True once the database has its request.
         internal: no client knows its name; dropped as soon as it ends.
         size: bytes charged for its answer.
     """
@@ -56,7 +56,7 @@ class Future:
     ended: float | None = None
     retrieved: float | None = None
     number_in_line: int | None = None
-    noted: bool = False
+    recorded: bool = False
     internal: bool = False
     size: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
