@@ -20,8 +20,8 @@ from megascend.app.resume import (
     checkpoints_at,
     decide,
     differences,
+    has_same_launcher,
     may_write,
-    restarts,
     with_template_date,
 )
 from megascend.app.run_directory import JOURNAL, RESULTS, RUN_FILES, run_files
@@ -194,7 +194,7 @@ def test_restart_does_not_touch_another_run(tmp_path: Path) -> None:
 
 def test_restarts_reads_damaged_event_files(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    assert not restarts(tmp_path)
+    assert not has_same_launcher(tmp_path)
     own_start, other_start = (json.dumps({"event": "start", "agent": name}) for name in (agent(), "elsewhere:1"))
     for text, expected in {
         "": False,
@@ -204,9 +204,9 @@ def test_restarts_reads_damaged_event_files(tmp_path: Path) -> None:
         f"{own_start}\n[1, 2]\n17\nnull\n": True,
     }.items():
         events.write_text(text)
-        assert restarts(tmp_path) is expected, text
+        assert has_same_launcher(tmp_path) is expected, text
     events.write_bytes(own_start.encode() + b"\n\xff\xfe\x00")
-    assert restarts(tmp_path)
+    assert has_same_launcher(tmp_path)
 
 
 def test_differences_names_the_settings(tmp_path: Path) -> None:
