@@ -203,7 +203,7 @@ class Backend:
             # The other ranks may have passed these checks, and wait in the step's first exchange.
             agree("forward_backward", self.groups, problem=error)
             raise
-        with self._freeing():
+        with self._freeing_memory_on_oom():
             return self._step.forward_backward(samples, resolved, adapter, self.on_micro_batch, outputs)
 
     def optimizer_step(
@@ -246,7 +246,7 @@ class Backend:
 
         names = "" if adapters is None else repr([adapters] if isinstance(adapters, str) else list(adapters))
         options = f", adam={settings}" if settings else "" if lr is None else f", lr={lr!r}"
-        with self._freeing():
+        with self._freeing_memory_on_oom():
             chosen = self._agree(f"optimizer_step({names}{options}){trainable.describe()}", choose)
         result = trainable.step(chosen, settings, lr=lr)
         # Hang reports and error messages name the step that is running.
@@ -283,10 +283,13 @@ class Backend:
         if adapters is not None:
             self._adapters().discard(adapters)
         elif names := self.engine.trainable.with_gradients():
-            self._adapters().discard(names) if self.engine.trainable.frozen else self.engine.trainable.abandon()
+            if self.engine.trainable.frozen:
+                self._adapters().discard(names)
+            else:
+                self.engine.trainable.abandon()
 
     @contextmanager
-    def _freeing(self) -> Iterator[None]:
+    def _freeing_memory_on_oom(self) -> Iterator[None]:
         """Free cached device memory if the block raises OutOfDeviceMemoryError, which all ranks do together."""
         try:
             yield
@@ -331,7 +334,7 @@ class Backend:
             reference: use the base model for all samples, whatever adapter they name.
             candidates: also return the log-probabilities of the samples' candidates, which all must have.
         """
-        with self._freeing():
+        with self._freeing_memory_on_oom():
             return self._step.forward(samples, entropy, logits, adapter, reference, candidates)
 
     def values(
@@ -374,7 +377,7 @@ class Backend:
         settings = lora or Lora()
         # Checked and agreed on before any rank allocates.
         self._agree(f"add_adapter({name!r}, {settings!r})", lambda: self._adapters().registry.check(name, settings))
-        with self._freeing():
+        with self._freeing_memory_on_oom():
             self._adapters().add(name, settings)
 
     def remove_adapter(self, name: str) -> None:
@@ -422,7 +425,7 @@ class Backend:
             ConfigError: as :meth:`add_adapter`.
             CheckpointError, OutOfDeviceMemoryError: on every rank; nothing has been added or replaced.
         """
-        with self.groups.monitor.phase("load adapter"), self._freeing():
+        with self.groups.monitor.phase("load adapter"), self._freeing_memory_on_oom():
             replacing = ", replace=True" if replace else ""
             call = f"load_adapter({name!r}, {str(path)!r}, {lora!r}, {optimizer=}{replacing})"
             self._agree(call, self._adapters)
@@ -593,7 +596,7 @@ class Backend:
         """
         with self.groups.monitor.phase("load"):
             self._agree(f"load({str(path)!r})")
-            # It may be the checkpoint that is to be loaded.
+            # The checkpoint to load may be the one that is still being written.
             self._saver.finish()
             directory = Path(path)
             # Digests first: a damaged file must not be loaded half.

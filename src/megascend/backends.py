@@ -67,6 +67,7 @@ def register_engine(
     Raises:
         ConfigError: another engine has that name, or a package is not in the version table.
     """
+    # Registering the same backend again changes nothing, so set-up code may run twice.
     if _backends.get(name, backend) is not backend:
         raise ConfigError(f"register_engine: another engine is called {name!r}; names in use: {', '.join(_backends)}")
     engines.register(name, megatron, packages)
@@ -243,7 +244,7 @@ class EngineBackend(Backend, ABC):
         # None means default: EngineSpec.of leaves it out.
         _refuse_unknown(self.engine_name, {name: value for name, value in settings.items() if value is not None})
         spec = EngineSpec.of(model, settings)
-        # The property raises for micro_batch_tokens "auto", which only a run resolves.
+        # Evaluated for its error: the property raises for micro_batch_tokens "auto", which only a run resolves.
         _ = spec.batching.budget
 
         # The worker starts first: it imports its packages while this process imports Megatron.

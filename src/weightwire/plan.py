@@ -33,6 +33,7 @@ RELAY_GAIN = 0.8
 MOST_IMBALANCE = 1.2
 """Largest traffic of a trainer rank, relative to the mean, that is not a reason for a relay."""
 MAX_PIECES = 2**24
+"""Limit on the pieces of a received plan, which is untrusted: memory for them is allocated before they are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +176,7 @@ class Share:
             pieces = tuple(parse_piece(piece, tensors) for piece in row[1])
             nbytes = sum(piece.nbytes(tensors) for piece in pieces)
             total, count = total + nbytes, count + len(pieces)
+            # Checked row by row, before the next one is parsed.
             if not pieces or total > MAX_BYTES or count > MAX_PIECES:
                 raise ManifestError(f"plan: a chunk of {len(pieces)} pieces; {total} bytes and {count} pieces so far")
             chunks.append(Chunk(pieces, nbytes, row[0], ()))
@@ -186,17 +188,17 @@ class Share:
             if sends > 1 or chunk >= len(chunks):
                 raise ManifestError(f"plan: {row!r:.80} is not an operation of {len(chunks)} chunks")
             steps.append(Operation(bool(sends), chunk, peer))
-        # In order: a worker fills its staging memory from front to back, and forwards only what it has.
-        arrived = 0
+        # A worker fills its staging memory from front to back, and can only forward what it has received.
+        received = 0
         for step in steps:
             if not step.sends:
-                if step.chunk != arrived:
-                    raise ManifestError(f"plan: chunk {step.chunk} is received as number {arrived}")
-                arrived += 1
-            elif step.chunk >= arrived:
+                if step.chunk != received:
+                    raise ManifestError(f"plan: chunk {step.chunk} is received as number {received}")
+                received += 1
+            elif step.chunk >= received:
                 raise ManifestError(f"plan: chunk {step.chunk} is forwarded before it has arrived")
-        if arrived != len(chunks):
-            raise ManifestError(f"plan: {arrived} of {len(chunks)} chunks are received")
+        if received != len(chunks):
+            raise ManifestError(f"plan: {received} of {len(chunks)} chunks are received")
         return cls(fields["plan"], tuple(chunks), tuple(steps))
 
 
@@ -221,13 +223,13 @@ def check_share(share: Share, needs: Iterable[Region], tensors: Sequence[TensorS
     need_boxes: dict[int, list[Box]] = defaultdict(list)
     for piece in disjoint(needs):
         need_boxes[piece.tensor].append(piece.box)
-    left = {tensor: sum(math.prod(sizes) for _, sizes in boxes) for tensor, boxes in need_boxes.items()}
-    arriving: dict[int, list[Box]] = defaultdict(list)
+    missing_volume = {tensor: sum(math.prod(sizes) for _, sizes in boxes) for tensor, boxes in need_boxes.items()}
+    planned: dict[int, list[Box]] = defaultdict(list)
     for chunk in share.chunks:
         for piece in chunk.pieces:
-            arriving[piece.tensor].append(piece.box)
-    for tensor, boxes in arriving.items():
-        # Disjoint pieces whose intersections with the needs have the needs' volume, and their own.
+            planned[piece.tensor].append(piece.box)
+    for tensor, boxes in planned.items():
+        # Comparing volumes is enough once the pieces are disjoint: no element can then make up for another.
         if overlapping(boxes):
             raise PlanError(f"{label}: the plan sends a part of {tensors[tensor].name} twice")
         volume = sum(math.prod(sizes) for _, sizes in boxes)
@@ -239,19 +241,19 @@ def check_share(share: Share, needs: Iterable[Region], tensors: Sequence[TensorS
         )
         if inside != volume:
             raise PlanError(f"{label}: the plan sends a part of {tensors[tensor].name} that is not needed here")
-        left[tensor] -= inside
-    if missing := [tensors[tensor].name for tensor, volume in left.items() if volume]:
+        missing_volume[tensor] -= inside
+    if missing := [tensors[tensor].name for tensor, volume in missing_volume.items() if volume]:
         raise PlanError(f"{label}: the plan leaves out a part of {', '.join(missing[:4])} ({len(missing)} tensors)")
 
 
 def overlapping(boxes: Sequence[Box]) -> bool:
     """Check whether slices of one tensor have an element in common."""
-    return any(overlap(*a, *b) for a, b in _close(boxes))
+    return any(overlap(*a, *b) for a, b in _possibly_overlapping(boxes))
 
 
-def _close(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """Yield the pairs of slices that may overlap: those whose first dimensions do."""
-    if boxes and not boxes[0][0]:  # of a scalar
+def _possibly_overlapping(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """Yield the pairs of slices whose first dimensions overlap; a sweep, since all pairs would be too many to compare."""
+    if boxes and not boxes[0][0]:  # a scalar has no first dimension, and any two slices of it are equal
         yield from pairwise(boxes)
         return
     ordered = sorted(boxes)
@@ -379,31 +381,36 @@ def plan(
     """
     groups = _groups(tensors, holdings, needs)
     sizes = {key: sum(piece.nbytes(tensors) for piece in pieces) for key, pieces in groups.items()}
-    members = len(holdings), len(needs)
+    senders, receivers = len(holdings), len(needs)
 
     def candidate(nbytes: int, sharers: int, relayed: bool) -> TransferPlan:
         size = max(1, min(chunk_bytes, max(SMALLEST_CHUNK, nbytes // max(1, sharers) // CHUNKS_PER_MEMBER)))
         parts = [(*key, *chunk) for key, group in groups.items() for chunk in _chunks(tensors, group, size)]
-        # What few ranks hold comes first: what many hold then levels the rest. Large ones first, as usual.
+        # Parts that few ranks hold are assigned first: those that many hold can even out the load afterwards. Among them the
+        # largest first, as in any greedy scheduling.
         parts.sort(key=lambda part: (len(part[0]), -part[3]))
-        return TransferPlan(*members, _share_out(parts, *members, relayed=relayed))
+        return TransferPlan(senders, receivers, _share_out(parts, senders, receivers, relayed=relayed))
 
-    direct = candidate(sum(size * len(workers) for (_, workers), size in sizes.items()), len(holdings), relayed=False)
+    direct = candidate(sum(size * len(workers) for (_, workers), size in sizes.items()), senders, relayed=False)
     if relay is False or (relay is None and all(len(workers) == 1 for _, workers in groups)):
         return direct
-    slow, uneven = direct.seconds(1), direct.imbalance > MOST_IMBALANCE
+    # Durations at 1 byte/s: only their ratio matters.
+    direct_s, uneven = direct.seconds(1), direct.imbalance > MOST_IMBALANCE
     # A relay cannot be faster than a worker that receives all it needs.
-    if relay is None and not uneven and max(direct.traffic[1]) >= RELAY_GAIN * slow:
+    if relay is None and not uneven and max(direct.traffic[1]) >= RELAY_GAIN * direct_s:
         return direct
-    relayed = candidate(sum(sizes.values()), max(members), relayed=True)
-    fast = relayed.seconds(1)
-    if relay or fast < RELAY_GAIN * slow or (uneven and relayed.imbalance < direct.imbalance and fast <= slow):
+    relayed = candidate(sum(sizes.values()), max(senders, receivers), relayed=True)
+    relayed_s = relayed.seconds(1)
+    evens_out = uneven and relayed.imbalance < direct.imbalance and relayed_s <= direct_s
+    if relay or relayed_s < RELAY_GAIN * direct_s or evens_out:
         return relayed
     return direct
 
 
 _Key = tuple[tuple[int, ...], tuple[int, ...]]
+"""(ranks that hold a piece, workers that need it)."""
 _Part = tuple[tuple[int, ...], tuple[int, ...], tuple[Region, ...], int]
+"""(holders, workers, pieces of a chunk, bytes)."""
 
 
 def _groups(
@@ -417,30 +424,30 @@ def _groups(
             if not holders or holders[-1] != rank:
                 holders.append(rank)
     # By identity first: engines of one kind have equal needs, tens of thousands of slices each.
-    kinds: dict[int, list[int]] = {}
+    workers_by_needs: dict[int, list[int]] = {}
     for worker, pieces in enumerate(needs):
-        kinds.setdefault(id(pieces), []).append(worker)
+        workers_by_needs.setdefault(id(pieces), []).append(worker)
     workers: list[dict[Box, list[int]]] = [{} for _ in tensors]
-    for alike in kinds.values():
-        for piece in disjoint(needs[alike[0]]):
-            workers[piece.tensor].setdefault(piece.box, []).extend(alike)
+    for equal_workers in workers_by_needs.values():
+        for piece in disjoint(needs[equal_workers[0]]):
+            workers[piece.tensor].setdefault(piece.box, []).extend(equal_workers)
     groups: dict[_Key, list[Region]] = defaultdict(list)
     missing: list[str] = []
     for tensor, by_box in enumerate(workers):
         sources = [(box, tuple(holders)) for box, holders in ranks[tensor].items()]
         for need, receivers in by_box.items():
-            left, group = [need], tuple(sorted(receivers))
+            uncovered, group = [need], tuple(sorted(receivers))
             for box, holders in sources:
-                if left == [need] and _contains(box, need):  # the usual case, of hundreds of thousands
+                if uncovered == [need] and _contains(box, need):  # the usual case, of hundreds of thousands
                     groups[holders, group].append(Region(tensor, *need))
-                    left = []
+                    uncovered = []
                     break
                 # Subtracted, not only intersected: slices of ranks may overlap without being equal.
-                inside, left = subtract(left, box)
+                inside, uncovered = subtract(uncovered, box)
                 groups[holders, group].extend(Region(tensor, *part) for part in inside)
-                if not left:
+                if not uncovered:
                     break
-            if left:
+            if uncovered:
                 missing.append(tensors[tensor].name)
     if missing:
         names = list(dict.fromkeys(missing))
@@ -478,15 +485,16 @@ def _chunks(
 
 def _share_out(parts: Sequence[_Part], senders: int, receivers: int, *, relayed: bool) -> tuple[Chunk, ...]:
     """Choose the rank that sends each chunk, of those that hold it: the one with the least to send so far."""
-    load, firsts = [0] * senders, [0] * receivers
+    # Bytes that each trainer rank sends, and that each worker forwards, so far.
+    load, forwarded = [0] * senders, [0] * receivers
     chunks = []
     for holders, workers, pieces, nbytes in parts:
         if relayed:
             source = min(holders, key=load.__getitem__)
             load[source] += nbytes
-            # The worker that forwards it: the one with the least to forward.
-            first = min(workers, key=firsts.__getitem__)
-            firsts[first] += nbytes * max(1, len(workers) - 1)
+            # The worker with the least to forward forwards this one.
+            first = min(workers, key=forwarded.__getitem__)
+            forwarded[first] += nbytes * max(1, len(workers) - 1)
             targets = {source: [first, *(worker for worker in workers if worker != first)]}
         else:
             targets = {}
@@ -497,6 +505,7 @@ def _share_out(parts: Sequence[_Part], senders: int, receivers: int, *, relayed:
         for source, group in targets.items():
             members = [senders + worker for worker in group]
             if not relayed:
+                # Rotated by the sender, so that senders do not all begin with the same worker.
                 members.sort(key=lambda member: (member - senders - source) % receivers)
             chunks.append(Chunk(pieces, nbytes, source, tuple(members), relayed and len(members) > 1))
     return tuple(chunks)

@@ -16,12 +16,12 @@ import pytest
 from megascend.app.event_log import agent
 from megascend.app.resume import (
     StartPoint,
-    belongs,
     check_start,
     checkpoints_at,
     decide,
     differences,
-    restarts,
+    has_same_launcher,
+    may_write,
     with_template_date,
 )
 from megascend.app.run_directory import JOURNAL, RESULTS, RUN_FILES, run_files
@@ -118,7 +118,7 @@ def test_directory_of_a_running_run_is_refused(tmp_path: Path) -> None:
         for allowed in (
             [start, {"event": "finished", "step": 8}],
             [start | {"host": "another"}],  # a process of another host cannot be checked
-            [start | {"time": 0}],  # the pid now belongs to another process
+            [start | {"time": 0}],  # the pid now may_write to another process
             [start | {"pid": os.getpid()}],
         ):
             events.write_text("".join(json.dumps(event) + "\n" for event in allowed))
@@ -135,7 +135,7 @@ def test_error_files_only_are_not_a_run(tmp_path: Path) -> None:
     check_start(tmp_path, False, None, Launch())
     assert decide(tmp_path, False, None, Launch()).clear == RESULTS
     assert decide(tmp_path, False, "auto", Launch()).candidates == ()
-    assert belongs(tmp_path, None, Launch())
+    assert may_write(tmp_path, None, Launch())
 
 
 def test_resume_from_a_path(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_restart_resumes_without_the_option(tmp_path: Path) -> None:
         start = decide(output, overwrite, resume, RESTART)
         assert names(start) == ["step-00000004"]
         assert start.clear == ()
-    assert belongs(output, None, RESTART)
+    assert may_write(output, None, RESTART)
 
 
 def test_restart_before_the_first_checkpoint_keeps_the_journal(tmp_path: Path) -> None:
@@ -187,14 +187,14 @@ def test_restart_does_not_touch_another_run(tmp_path: Path) -> None:
     check_start(
         output, False, None, LATE_RANK
     )  # on another machine the launcher is another process, so only rank 0 refuses
-    assert not belongs(output, None, LATE_RANK)
-    assert not belongs(output, None, Launch())
-    assert belongs(output, "auto", Launch())
+    assert not may_write(output, None, LATE_RANK)
+    assert not may_write(output, None, Launch())
+    assert may_write(output, "auto", Launch())
 
 
 def test_restarts_reads_damaged_event_files(tmp_path: Path) -> None:
     events = tmp_path / "events.jsonl"
-    assert not restarts(tmp_path)
+    assert not has_same_launcher(tmp_path)
     own_start, other_start = (json.dumps({"event": "start", "agent": name}) for name in (agent(), "elsewhere:1"))
     for text, expected in {
         "": False,
@@ -204,9 +204,9 @@ def test_restarts_reads_damaged_event_files(tmp_path: Path) -> None:
         f"{own_start}\n[1, 2]\n17\nnull\n": True,
     }.items():
         events.write_text(text)
-        assert restarts(tmp_path) is expected, text
+        assert has_same_launcher(tmp_path) is expected, text
     events.write_bytes(own_start.encode() + b"\n\xff\xfe\x00")
-    assert restarts(tmp_path)
+    assert has_same_launcher(tmp_path)
 
 
 def test_differences_names_the_settings(tmp_path: Path) -> None:

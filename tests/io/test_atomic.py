@@ -19,7 +19,7 @@ from megascend.errors import PlatformError
 from megascend.io.atomic import (
     MOVING,
     OLD_ENTRIES,
-    WITHIN,
+    WRITING,
     entries,
     is_replaceable,
     replace_directory,
@@ -272,7 +272,7 @@ def test_leftovers_of_killed_processes_are_removed_from_the_cache(tmp_path):
 
 @pytest.mark.parametrize("directory", [MOVING, OLD_ENTRIES])
 def test_interrupted_replacement_is_undone_before_the_target_is_checked(tmp_path, directory):
-    for name in (directory, *([WITHIN] if directory == OLD_ENTRIES else [])):
+    for name in (directory, *([WRITING] if directory == OLD_ENTRIES else [])):
         (tmp_path / name).mkdir()
     (tmp_path / directory / "config.json").write_text("earlier")
     if directory == OLD_ENTRIES:

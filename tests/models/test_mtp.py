@@ -320,8 +320,8 @@ def test_router_of_the_head_is_balanced_over_tokens_with_a_next_one(
     ("engine", "arch"),
     [
         ("megatron", "deepseek_v3"),
-        ("single", "deepseek_v3"),
-        ("fsdp", "deepseek_v3"),
+        pytest.param("single", "deepseek_v3", marks=pytest.mark.nightly),
+        pytest.param("fsdp", "deepseek_v3", marks=pytest.mark.nightly),
         ("fsdp", "qwen3_next"),
         pytest.param("megatron", "qwen3_next", marks=pytest.mark.nightly),
         pytest.param("single", "qwen3_5_text", marks=pytest.mark.nightly),

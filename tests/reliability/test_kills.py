@@ -3,7 +3,7 @@
 Four kinds of real processes are killed with SIGKILL while prompts are in flight, and started again. Responses depend on prompt
 and seed only, like recordings, and their order is fixed, so that every figure can be compared exactly.
 
-MEGASCEND_KILLS: number of kills of each kind (default 3; the nightly test: 50).
+MEGASCEND_KILLS: number of kills of each kind (default 2; the nightly test: 50).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 
-from app.rl.test_loop import RecordedEngine, folder, rows, settings  # noqa: F401
 from megascend.app.rl.train import train_rl
 from megascend.bootstrap import bootstrap
 from megascend.config.rl import RlConfig
@@ -32,6 +31,7 @@ from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from support.forked_programs import run_forked
+from support.rl_runs import RecordedEngine, folder, rows, settings  # noqa: F401
 from weightwire.engine import Completion, Sampling
 from weightwire.keys import Key, generate_key
 
@@ -245,7 +245,7 @@ def check_counts(config: RlConfig, trajectories: list[dict[str, Any]]) -> None:
 
 
 def test_killed_processes_change_nothing_that_is_learned(folder: Path) -> None:  # noqa: F811
-    run_disturbed(folder, int(os.environ.get("MEGASCEND_KILLS", "3")))
+    run_disturbed(folder, int(os.environ.get("MEGASCEND_KILLS", "2")))
 
 
 @pytest.mark.nightly

@@ -21,8 +21,8 @@ def test_least_busy_engine_is_chosen_and_a_failed_one_is_not() -> None:
     clock.now += FIRST_S
     assert availability.best([0, 1, 2], [2, 0, 3]) == 1, "on trial"
     assert availability.best([0, 1, 2], [2, 1, 3]) == 0, "with one request at a time"
-    assert availability.answered(1)
-    assert not availability.answered(1)
+    assert availability.succeeded(1)
+    assert not availability.succeeded(1)
     assert availability.best([0, 1, 2], [2, 1, 3]) == 1
 
 
@@ -36,7 +36,7 @@ def test_failures_in_a_row_double_the_time_up_to_a_bound_and_simultaneous_ones_c
         clock.now += LONGEST_S
     assert times[:4] == [FIRST_S, 2 * FIRST_S, 4 * FIRST_S, 8 * FIRST_S]
     assert set(times[4:]) == {LONGEST_S}
-    availability.answered(0)
+    availability.succeeded(0)
     assert availability.failed(0) == FIRST_S
 
 

@@ -24,7 +24,7 @@ def fill(buffer: RolloutBuffer, step: int, version: int) -> list[int]:
     """Dispatch prompts until the buffer is full; return their numbers."""
     numbers = []
     for _ in range(buffer.room(step, version)):
-        dispatch = buffer.returned(version) or buffer.dispatch({"prompt": "p"}, version)
+        dispatch = buffer.next_retry(version) or buffer.dispatch({"prompt": "p"}, version)
         numbers.append(dispatch.number)
     return numbers
 
@@ -89,7 +89,7 @@ def test_no_group_is_older_than_the_bound_and_every_prompt_is_accounted_for(
     step = version = failures = idle = 0
     while step < 12:
         for _ in range(buffer.room(step, version)):
-            dispatch = buffer.returned(version) or buffer.dispatch({}, version)
+            dispatch = buffer.next_retry(version) or buffer.dispatch({}, version)
             flying.append((dispatch.number, version))
         for _ in range(draw.randint(0, len(flying))):
             number, since = flying.pop(draw.randrange(len(flying)))
@@ -132,7 +132,7 @@ def test_the_state_survives_json_exactly() -> None:
     assert repeated.state_dict() == buffer.state_dict()
     assert repeated.in_flight == 0
     assert repeated.ready == 1
-    assert [repeated.returned(5) for _ in range(4)][-1] is None
+    assert [repeated.next_retry(5) for _ in range(4)][-1] is None
     assert repeated.in_flight == 3
 
 

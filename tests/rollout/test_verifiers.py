@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.rl.test_loop import in_a_fork, rows, run, settings
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.errors import ConfigError, DataError, EngineLostError
 from megascend.rollout import verifiers
@@ -24,6 +23,7 @@ from megascend.rollout.environments import EnvironmentEpisodes, EpisodeLimits, P
 from megascend.rollout.group import Trajectory
 from megascend.testing import run_distributed
 from rollout.test_environments import STRIPS_REASONING, ScriptedEngine
+from support.rl_runs import in_a_fork, rows, run, settings
 from weightwire.engine import Completion, RoutedExperts, Sampling
 
 pytest.importorskip("verifiers.v1", reason="pip install 'megascend[verifiers]', Python 3.11 or later")

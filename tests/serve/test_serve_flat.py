@@ -120,8 +120,8 @@ def test_a_model_that_is_removed_as_it_is_answered_is_not_waited_for_later() -> 
     inbox = Inbox(window_s=0.0, max_tokens=100)
     for number in range(10):
         inbox.submit(Remove(2 * number, f"a{number}"))
-        inbox.answered([f"a{number}", "stays"])  # the ranks executed its last step in the meantime
-    assert list(inbox._answered) == ["stays"]
+        inbox.mark_answered([f"a{number}", "stays"])  # the ranks executed its last step in the meantime
+    assert list(inbox._answer_times) == ["stays"]
 
 
 class Clock:
@@ -197,4 +197,4 @@ def test_the_answer_holds_nothing_of_the_batch(tmp_path: Path) -> None:
         future = server.service.futures.get(name, "alice")
         assert future is not None
         assert all(array.base is None for array in future.answer.logprobs)
-        assert future.then is future.answer_of is futures._answered
+        assert future.then is future.answer_of is futures._already_ended

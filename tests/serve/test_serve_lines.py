@@ -182,18 +182,18 @@ def test_batch_waits_for_models_that_return_at_once() -> None:
     inbox = Inbox(window_s=20.0, max_tokens=100)
 
     def came_again(number: int) -> list[Command] | None:
-        inbox.answered(["a"])
+        inbox.mark_answered(["a"])
         taker = ThreadPoolExecutor(1)
         pending = taker.submit(inbox.take, wait=False, ready=10)
         inbox.submit(step(number, "a")[0])
         return pending.result(20)
 
-    inbox.answered(["a", "thinks"])
+    inbox.mark_answered(["a", "thinks"])
     inbox.submit(step(1, "a")[0])  # at once, and "thinks" has sent nothing yet
     assert [command.number for command in inbox.take(wait=False) or ()] == [1]
     for number in (2, 3):
         assert [command.number for command in came_again(number) or ()] == [number]
-    inbox.answered(["a"])
+    inbox.mark_answered(["a"])
     assert (
         inbox.take(wait=False, ready=100) == inbox.take(wait=False, ready=0) == []
     )  # the batch is full; there is none
@@ -205,11 +205,11 @@ def test_a_model_that_was_waited_for_in_vain_is_not_the_next_time(monkeypatch) -
     monkeypatch.setattr(inbox_module, "time", SimpleNamespace(monotonic=lambda: 7.0))  # it returns at once
     inbox = Inbox(window_s=0.05, max_tokens=100)
     for number in (1, 2):
-        inbox.answered(["a"])
+        inbox.mark_answered(["a"])
         inbox.submit(step(number, "a")[0])
         assert inbox.take(wait=False)
         assert inbox._pauses["a"] < math.inf
-        inbox.answered(["a"])
+        inbox.mark_answered(["a"])
         assert inbox.take(wait=False, ready=10) == []  # in vain
         inbox.submit(step(number, "a")[0])
         assert inbox._pauses["a"] == math.inf

@@ -34,8 +34,8 @@ def test_missing_numbers_are_listed_and_given_up() -> None:
     order: Order[str] = Order()
     assert order.offer(4, "four") == order.offer(6, "six") == []
     assert list(order.missing()) == [1, 2, 3]
-    assert order.seen(4)
-    assert not order.seen(5)
+    assert order.has_arrived(4)
+    assert not order.has_arrived(5)
     assert order.give_up() == ["four"]
     assert list(order.missing()) == [5]
 

@@ -137,8 +137,10 @@ def prepare(
     runtime = bootstrap(config)
     world = World(plan, launch, runtime, resume)
     config = training.prepare(world)
+    # The constructor's checks, without process groups and weights.
     settings = backend_settings(training.model_config(config))
     targets = check_backend(config.engine, runtime, plan.topology, plan.info, config.model, **settings)
+    # An external engine does not name its layers: it checks targets itself when the run starts.
     if config.lora is not None and targets:
         check_targets(ADAPTER, config.lora, [name for name in targets if matches(name, config.lora.targets)])
     if config.lora is None and (config.export or config.checkpoint.hf):
@@ -170,6 +172,7 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
     hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
 
     def memory(config: RlConfig) -> Estimate | None:
+        # An environment may fill the whole length with further turns; a plain response is at most max_tokens.
         longest = min(budget, plan.limits.length)
         if config.rollout.environment is None:
             longest = min(longest, lengths[-1] + config.rollout.max_tokens)

@@ -1,7 +1,7 @@
 """Checks before a run: settings, packages, the model's files, the layout, paths, LoRA, data, processes and disk.
 
-``train``, ``rl``, ``serve`` and the dry run make them here, once, in milliseconds: nothing imports torch before data are found
-to be wrong. What the checks compute is passed on in a :class:`RunPlan`, to ranks in other processes as well.
+``train``, ``rl``, ``serve`` and the dry run share them. They take milliseconds: torch is imported only to report wrong data.
+What they compute is passed on in a :class:`RunPlan`, also to ranks in other processes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 AnyConfig = TypeVar("AnyConfig", bound=TrainerConfig)
 
 PROCESSES_PER_CORE = 4
-"""Above which processes on CPUs are busy with each other."""
+"""With more, processes on CPUs mostly wait for each other."""
 CHECKPOINT_BYTES = 14
-"""Of a parameter in a checkpoint: the weight in bf16, the fp32 original and two moments."""
+"""Size of a parameter in a checkpoint: the weight in bf16, the fp32 original and two moments."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def preflight(
     """Check everything about a run that needs no torch, before any process is started: for commands.
 
     Args:
-        starts: the processes are to be started on this host; else they are there, maybe on several hosts.
+        starts: the caller starts the processes on this host; False: they run already, perhaps on several hosts.
 
     Raises:
         MegascendError: whatever the first rank would have raised a few seconds later.
@@ -175,10 +175,8 @@ def check_paths(config: TrainerConfig, overwrite: bool) -> None:
                 f"output: {config.output} lies in {setting}: {path}, so the run's files would be read as data: choose another"
             )
     for setting, path in {"model": config.model, **read}.items():
-        locations = {
-            real(path),
-            path.absolute(),
-        }  # a link itself is removed, too, and what a run has put behind its own
+        # --overwrite removes links themselves, and empties directories behind links: both forms of a path count.
+        locations = {real(path), path.absolute()}
         for name in RUN_FILES if overwrite else ():
             cleared = (output / name, config.output.absolute() / name, real(output / name))
             if any(location.is_relative_to(above) for location in locations for above in cleared):
@@ -206,7 +204,7 @@ def check_lora(config: TrainerConfig, info: ModelInfo) -> None:
 
 
 def check_processes(platform: str, nproc: int) -> None:
-    """Refuse more processes than this host can hold. Of several on a device it imports torch, as starting them does."""
+    """Refuse more processes than this host can hold. Imports torch to count devices, as starting the processes does."""
     cores = len(os.sched_getaffinity(0))
     advice = "start fewer, or spread them over hosts with torchrun"
     if nproc > PROCESSES_PER_CORE * cores:
@@ -238,8 +236,9 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
         return
     from megascend.app.run_samples import RunSamples
 
-    with contextlib.suppress(CheckpointError):  # then what reading has found is all that can be said of the data
-        # Reading found problems. Encoding finds the others, so that all of them are reported at once.
+    # Reading has found problems; encoding finds the others, so that all are reported at once. It fails without a tokenizer, and
+    # only those of reading are reported then.
+    with contextlib.suppress(CheckpointError):
         RunSamples.prepare(config, run_plan.tokenizer, run_plan.limits)
     problems = []
     for finding in findings:
@@ -274,7 +273,7 @@ def check_rollouts(config: RlConfig) -> None:
 
 
 def disk_warning(config: TrainerConfig, info: ModelInfo) -> str | None:
-    """Return what is missing, in a sentence; None if there is room. What an earlier run has left counts as free."""
+    """Return a sentence if the disk has too little room for the run, else None. Files of an earlier run count as free."""
     earlier = [path for name in (CHECKPOINTS, "hf") for path in (config.output / name).rglob("*") if path.is_file()]
     required = disk_needed(config, info.parameter_count)
     # What --overwrite will remove counts as room.
@@ -288,7 +287,7 @@ def disk_warning(config: TrainerConfig, info: ModelInfo) -> str | None:
 
 
 def disk_needed(config: TrainerConfig, parameters: int) -> int:
-    """Return the bytes of checkpoints that are kept, the one that is being written, and the export; of an adapter next to none.
+    """Return the bytes of the kept checkpoints, the one being written, and the export; 0 for an adapter, which is small.
 
     A run without ``checkpoint.every`` writes one when a signal stops it.
     """
@@ -303,7 +302,7 @@ def disk_needed(config: TrainerConfig, parameters: int) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Return what is free on the disk on which a path is, or will be."""
+    """Return the free bytes of the file system that holds, or will hold, a path."""
     path = path.resolve()
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
 

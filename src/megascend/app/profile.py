@@ -137,6 +137,7 @@ class StepProfiler:
             full_trace = Path(scratch) / "trace.json"
             session.export_chrome_trace(str(full_trace))
             size = full_trace.stat().st_size
+            # Measured after writing: torch can only export a whole trace.
             if size > self._limit:
                 return size
             trace, table = (self._folder / f"{name}-rank-{self._rank}.{end}" for name, end in FILES)

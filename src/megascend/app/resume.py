@@ -92,6 +92,7 @@ def decide(output: Path, overwrite: bool, resume: str | Path | None, launch: Lau
     A launcher that restarts a run (``torchrun --max-restarts``) resumes from its last checkpoint, whatever it was started with.
     """
     checkpoints = tuple(Retention(output / CHECKPOINTS).candidates())
+    # First: the restarted command still says --overwrite, which must not remove what this very run has written.
     if restarted(output, launch):
         if checkpoints:
             return StartPoint(checkpoints, remark=f"attempt {launch.attempt}: resuming from the last checkpoint")
@@ -132,9 +133,9 @@ def checkpoints_at(path: Path) -> list[Path]:
 def with_template_date(
     config: TrainerConfigT, tokenizer: PreTrainedTokenizerBase, resume: str | Path | None, launch: Launch
 ) -> TrainerConfigT:
-    """Return the settings with the day that chat templates are given, where one may ask for it: the checkpoint's, or today.
+    """Return the settings with the date for a chat template that writes one: the checkpoint's, or today.
 
-    It stands in config.yaml and in every checkpoint from then on, so that a resumed run renders the same text on another day.
+    config.yaml and all checkpoints keep it, so that a run that is resumed on another day renders the same text.
     """
     from megascend.data.chat import writes_date
 
@@ -159,7 +160,7 @@ def saved_settings(output: Path, resume: str | Path | None, launch: Launch) -> d
     return {}
 
 
-def belongs(output: Path, resume: str | Path | None, launch: Launch) -> bool:
+def may_write(output: Path, resume: str | Path | None, launch: Launch) -> bool:
     """Return True if a run that :func:`check_start` let pass may write to ``output`` before its first step.
 
     Not where it is to overwrite an earlier run: that stays as it is until the new one begins.
@@ -172,10 +173,10 @@ def restarted(output: Path, launch: Launch) -> bool:
 
     With several hosts the number of the attempt does not tell: torchrun does not count a restart because of another host.
     """
-    return (launch.attempt > 0 or launch.several_hosts) and restarts(output)
+    return (launch.attempt > 0 or launch.several_hosts) and has_same_launcher(output)
 
 
-def restarts(output: Path) -> bool:
+def has_same_launcher(output: Path) -> bool:
     """Return True if the last run in ``output`` was started by the same launcher as this process."""
     events, _ = read_lines(output / EVENTS)
     starts = [event for event in events if event.get("event") == "start"]
@@ -213,7 +214,7 @@ def begin(
         return present, bool(present and run_files(output))
 
     present, holds_run = backend.from_rank_0(earlier_files)
-    # What an attempt without a step has left is removed at once.
+    # Files of an attempt that has not completed a step are removed at once: nobody would miss them.
     directory = OutputDirectory(config, backend, event_log, present, waiting=holds_run and EVENTS in start.clear)
     if backend.rank == 0 and start.remark:
         print(start.remark, flush=True)

@@ -20,7 +20,7 @@ from megascend.app.event_log import EventLog
 from megascend.app.plot import PANELS, Panel, plot_metrics
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.app.profile import StepProfiler
-from megascend.app.resume import begin, belongs, check_start
+from megascend.app.resume import begin, check_start, may_write
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
 from megascend.bootstrap.engines import needs
@@ -30,7 +30,7 @@ from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError
 from megascend.huggingface.files import copy_tokenizer, read_config
 from megascend.io.lasting_output import LastingOutput
-from megascend.io.paths import stays, unwritable_reason
+from megascend.io.paths import is_kept, unwritable_reason
 from megascend.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def run(
         output.install()
         stack.callback(output.restore)
         # Until this run owns the directory, it must not write to an earlier run's event log.
-        active = belongs(config.output, resume, launch)
+        active = may_write(config.output, resume, launch)
         event_log = EventLog(config.output, launch, active=active, losses=output.losses)
         stack.enter_context(event_log.recording_errors(lambda: 0))
         plan = plan_with_plugins(training, config, launch, launch.world_size, overwrite, plan)
@@ -333,7 +333,7 @@ def train_steps(
                     saves.after_step(number, True)
                     break
                 with profiler.step(number):
-                    # Between these two lines other ranks may be in a collective of this step.
+                    # While this is set, other ranks may be in a collective of this step.
                     in_step = True
                     record = training.step(number, batch)
                     in_step = False
@@ -448,7 +448,7 @@ def check_adapter_path(path: Path, overwrite: bool) -> None:
     """Raise CheckpointError if a run's adapter cannot be written to ``path``."""
     from megascend.lora.adapter_io import check_target
 
-    removed = overwrite and not stays(path)
+    removed = overwrite and not is_kept(path)
     if not removed:
         check_target(path)
     if problem := unwritable_reason(path.parent if removed else path):

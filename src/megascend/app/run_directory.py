@@ -20,7 +20,7 @@ from megascend.checkpoint.retention import LATEST, LEFT_OVER, NAME, Retention
 from megascend.config import TrainerConfig
 from megascend.errors import ConfigError
 from megascend.io.atomic import NOT_RENAMED, entries, replacing
-from megascend.io.paths import make_directory, remove, stays
+from megascend.io.paths import is_kept, make_directory, remove
 from megascend.surroundings import process_lives
 
 if TYPE_CHECKING:
@@ -187,14 +187,14 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
         OSError: they cannot be removed; those that were moved are back.
     """
     present = [output / name for name in names if os.path.lexists(output / name)]
-    staying = [path for path in present if stays(path)]
+    kept_paths = [path for path in present if is_kept(path)]
     # Two names: a restart must know whether the removal had been decided (gone) or was under way (going).
     moving, removing = output / MOVING, output / REMOVING
     remove(removing)
     moving.mkdir()
     try:
         for path in present:
-            if path in staying:
+            if path in kept_paths:
                 continue
             try:
                 # A rename: all of it is there or none, and it needs no room on a full disk.
@@ -203,13 +203,13 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
                 # A mount point cannot be renamed; its content is removed below instead.
                 if error.errno not in NOT_RENAMED or not path.is_dir():
                     raise
-                staying.append(path)
+                kept_paths.append(path)
         os.replace(moving, removing)
     except OSError:
         restore(output)
         raise
     # After the rename: from here on the removal is completed, and what cannot be put back may be touched.
-    for path in staying:
+    for path in kept_paths:
         _empty(path)
     remove(removing)
 
@@ -230,10 +230,10 @@ def _empty(path: Path) -> None:
     """Remove what a run has put behind a link or a mount point, as far as that can be told from what belongs to others.
 
     Checkpoints and exports are known by their files. Of other directories, such as a ``tensorboard`` that several runs share,
-    a link is removed and what it leads to stays.
+    a link is removed and what it leads to is_kept.
     """
     if path.is_file():
-        # A link to a file stays a link: the user has put it there for the room on its disk.
+        # A link to a file is_kept a link: the user has put it there for the room on its disk.
         os.truncate(path, 0)
     elif not path.is_dir():
         remove(path)

@@ -31,8 +31,8 @@ SHARE = 0.92
 """Of the memory that tensors can have, which a trial may take: batches differ, and the allocator needs some for itself."""
 STEP = 256
 """Budgets are multiples of this, except for the smallest."""
-WORTH = 1.1
-"""A further trial has to promise this factor."""
+MIN_GAIN = 1.1
+"""Factor by which a further trial has to promise more tokens."""
 TRIALS = 6
 PIPELINE_FILL = 4
 """Micro batches for each pipeline stage that a step should have; fewer leave stages idle."""
@@ -50,7 +50,7 @@ class TokenBudget:
     """Token budget of a run and its state in checkpoints.
 
     Attributes:
-        tokens: found or kept; None where the run file has a number.
+        tokens: measured, or kept from a checkpoint; None where the run file has a number.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -62,7 +62,7 @@ class TokenBudget:
         """Return what a checkpoint keeps; JSON."""
         return {} if self.tokens is None else {"micro_batch_tokens": self.tokens, "layout": self._layout}
 
-    def settle(
+    def apply(
         self,
         config: RunConfig,
         backend: Backend,
@@ -85,7 +85,7 @@ class TokenBudget:
         if saved and saved["layout"] == self._layout:
             self.tokens, origin = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
         else:
-            self.tokens, origin = find(config, backend, samples, adapter)
+            self.tokens, origin = measure_budget(config, backend, samples, adapter)
         backend.set_micro_batch_tokens(self.tokens)
         event_log.event("micro_batch_tokens", found=self.tokens)
         if backend.rank == 0:
@@ -107,7 +107,7 @@ def check_platform(config: RunConfig, platform: Platform) -> None:
         )
 
 
-def find(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str | None) -> tuple[int, str]:
+def measure_budget(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str | None) -> tuple[int, str]:
     """Return the largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay."""
     platform, engine = backend.platform, backend.engine
     # A run that measures must draw the same dropout as one with the budget in its file.
@@ -261,7 +261,7 @@ class BudgetSearch:
             reach = min(reach, self._rounded(tokens + (self.limit - peak) / slope))
         if self.failed:
             reach = min(reach, self._rounded((tokens + min(self.failed)[0]) / 2))
-        return reach if reach >= WORTH * tokens or (reach == self.largest > tokens) else None
+        return reach if reach >= MIN_GAIN * tokens or (reach == self.largest > tokens) else None
 
     @property
     def best(self) -> int | None:

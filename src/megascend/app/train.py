@@ -141,7 +141,7 @@ class SupervisedTraining(Training[RunConfig]):
         self._stream_state: dict[str, Any] = {}
         self._skipped_in_a_row = 0
         self._batch: Sequence[Sample] = ()
-        self._since = 0.0
+        self._step_start = 0.0
 
     def prepare(self, world: World[RunConfig]) -> RunConfig:
         from megascend.app.generation import Answering
@@ -178,8 +178,8 @@ class SupervisedTraining(Training[RunConfig]):
         samples.check_lengths(backend)
         size = config.data.global_batch_size
         objective.prepare(backend, samples.learned, samples.drawn_units(config, objective), size)
-        # A reference model's scores of the validation set, too: once a step has been done, the model is no reference
-        # any more.
+        # A reference model's scores of the validation set, too: they have to be computed before the first step changes the
+        # model that serves as the reference.
         if samples.held_out is not None:
             objective.prepare(backend, samples.held_out, range(objective.units(samples.held_out)), size)
 
@@ -197,7 +197,7 @@ class SupervisedTraining(Training[RunConfig]):
             self.counts = TrainCounts(**progress["counts"])
         self._stream_state = self._stream.state_dict()
         self._budget = TokenBudget(config)
-        self._budget.settle(
+        self._budget.apply(
             config, run.backend, self.samples, run.adapter, (progress or {}).get("budget"), run.event_log
         )
         if run.main_rank:
@@ -218,7 +218,7 @@ class SupervisedTraining(Training[RunConfig]):
 
     def start_loop(self, log: RunLog) -> None:
         self._log, self._run.backend.on_micro_batch = log, log.micro_batch
-        self._since = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
         return self.objective.batch(self.samples.learned, next(self._stream))
@@ -234,10 +234,10 @@ class SupervisedTraining(Training[RunConfig]):
         decode_together([sample.images for sample in share])
         result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)
         # On a GPU the host runs ahead: this is the time to issue the work; the rest of the step waits for the device.
-        dispatched = time.perf_counter() - self._since
+        dispatched = time.perf_counter() - self._step_start
         step = backend.optimizer_step()
         # Counted at once: after an error from here on, a checkpoint of this step is saved with these counts.
-        seconds = time.perf_counter() - self._since
+        seconds = time.perf_counter() - self._step_start
         self._batch, self._skipped_in_a_row, self._stream_state = (
             batch,
             step.skipped_in_a_row,
@@ -272,7 +272,7 @@ class SupervisedTraining(Training[RunConfig]):
         )
 
     def after_step(self, number: int) -> None:
-        """Have the model answer the run's prompts where it is due."""
+        """Stop after too many skipped steps in a row; sample answers to the run's prompts where that is due."""
         run, answering = self._run, self._answering
         config, backend = run.config, run.backend
         # Checked after the step is logged, so that metrics.jsonl ends with the skipped steps.
@@ -285,7 +285,7 @@ class SupervisedTraining(Training[RunConfig]):
             seconds = round(time.perf_counter() - since, 3)
             run.event_log.event("answered", step=number, seconds=seconds, answers=[vars(answer) for answer in answers])
             self._log.write_texts(number, {answer.prompt: answer.text for answer in answers})
-        self._since = time.perf_counter()
+        self._step_start = time.perf_counter()
 
     def progress(self) -> dict[str, Any]:
         return {"data": self._stream_state, "counts": vars(self.counts), "budget": self._budget.state_dict()}

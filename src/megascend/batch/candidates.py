@@ -41,6 +41,7 @@ class Candidates:
             raise DataError(
                 f"candidates.logprobs has shape {list(logprobs.shape)}, and candidates.ids {list(self.ids.shape)}"
             )
+        # Unused slots hold whatever their sender left there: they are set to 0 before the values are checked.
         used = self.ids >= 0
         self.logprobs = torch.where(used, logprobs, 0.0)
         wrong = ~self.logprobs.isfinite() | (self.logprobs > MASS_TOLERANCE)
@@ -50,6 +51,7 @@ class Candidates:
                 f"candidates.logprobs[{row}][{column}] is {float(self.logprobs[row, column])}; log-probabilities are finite and "
                 "at most 0"
             )
+        # Negative scores that were never normalised look like log-probabilities; a sum above 1 gives them away.
         mass = torch.where(used, self.logprobs.exp(), 0.0).sum(1)
         if len(mass) and float(mass.max()) > 1 + MASS_TOLERANCE:
             raise DataError(

@@ -144,10 +144,12 @@ def problem(input_ids: Tensor, images: SampleImages | PictureSources | None, lay
             f"has patches of {images.patch_width} numbers, and the model's have {layout.patch_width}: use the image "
             "processor of this checkpoint"
         )
+    # The tower merges squares of patches into one feature; an uneven grid has patches that belong to no square.
     uneven = [grid for grid in images.grids.tolist() if grid[1] % layout.merge or grid[2] % layout.merge]
     if uneven:
         return f"has a picture of {uneven[0][1]} x {uneven[0][2]} patches, which {layout.merge} x {layout.merge} do not divide"
     expected = [layout.features(*grid) for grid in images.grids.tolist()]
+    # Features replace these tokens in order: with another number of them they would be put in the wrong places.
     if tokens != sum(expected):
         return (
             f"has {tokens} tokens that stand for a picture (id {layout.token}), and its {len(expected)} pictures need "

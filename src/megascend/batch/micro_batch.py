@@ -201,74 +201,44 @@ def build(
         layout = layout_for_lengths(layout, lengths)
     padded = _padded_lengths(lengths, layout)
     shares = [_Share(total, layout.local_chunks(total)) for total in padded]
-    values = [sample.token_fields() for sample in selected]
+    columns = _Columns(selected, shares, layout.packing, device, dummy=dummy)
     positions = [share.take(torch.arange(share.padded_length)) for share in shares]
+    position_ids = columns.in_shape_of_ids(positions)
+    if image_layout is not None:
+        position_ids = to_device(_picture_positions(selected, shares, layout.packing, image_layout), device)
     starts = accumulate(padded, initial=0)
+    fields = [name for name in _field_names(selected, loss) if name not in OWN_COLUMNS]
     routed = None if dummy else routed_columns(selected)
-    candidates = [sample.candidates for sample in selected if sample.candidates is not None]
-    # Not for a loss that does not read them: they are K times as large as any other field.
-    if dummy or len(candidates) < len(selected) or (loss is not None and "candidates" not in loss.requires):
-        candidates = []
+    candidate_ids, teacher_logprobs = (None, None) if dummy else _candidate_columns(selected, loss, columns)
 
-    def column(parts: list[Tensor]) -> Tensor:
-        return to_device(torch.cat(parts), device)
-
-    def rows(parts: list[Tensor], padding: int) -> Tensor:
-        wide = same_width(parts, padding)
-        return column([share.take(part, padding) for share, part in zip(shares, wide, strict=True)])
-
-    def inputs(parts: list[Tensor]) -> Tensor:
-        return to_device(torch.cat(parts)[None] if layout.packing else torch.stack(parts), device)
-
-    def field(name: str, first: int = 0) -> list[Tensor]:
-        return [share.take(fields[name][first:]) for share, fields in zip(shares, values, strict=True)]
-
-    def weights(first: int = 0) -> Tensor:
-        parts = field("weights", first)
-        return column([torch.zeros_like(part) for part in parts] if dummy else parts)
-
-    def from_position(offset: int) -> Tensor:
+    def padding(offset: int = 0) -> Tensor:
         # By position: under context parallelism a rank's padding is not at its end.
-        return column([part >= length + offset for part, length in zip(positions, lengths, strict=True)])
+        return columns.flat([part >= length + offset for part, length in zip(positions, lengths, strict=True)])
 
     return MicroBatch(
         members=list(members),
         lengths=lengths,
         padded_lengths=padded,
-        input_ids=inputs(field("input_ids")),
-        position_ids=inputs(positions)
-        if image_layout is None
-        else to_device(_picture_positions(selected, shares, layout.packing, image_layout), device),
+        input_ids=columns.in_shape_of_ids(columns.shares_of("input_ids")),
+        position_ids=position_ids,
         packed=_packed(padded, layout, device) if layout.packing else None,
-        targets=column(field("target_ids")),
-        weights=weights(),
-        fields={name: column(field(name)) for name in _field_names(selected, loss) if name not in OWN_COLUMNS},
-        sample=column([torch.full_like(part, number) for number, part in enumerate(positions)]),
-        token_index=column([part + start for part, start in zip(positions, starts, strict=False)]),
+        targets=columns.flat(columns.shares_of("target_ids")),
+        weights=columns.weights(),
+        fields={name: columns.flat(columns.shares_of(name)) for name in fields},
+        sample=columns.flat([torch.full_like(part, number) for number, part in enumerate(positions)]),
+        token_index=columns.flat([part + start for part, start in zip(positions, starts, strict=False)]),
         pairs=to_device(torch.tensor(pair_positions(selected, loss), dtype=torch.int64).reshape(-1, 2), device),
         adapter_index=indices,
         positions=positions,
-        padding=from_position(0),
+        padding=padding(),
         dummy=dummy,
         # -1 lets the router choose: padding has no recorded experts.
-        routed_experts=None
-        if routed is None
-        else column([share.take(part, -1) for share, part in zip(shares, routed, strict=True)]).long(),
-        mtp=MtpTargets(
-            # Shifted before it is cut into chunks: under context parallelism the next token may be on another rank.
-            input_ids=inputs(field("input_ids", 1)),
-            targets=column(field("target_ids", 1)),
-            weights=weights(1),
-            padding=from_position(-1),
-        )
-        if mtp
-        else None,
-        candidate_ids=rows([entry.ids for entry in candidates], -1).long() if candidates else None,
-        teacher_logprobs=rows([entry.logprobs for entry in candidates], 0) if candidates else None,
+        routed_experts=None if routed is None else columns.padded(routed, -1).long(),
+        mtp=_mtp_targets(columns, padding(-1)) if mtp else None,
+        candidate_ids=candidate_ids,
+        teacher_logprobs=teacher_logprobs,
         temperature=selected[0].temperature,
-        allowed=rows([_allowed(sample) for sample in selected], -1).long()
-        if not dummy and any(sample.allowed is not None for sample in selected)
-        else None,
+        allowed=None if dummy else _allowed_column(selected, columns),
         images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
 
@@ -297,6 +267,78 @@ class _Share:
         return torch.cat([padded[chunk] for chunk in self.chunks])
 
 
+class _Columns:
+    """Device tensors of a micro batch: per-token values of its samples, each cut to this rank's share, one after the other.
+
+    Args:
+        samples: the samples of the micro batch.
+        shares: this rank's part of each.
+        packing: samples share a row; else there is a row for each.
+        dummy: no token has a weight.
+    """
+
+    def __init__(
+        self, samples: Sequence[Sample], shares: Sequence[_Share], packing: bool, device: torch.device, *, dummy: bool
+    ) -> None:
+        self._fields = [sample.token_fields() for sample in samples]
+        self._shares, self._packing, self._device, self._dummy = shares, packing, device, dummy
+
+    def shares_of(self, name: str, first: int = 0) -> list[Tensor]:
+        """Return this rank's share of a field of each sample, from the sample's token ``first`` on."""
+        # Shifted before it is cut into chunks: under context parallelism the next token may be on another rank.
+        return [share.take(fields[name][first:]) for share, fields in zip(self._shares, self._fields, strict=True)]
+
+    def flat(self, parts: list[Tensor]) -> Tensor:
+        """Concatenate shares of the samples to [n, ...]."""
+        return to_device(torch.cat(parts), self._device)
+
+    def in_shape_of_ids(self, parts: list[Tensor]) -> Tensor:
+        """Arrange shares of the samples as the model takes token ids: [1, n] packed, [batch, n / batch] padded."""
+        return to_device(torch.cat(parts)[None] if self._packing else torch.stack(parts), self._device)
+
+    def padded(self, values: list[Tensor], padding: int) -> Tensor:
+        """Cut each sample's values [length, ...] to this rank's share and concatenate them; padding tokens get ``padding``."""
+        return self.flat([share.take(part, padding) for share, part in zip(self._shares, values, strict=True)])
+
+    def weights(self, first: int = 0) -> Tensor:
+        """Return the tokens' weights [n], all 0 for a dummy batch."""
+        parts = self.shares_of("weights", first)
+        return self.flat([torch.zeros_like(part) for part in parts] if self._dummy else parts)
+
+
+def _mtp_targets(columns: _Columns, padding: Tensor) -> MtpTargets:
+    return MtpTargets(
+        input_ids=columns.in_shape_of_ids(columns.shares_of("input_ids", 1)),
+        targets=columns.flat(columns.shares_of("target_ids", 1)),
+        weights=columns.weights(1),
+        padding=padding,
+    )
+
+
+def _candidate_columns(
+    samples: Sequence[Sample], loss: Loss | None, columns: _Columns
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return the candidates' ids and log-probabilities; None unless all samples have candidates and the loss reads them."""
+    candidates = [sample.candidates for sample in samples if sample.candidates is not None]
+    # Candidates are K times as large as any other field, too large to copy for nothing.
+    if len(candidates) < len(samples) or (loss is not None and "candidates" not in loss.requires):
+        return None, None
+    ids = columns.padded(same_width([entry.ids for entry in candidates], -1), -1).long()
+    return ids, columns.padded(same_width([entry.logprobs for entry in candidates], 0), 0)
+
+
+def _allowed_column(samples: Sequence[Sample], columns: _Columns) -> Tensor | None:
+    """Return the tokens that each target was drawn from, -1 at unused slots; None if no sample limits them."""
+    if all(sample.allowed is None for sample in samples):
+        return None
+    # One unused slot stands for the whole vocabulary.
+    allowed = [
+        torch.full((len(sample), 1), -1, dtype=torch.int32) if sample.allowed is None else sample.allowed
+        for sample in samples
+    ]
+    return columns.padded(same_width(allowed, -1), -1).long()
+
+
 def _picture_positions(
     samples: Sequence[Sample], shares: Sequence[_Share], packing: bool, image_layout: ImageLayout
 ) -> Tensor:
@@ -321,11 +363,6 @@ def routed_columns(samples: Sequence[Sample]) -> list[Tensor] | None:
         first.new_full((len(sample), *first.shape[1:]), -1) if sample.routed_experts is None else sample.routed_experts
         for sample in samples
     ]
-
-
-def _allowed(sample: Sample) -> Tensor:
-    """Return a sample's allowed tokens; one unused slot for the whole vocabulary."""
-    return torch.full((len(sample), 1), -1, dtype=torch.int32) if sample.allowed is None else sample.allowed
 
 
 def layout_for_lengths(layout: SequenceLayout, lengths: Sequence[int]) -> SequenceLayout:
@@ -442,6 +479,7 @@ def next_tokens(
     """
     count = len(tokens)
     total = round_up(count, multiple)
+    # Padding repeats the last token, so that adapter indices stay ascending.
     members = [min(number, count - 1) for number in range(total)]
     ids, position_ids = (
         to_device(torch.tensor([values[member] for member in members]), device) for values in (tokens, positions)

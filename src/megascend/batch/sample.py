@@ -74,6 +74,7 @@ class Sample:
                 setattr(self, name, self._field(getattr(self, name), name))
         self.extra = {name: self._field(value, f"extra[{name!r}]") for name, value in self.extra.items()}
         lengths = {name: len(value) for name, value in self.token_fields().items()}
+        # Not among token_fields: their rows have further dimensions.
         if self.routed_experts is not None:
             self.routed_experts = _routing(self.routed_experts)
             lengths["routed_experts"] = len(self.routed_experts)

@@ -122,6 +122,7 @@ def attempt_lines(attempt: Attempt, last: bool, steps: int | None = None) -> lis
         lines.append(
             f"{clock(attempt.ended)}: stopped by {attempt.signal} after step {attempt.step}, with a checkpoint"
         )
+    # SIGKILL leaves no event: only the process table tells a running attempt from a killed one.
     elif attempt.outcome == "no end" and still_running(attempt):
         lines.append("still running")
     elif attempt.outcome == "no end":
@@ -194,6 +195,7 @@ def checkpoint_lines(report: RunReport) -> list[str]:
         lines.append(f"{checkpoint.name}{f' ({marks})' if marks else ''}, {size}: {state}")
     if report.latest is not None and report.latest not in [checkpoint.name for checkpoint in report.checkpoints]:
         lines.append(f"the file 'latest' names {report.latest!r}, which is not there")
+    # A directory of a save in progress looks like one that was interrupted.
     running = bool(report.attempts) and still_running(report.attempts[-1])
     lines += [
         f"{path}: {'being written' if running else 'left of a save that was interrupted; it can be removed'}"

@@ -61,6 +61,7 @@ class Generation(Section):
 
     @model_validator(mode="after")
     def _prompts(self) -> Generation:
+        # Answers are logged by their prompt: a second one would replace the first.
         if any(self.prompts.count(prompt) > 1 for prompt in self.prompts):
             raise ValueError("generation.prompts: a prompt appears twice")
         if not self.chat and not all(isinstance(prompt, str) for prompt in self.prompts):
@@ -221,6 +222,7 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _min_lr_below_lr(self) -> Self:
         lora = self.lora
+        # An adapter may override either of the two, and inherits the other.
         pairs = [("", self.optimizer, self.schedule)]
         if lora is not None and (lora.optimizer or lora.schedule):
             pairs.append(("lora.", lora.optimizer or self.optimizer, lora.schedule or self.schedule))

@@ -12,7 +12,7 @@ from megascend.engines.weight_stream import header_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ProcessGroupError
 from megascend.huggingface.files import companions
 from megascend.huggingface.writer import CheckpointWriter, check_target, exported_config, require_same_tensors
-from megascend.io.paths import stays, unwritable_reason
+from megascend.io.paths import is_kept, unwritable_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +126,7 @@ def check_export_files(source: Path, target: Path, dtype: str, info: ModelInfo, 
             with path.open("rb") as file:
                 # That a file can be opened does not show that it can be read.
                 file.read(1)
-        removed = replaces and not stays(target)
+        removed = replaces and not is_kept(target)
         if not removed:
             check_target(target)
         if reason := unwritable_reason(target.parent if removed else target):

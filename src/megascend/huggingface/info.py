@@ -207,7 +207,7 @@ class ModelInfo:
         """
         # Frozen weights still pass the gradient on to their input.
         weight_flops = (4 if frozen else 6) * self.active_matmul_parameters
-        state_flops = 0 if self.linear is None else 18 * sum(self.linear.layers) * self.linear.state
+        state_flops = 0 if self.linear is None else 18 * sum(self.linear.layers) * self.linear.state_size
         return weight_flops + state_flops + 6 * self.attention_layers * self.attention_width * length
 
 

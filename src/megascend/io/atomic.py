@@ -13,14 +13,14 @@ from pathlib import Path
 from megascend.io.paths import followed, is_mount_point, make_directory, remove
 from megascend.surroundings import process_status
 
-WITHIN, MOVING, OLD_ENTRIES = ".megascend-writing", ".megascend-going", ".megascend-gone"
+WRITING, MOVING, OLD_ENTRIES = ".megascend-writing", ".megascend-going", ".megascend-gone"
 """Subdirectories of a directory that cannot be renamed: its new content, and its old content during and after the move."""
 NOT_RENAMED = (errno.EXDEV, errno.EBUSY, errno.EPERM, errno.EACCES)
 """Errors of renaming a directory whose entries may still be renamed: a mount point, a lower layer of an overlay file system, a
 directory in another user's directory."""
 UNSYNCED_DIRECTORY = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES)
 """Errors of synchronising a directory where the file system does not support it, or this user may not list it."""
-RESERVED = (WITHIN, MOVING, OLD_ENTRIES, "lost+found")
+RESERVED = (WRITING, MOVING, OLD_ENTRIES, "lost+found")
 """Names in a directory that are not its content; the last one is in every new ext4 file system."""
 
 
@@ -76,7 +76,7 @@ def staging(target: Path) -> Path:
         target: as :func:`followed` returns it.
     """
     if target.is_dir() and (is_mount_point(target) or not os.access(target.parent, os.W_OK | os.X_OK)):
-        return target / WITHIN
+        return target / WRITING
     return temporary_path(target)
 
 
@@ -200,11 +200,11 @@ def _replace_entries(temporary: Path, target: Path) -> None:
         for entry in entries(temporary):
             os.replace(entry, target / entry.name)
         temporary.rmdir()
-        os.replace(old_entries, target / WITHIN)  # from here on the old content is a leftover
+        os.replace(old_entries, target / WRITING)  # from here on the old content is a leftover
     except OSError:
         _put_entries_back(target, temporary)
         raise
-    remove(target / WITHIN)
+    remove(target / WRITING)
 
 
 def _put_entries_back(target: Path, temporary: Path) -> None:

@@ -83,7 +83,7 @@ def is_mount_point(path: Path) -> bool:
     return str(real(path)) in points
 
 
-def stays(path: Path) -> bool:
+def is_kept(path: Path) -> bool:
     """Check whether ``path`` is a link or a mount point: such a directory is kept, and its content replaced."""
     return path.is_symlink() or is_mount_point(path)
 

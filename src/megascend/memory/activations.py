@@ -146,13 +146,13 @@ def _latent_attention(latent: LatentAttention, sizes: ModelSizes, topology: Topo
     if latent.query_latent is not None:
         total += _norm_and_input(latent.query_latent, topology, kind)
     total += b * latent.rotated  # the rotated part of keys, shared by heads
-    total += 2 * b * heads * latent.query_head  # queries and keys
-    total += b * heads * latent.value_head  # values
+    total += 2 * b * heads * latent.query_head_dim  # queries and keys
+    total += b * heads * latent.value_head_dim  # values
     if not kind.fused:
         total += 4 * b * latent.rotated  # the tables of cosines and sines, for queries and for keys
-        total += b * heads * latent.value_head if kind.packed else 0  # samples' outputs, concatenated
-        total += 2 * b * heads * (latent.query_head - latent.value_head)  # values and output as wide as keys
-    total += b * heads * latent.value_head + FP32 * heads  # the output, and the log of each softmax's sum
+        total += b * heads * latent.value_head_dim if kind.packed else 0  # samples' outputs, concatenated
+        total += 2 * b * heads * (latent.query_head_dim - latent.value_head_dim)  # values and output as wide as keys
+    total += b * heads * latent.value_head_dim + FP32 * heads  # the output, and the log of each softmax's sum
     total += probability_bytes(sizes, topology, kind)
     return total + _adapted(kind, slices=5)
 
@@ -169,7 +169,7 @@ def linear_attention_bytes(linear: LinearAttention, kind: LayerKind) -> float:
     the tensors that autograd saves.
     """
     b, heads = kind.bytes, linear.value_heads
-    keys, values = linear.keys, linear.values
+    keys, values = linear.key_width, linear.value_width
     mixed = 2 * keys + values
     if kind.fused:
         total = b * mixed  # input of the convolution, which computes its activation again
@@ -179,7 +179,7 @@ def linear_attention_bytes(linear: LinearAttention, kind: LayerKind) -> float:
         if b == FP32:  # the kernels multiply fp32 in TF32, and are not used
             return total + _delta_rule_bytes(linear)
         # A key head is repeated for its value heads.
-        total += 2 * b * heads * linear.key_head if heads > linear.key_heads else 0
+        total += 2 * b * heads * linear.key_head_dim if heads > linear.key_heads else 0
         return total + b * heads * CHUNK  # a row of each chunk's triangular system
     # The convolution's input, once for each tap, saved for the weights' gradient; the input of its activation.
     total = b * mixed + (0 if kind.frozen else FP32 * linear.taps * mixed)
@@ -196,11 +196,11 @@ def _delta_rule_bytes(linear: LinearAttention) -> float:
     heads = linear.value_heads
     # As wide as a key: k and its transpose for k k^T, q and k's transpose for q k^T, q and k before they are multiplied by
     # decays, q and k's transpose after it, and k's part of the solution of the triangular system.
-    elements = 9.0 * heads * linear.key_head
-    elements += 3 * linear.values  # v, its part of the solution, and what the chunk writes
+    elements = 9.0 * heads * linear.key_head_dim
+    elements += 3 * linear.value_width  # v, its part of the solution, and what the chunk writes
     # As wide as a chunk: decays between tokens, these times strengths, k k^T, the system, q k^T, and scores.
     elements += heads * 6 * CHUNK
-    elements += linear.state / CHUNK  # before each chunk
+    elements += linear.state_size / CHUNK  # before each chunk
     elements += heads * 5  # decays from the chunk's start and to its end, strengths
     return FP32 * elements
 

@@ -22,6 +22,7 @@ Config = Mapping[str, Any]
 """A model's ``config.json``, or transformers' ``to_dict()`` of it; of a multimodal model its ``text_config``."""
 
 OTHER_MODEL = "train another checkpoint, or train this one with transformers alone"
+"""End of refusals that no setting avoids."""
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "attention")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ALIASES = {
@@ -237,7 +238,7 @@ class Architecture:
         heads = next(config[name] for name in ("num_attention_heads", "n_head", "num_heads") if config.get(name))
         latent = LatentAttention.from_config(config)
         if latent is not None:
-            return heads * (latent.query_head + latent.value_head) // 2
+            return heads * (latent.query_head_dim + latent.value_head_dim) // 2
         hidden = next(config[name] for name in ("hidden_size", "n_embd", "d_model") if config.get(name))
         return heads * (config.get("head_dim") or hidden // heads)
 
@@ -257,6 +258,7 @@ class Architecture:
             ConfigError: a package is not installed.
         """
         names = [self.transformers, self.megatron, self.lora_targets, type(self).__module__]
+        # Whole packages: a module that is named may import any other of its package.
         digest = hashlib.sha256()
         for package in sorted({name.partition(".")[0].partition(":")[0] for name in names if name}):
             if package == "megascend":
@@ -349,14 +351,14 @@ class LatentAttention:
         key_value_latent: width of the latent of keys and values.
         rotated: width of the part of a query or key head that is rotated; keys share it between heads.
         unrotated: width of the other part.
-        value_head: width of a value head.
+        value_head_dim: width of a value head.
     """
 
     query_latent: int | None
     key_value_latent: int
     rotated: int
     unrotated: int
-    value_head: int
+    value_head_dim: int
 
     @classmethod
     def from_config(cls, config: Config) -> LatentAttention | None:
@@ -367,7 +369,7 @@ class LatentAttention:
         return cls(*(config.get(name) for name in names))  # type: ignore[arg-type]
 
     @property
-    def query_head(self) -> int:
+    def query_head_dim(self) -> int:
         """Return the width of a query or key head."""
         return self.rotated + self.unrotated
 
@@ -383,15 +385,15 @@ class LinearAttention:
     Attributes:
         layers: True for each layer that has it.
         key_heads, value_heads: heads of queries and keys, and of values; a key head serves consecutive value heads.
-        key_head, value_head: widths of a head.
+        key_head_dim, value_head_dim: widths of a head.
         taps: tokens that the convolution of queries, keys and values sums.
     """
 
     layers: tuple[bool, ...]
     key_heads: int
     value_heads: int
-    key_head: int
-    value_head: int
+    key_head_dim: int
+    value_head_dim: int
     taps: int
 
     @classmethod
@@ -408,19 +410,19 @@ class LinearAttention:
         return cls(tuple(layers), *(config[f"linear_{name}"] for name in names)) if any(layers) else None
 
     @property
-    def keys(self) -> int:
+    def key_width(self) -> int:
         """Return the width of all key heads."""
-        return self.key_heads * self.key_head
+        return self.key_heads * self.key_head_dim
 
     @property
-    def values(self) -> int:
+    def value_width(self) -> int:
         """Return the width of all value heads."""
-        return self.value_heads * self.value_head
+        return self.value_heads * self.value_head_dim
 
     @property
-    def state(self) -> int:
+    def state_size(self) -> int:
         """Return the elements of a layer's state: a [key width, value width] matrix for each value head."""
-        return self.value_heads * self.key_head * self.value_head
+        return self.value_heads * self.key_head_dim * self.value_head_dim
 
 
 def text_config(config: Config) -> Config:

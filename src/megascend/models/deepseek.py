@@ -26,7 +26,7 @@ EXPERTS = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }
-"""Of tiny models."""
+"""Experts of tiny models."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ class GroupLimitedRouter(SoftmaxRouter):
         by_group = scores.view(len(scores), self._groups, -1)
         groups = torch.topk(by_group.amax(dim=-1), self._group_topk, dim=-1).indices
         in_groups = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(1, groups, True)
+        # Scores of a softmax are above 0: experts of the other groups, whose scores become 0, are never chosen.
         return torch.topk((by_group * in_groups[..., None]).flatten(1), self.topk, dim=-1).indices
 
     def weigh(self, chosen_scores: Tensor) -> Tensor:

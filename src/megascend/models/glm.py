@@ -37,6 +37,7 @@ FAMILIES = (
         model_class="Glm4MoeLiteForCausalLM",
         router="sigmoid",
         prediction_head=True,
+        # This family lists its dense layers (mlp_layer_types): two spellings of them could contradict each other.
         tiny={name: value for name, value in (LATENT | EXPERTS).items() if name != "first_k_dense_replace"}
         | {
             "n_group": 1,

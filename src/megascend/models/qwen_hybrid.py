@@ -27,7 +27,7 @@ LINEAR_SIZES = {
     # A first token's output is almost 0 where its query and key are almost orthogonal, and the norm after it amplifies rounding.
     "rms_norm_eps": 0.1,
 }
-"""Of tiny models."""
+"""Sizes of tiny models."""
 DEFAULT_SIZES = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -75,6 +75,7 @@ class QwenHybrid(Architecture):
         # mcore-bridge reads full_attention_interval alone, which transformers 5 replaces by the list.
         layers = [False] * config["num_hidden_layers"] if linear is None else linear.layers
         settings["linear_attention_freq"] = f"[{','.join(str(int(is_linear)) for is_linear in layers)}]"
+        # No key of these configurations states the gate: transformers' code always has it.
         if expert_count(config):
             settings["moe_shared_expert_gate"] = True
         return settings
@@ -130,6 +131,7 @@ class Qwen35(QwenHybrid):
     fixed_routing: Mapping[str, Any] = field(default_factory=lambda: QWEN35_ROUTING | {"routed_scaling_factor": 1.0})
 
     def full_config(self, text: Config) -> dict[str, Any]:
+        # Qwen3-VL feeds features of inner vision layers to the first decoder layers; Qwen3.5 does not.
         tower = {name: value for name, value in TINY_TOWER.items() if name != "deepstack_visual_indexes"}
         return with_tower(text, self.text_type, tower, rotated=0.5)
 

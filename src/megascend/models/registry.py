@@ -61,6 +61,7 @@ def registered(model_type: str | None) -> Architecture | None:
 
 def architecture_of(config: Config) -> Architecture:
     """Return the declaration of a configuration's ``model_type``; of an unknown one, a plain decoder's."""
+    # The outer type first: a model with a vision tower is declared as a whole, its text_config's type is another model.
     outer = str(config.get("model_type") or "")
     return _declared(outer) or architecture_named(str(text_config(config).get("model_type") or outer))
 
@@ -71,6 +72,7 @@ def architecture_named(model_type: str) -> Architecture:
 
 
 def _declared(model_type: str) -> Architecture | None:
+    # Those from outside first: a package may replace a declaration of this one.
     return _from_outside.get(model_type) or BUILT_IN.get(model_type) or _BY_TEXT_TYPE.get(model_type)
 
 
@@ -94,5 +96,6 @@ def to_reference(architecture: Architecture) -> dict[str, Any]:
 def from_reference(reference: Mapping[str, Any]) -> Architecture:
     """Rebuild the architecture of :func:`to_reference` from its JSON values, importing the module of its class."""
     module, _, name = reference["class"].partition(":")
+    # JSON has no tuples; declarations are compared with those that this process registers.
     settings = {key: tuple(value) if isinstance(value, list) else value for key, value in reference["settings"].items()}
     return getattr(import_module(module), name)(**settings)

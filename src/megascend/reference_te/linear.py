@@ -106,6 +106,7 @@ class _LinearBase(ReferenceModule):
         if bias:
             parameter = self._add_parameter("bias", (self.out_features,), torch.nn.init.zeros_, dtype, device)
             if parallel_mode == "row":
+                # Added after the scatter, to this rank's tokens only: by this mark Megatron sums its gradients over TP.
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             elif parallel_mode == "column":
                 mark_tensor_parallel(parameter, 0)
@@ -192,6 +193,7 @@ class LayerNormLinear(_LinearBase):
 
     def _norm_parameter(self, name: str, init: Any, device: torch.device | str | int | None) -> torch.nn.Parameter:
         parameter = self._add_parameter(name, (self.in_features,), init, self.weight.dtype, device)  # type: ignore[reportArgumentType]
+        # Each rank normalises its own tokens: by this mark Megatron sums the gradients over TP.
         parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         return parameter
 

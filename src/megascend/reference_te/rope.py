@@ -42,6 +42,7 @@ def apply_rotary_pos_emb(
     if tensor_format == "thd":
         if cu_seqlens is None:
             raise ConfigError("apply_rotary_pos_emb: tensor_format='thd' needs cu_seqlens")
+        # Positions begin anew with each packed sequence, and a rank holds two chunks of each.
         rows = _packed_positions(cu_seqlens.tolist(), cp_size, cp_rank)
         if len(rows) != t.shape[0]:
             raise ConfigError(
@@ -57,6 +58,7 @@ def apply_rotary_pos_emb(
         raise ConfigError(f"apply_rotary_pos_emb: position {max(rows)}, and freqs has {len(angles)} positions")
     shape = [-1 if axis in "st" else 1 for axis in tensor_format[:-1]]
     angles = angles[torch.tensor(rows, dtype=torch.long, device=angles.device)].view(*shape, angles.shape[-1])
+    # Partial rotary embeddings: the features behind the angles' width pass unchanged.
     rotary, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
     rotated = rotary.float() * angles.cos() + _quarter_turn(rotary.float(), interleaved) * angles.sin()
     return torch.cat([rotated.to(t.dtype), rest], dim=-1)

@@ -35,7 +35,7 @@ class Availability:
         self._until[index] = self._clock() + seconds
         return seconds
 
-    def answered(self, index: int) -> bool:
+    def succeeded(self, index: int) -> bool:
         """Record a success; return whether the engine had failed before."""
         had_failed, self._in_a_row[index] = self._in_a_row[index] > 0, 0
         return had_failed

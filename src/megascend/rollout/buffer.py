@@ -116,7 +116,7 @@ class RolloutBuffer:
             raise ConfigError(f"a rollout buffer needs batch >= 1 and max_lag >= 0, got {batch} and {max_lag}")
         self.batch, self.max_lag, self.in_order = batch, max_lag, in_order
         self.counts, self.equal_streak = Counts(), EqualStreak()
-        # Bounded: with a constant reward nothing else is ever taken, and the records of a step never come.
+        # Bounded: with a constant reward every group is dropped, and no step ever fetches them.
         self._dropped: deque[tuple[str, TrajectoryGroup]] = deque(maxlen=DROPPED_BATCHES * batch)
         self._in_flight: dict[int, Dispatch] = {}
         self._retries: list[Dispatch] = []
@@ -133,13 +133,13 @@ class RolloutBuffer:
         return self.batch * (self.max_lag + 1 - (step - version)) - len(self._in_flight) - len(self._ready)
 
     def dispatch(self, prompt: dict[str, Any], version: int) -> Dispatch:
-        """Record that a new prompt is sent to an engine; call :meth:`room` first, and :meth:`returned` for retries."""
+        """Record that a new prompt is sent to an engine; call :meth:`room` first, and :meth:`next_retry` for retries."""
         dispatch = Dispatch(self.counts.dispatched, prompt, version)
         self.counts.dispatched += 1
         self._in_flight[dispatch.number] = dispatch
         return dispatch
 
-    def returned(self, version: int) -> Dispatch | None:
+    def next_retry(self, version: int) -> Dispatch | None:
         """Dispatch the first prompt that must be retried, and return it; None if there is none."""
         if not self._retries:
             return None
@@ -177,8 +177,9 @@ class RolloutBuffer:
             self.equal_streak.add(group)
         else:
             self.equal_streak = EqualStreak()
-        # Dropped groups count as sampled all the same: their rewards are part of the statistics.
-        if equal if dropped is None else dropped:
+        # After the counts: the statistics of rewards include dropped groups.
+        drop = equal if dropped is None else dropped
+        if drop:
             self.counts.equal += 1
             self._dropped.append(("equal", group))
         else:
@@ -195,14 +196,14 @@ class RolloutBuffer:
         Args:
             step: steps that the trainer has completed, which is the version of its weights.
         """
-        # At the latest moment: a group that is finished in time may be overtaken while it waits.
+        # Checked here, not when a group is finished: later groups may overtake it while it waits.
         for number in [number for number, group in self._ready.items() if step - group.version > self.max_lag]:
             self._dropped.append(("stale", self._ready.pop(number)))
             self.counts.stale += 1
         numbers = sorted(self._ready)[: self.batch]
         if len(numbers) < self.batch:
             return None
-        # An earlier prompt is still sampled, and belongs before the last of these.
+        # An earlier prompt that is still being sampled belongs before the last of these.
         if self.in_order and any(number < numbers[-1] for number in (dispatch.number for dispatch in self._pending())):
             return None
         self.counts.learned += self.batch

@@ -28,8 +28,8 @@ LOSSES = 10
 """Engines lost while they answered one prompt, after which the run ends: the prompt may be what ends them."""
 BACKOFF_S = 0.5
 """Seconds before the second attempt; doubled for each further one."""
-RETURNED_S = 0.1
-"""Seconds after which :meth:`RolloutCollector.take` returns for an engine that waits for weights."""
+RETURN_PAUSE_S = 0.1
+"""Seconds after which :meth:`RolloutCollector.take` returns None if an engine is back and waits for weights."""
 CLOSE_S = 10.0
 """Seconds that engines may take to close, before they are abandoned."""
 WARNED_BATCHES = 5
@@ -303,8 +303,8 @@ class RolloutCollector:
                 return groups
             self._pool.require_any()
             if self._pool.returned:
-                # The caller has its weights.
-                await asyncio.sleep(RETURNED_S)
+                # Only the caller has the weights that the engine waits for. The pause bounds its polling if it cannot give them.
+                await asyncio.sleep(RETURN_PAUSE_S)
                 return None
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
@@ -320,7 +320,7 @@ class RolloutCollector:
         self._version = oldest - self._offset
         for _ in range(self._buffer.room(self._batches_taken, self._version)):
             # Retries first: they are the oldest, and others wait for them with in_order.
-            dispatch = self._buffer.returned(self._version)
+            dispatch = self._buffer.next_retry(self._version)
             if dispatch is None:
                 dispatch = self._buffer.dispatch(next(self._prompts)[0], self._version)
             task = asyncio.create_task(self._roll_out(dispatch))
@@ -336,7 +336,7 @@ class RolloutCollector:
         try:
             sampling = replace(self._task.sampling, seed=_seed(self._task.sampling.seed, number))
             try:
-                group = await self._group(number, dispatch.prompt, sampling, self._task.group_size, attempts)
+                group = await self._roll_out_group(number, dispatch.prompt, sampling, self._task.group_size, attempts)
             except LostMeanwhileError as error:
                 if attempts.losses == LOSSES:
                     raise EngineLostError(
@@ -351,7 +351,7 @@ class RolloutCollector:
                 await asyncio.sleep(BACKOFF_S * 2 ** (len(attempts.failed) - 1))
                 self._buffer.failed(number)
             else:
-                # Kept only as long as the prompt may be tried again.
+                # The record of attempts is kept only as long as the prompt may be tried again.
                 del self._attempts[number]
                 if group is None:
                     self._buffer.discarded(number)
@@ -363,7 +363,7 @@ class RolloutCollector:
         except asyncio.CancelledError as cancellation:
             if self._closing:
                 raise
-            # The user's code has raised it: without an error, nobody would miss the prompt.
+            # Raised by the user's code, not by close(): without an error the prompt would silently be missing.
             problem = DataError(
                 f"{self._task.episodes.name} was cancelled at prompt {number}, although the run goes on"
             )
@@ -372,7 +372,7 @@ class RolloutCollector:
         except BaseException as problem:  # noqa: BLE001  raised again by take(), on the trainer's thread
             # The first one: later ones often follow from it.
             self._problem = self._problem or problem
-        # In every case: take() also has to learn of a problem.
+        # After errors, too: take() raises them.
         self._changed.set()
         self._fill()
 
@@ -380,13 +380,13 @@ class RolloutCollector:
         """Warn of consecutive groups without signal, ending with ``group``; raise DataError at the limit."""
         task, streak = self._task, self._buffer.equal_streak
         limit = task.max_equal_groups if task.drop_equal else 0
-        last = task.decode(group.trajectories[-1].tokens)
-        same = streak.largest - streak.least <= MIN_RANGE
-        values = f"{streak.largest:g} to all of them" if same else f"{streak.least:g} to {streak.largest:g}"
+        response = task.decode(group.trajectories[-1].tokens)
+        all_equal = streak.largest - streak.least <= MIN_RANGE
+        rewards = f"{streak.largest:g} to all of them" if all_equal else f"{streak.least:g} to {streak.largest:g}"
         description = (
             f"step {self._batches_taken + 1}: the last {streak.groups} groups have no learning signal: within each, all rewards "
-            f"are equal (to {MIN_RANGE:g}); {task.episodes.name} gave the {streak.responses} responses {values}, "
-            f"{streak.cut_off} of them were cut off at max_tokens: {task.sampling.max_tokens}; the last one is {last!r:.100}"
+            f"are equal (to {MIN_RANGE:g}); {task.episodes.name} gave the {streak.responses} responses {rewards}, "
+            f"{streak.cut_off} of them were cut off at max_tokens: {task.sampling.max_tokens}; the last one is {response!r:.100}"
         )
         if limit and streak.groups >= limit:
             raise DataError(
@@ -394,12 +394,13 @@ class RolloutCollector:
                 "whether prompts are too hard, or learned already, and whether responses are long enough "
                 f"(rollout.max_tokens). rollout.max_groups_without_signal ({limit}) sets how many in a row end a run; 0: none"
             )
-        first = limit // 2 or WARNED_BATCHES * self._buffer.batch
-        if streak.groups == first or (not limit and streak.groups % first == 0):
+        # Half-way to the limit there is still time to act; without a limit the run goes on, and the warning is repeated.
+        warn_at = limit // 2 or WARNED_BATCHES * self._buffer.batch
+        if streak.groups == warn_at or (not limit and streak.groups % warn_at == 0):
             ending = f"the run ends after {limit} (rollout.max_groups_without_signal)" if limit else "no limit is set"
             log.warning("%s; %s", description, ending)
 
-    async def _group(
+    async def _roll_out_group(
         self, number: int, prompt: Prompt, sampling: Sampling, n: int, attempts: Attempts
     ) -> TrajectoryGroup | None:
         """Run the episodes of a prompt on the least busy engine that has not failed at it, nor at others recently.
@@ -423,7 +424,7 @@ class RolloutCollector:
                 attempts.failed.append(index)
                 raise
         self._pool.succeeded(index)
-        # One alone has no advantage; an evaluation of one sample is complete with it.
+        # An advantage compares at least two trajectories; an evaluation with n = 1 needs no comparison.
         if len(trajectories) < min(n, 2):
             return None
         # In the trainer's count, in which staleness is measured.
@@ -445,7 +446,7 @@ class RolloutCollector:
             attempts = Attempts()
             while True:
                 try:
-                    return await self._group(number, prompt, seeded(number), n, attempts)
+                    return await self._roll_out_group(number, prompt, seeded(number), n, attempts)
                 except LostMeanwhileError as error:
                     if attempts.losses == LOSSES:
                         raise EngineLostError(str(error)) from error

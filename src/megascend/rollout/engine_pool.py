@@ -31,7 +31,7 @@ class Member:
         reported: version that it has reported; None: it has not been asked.
         target_version: version of the last update that this run has begun on it.
         problem: why it does not answer or takes no weights; None if it does.
-        check: task that asks for its version; None unless that is in doubt.
+        check: task that asks for its version; None while its version is certain.
         checked: set once ``check`` has had an answer or an error.
     """
 
@@ -54,9 +54,16 @@ class Member:
         return self.version is not None and self.check is not None and self.problem is None
 
     @property
-    def returned(self) -> bool:
+    def awaits_weights(self) -> bool:
         """Return whether it answers and waits for weights."""
         return self.version is None and self.check is None and self.reported is not None
+
+    @property
+    def state(self) -> str:
+        """Describe why it gets no prompts."""
+        return (
+            str(self.problem) if self.problem else "it has no weights yet" if self.awaits_weights else "no answer yet"
+        )
 
 
 class EnginePool:
@@ -97,7 +104,7 @@ class EnginePool:
     @property
     def returned(self) -> bool:
         """Return whether an engine answers and waits for weights."""
-        return any(member.returned for member in self._members)
+        return any(member.awaits_weights for member in self._members)
 
     @property
     def oldest(self) -> int | None:
@@ -110,9 +117,9 @@ class EnginePool:
         """Return the least busy engine that may get prompts, not one of ``avoid`` if there is another; None if there is none."""
 
         preferred = [member for index, member in enumerate(self._members) if index not in avoid]
-        # One that has just failed at another prompt may be sound.
+        # An engine that has just failed at another prompt may be sound: wait for the verdict on it.
         while not any(member.ready for member in preferred) and (doubtful := [m for m in preferred if m.doubtful]):
-            if await self._late(doubtful):
+            if await self._wait_for_checks(doubtful):
                 break
         ready = [index for index, member in enumerate(self._members) if member.ready]
         candidates = [index for index in ready if index not in avoid] or ready
@@ -129,7 +136,7 @@ class EnginePool:
 
     def succeeded(self, index: int) -> None:
         """Record that an engine has answered a prompt."""
-        self._availability.answered(index)
+        self._availability.succeeded(index)
 
     async def check_failure(self, index: int) -> bool:
         """Record that an engine has failed at a prompt; return whether it is lost. Otherwise the prompt may be at fault."""
@@ -138,13 +145,13 @@ class EnginePool:
         self._availability.failed(index)
         member = self._members[index]
         late = await self._check([member])
-        # Not ready: another prompt's failure may have begun another check.
+        # member.ready would be wrong here: another prompt's failure may have begun another check meanwhile.
         return bool(late) or member.problem is not None or member.version is None
 
     async def version_of(self, member: Member) -> int | None:
         """Return the version that an engine is known to have, after a check in progress; None if it is lost."""
         while member.doubtful:
-            if await self._late([member]):
+            if await self._wait_for_checks([member]):
                 return None
         return member.version if member.ready else None
 
@@ -175,7 +182,7 @@ class EnginePool:
         while True:
             for member in self._members:
                 problem = member.problem
-                # Those may pass when the engine is started.
+                # Lost and slow engines may answer once they are started; waiting changes no other error.
                 if problem is not None and not isinstance(problem, EngineLostError | EngineTimeoutError):
                     raise EngineError(f"{member.engine.name}: {problem}") from problem
             if self.returned and all(member.checked.is_set() for member in self._members):
@@ -192,22 +199,23 @@ class EnginePool:
             returned: those that answer and wait for weights; otherwise those that have earlier ones.
         """
         self._newest = version
-        await self._late(self._members)
+        await self._wait_for_checks(self._members)
         for member in self._members:
             if not returned and member.check is not None:
                 # What it had until it was lost is old after this update.
                 member.version = None
-            if not member.returned or member.reported is None or member.reported < version:
+            if not member.awaits_weights or member.reported is None or member.reported < version:
                 continue
             if member.reported == member.target_version == version:
                 # Committed in an update that failed elsewhere.
                 self._confirm(member, version)
             else:
-                # Of another run, if only by the number: an engine that was not there when this one chose its numbers.
+                # The number could be another run's: this engine was not there when this run chose its numbers, so they
+                # prove nothing about its weights.
                 reason = f"it has weights of version {member.reported} from elsewhere, and this run is at {version}: restart it"
                 self._reject(member, EngineError(reason))
         if returned:
-            members = [member for member in self._members if member.returned]
+            members = [member for member in self._members if member.awaits_weights]
         else:
             members = [member for member in self._members if member.ready and member.version != version]
         for member in members:
@@ -236,19 +244,16 @@ class EnginePool:
     def reject(self, engines: Sequence[InferenceEngine], error: Exception) -> None:
         """Record that engines answer but take no weights; they are asked again later."""
         for member in self._members:
-            if member.engine in engines and member.returned:
+            if member.engine in engines and member.awaits_weights:
                 self._reject(member, error)
 
     def require_any(self) -> None:
         """Raise EngineLostError if no engine could get prompts for ``lost_s`` seconds."""
-        # One that has just failed may be sound.
+        # An engine that has just failed may be sound: it counts until the verdict.
         if any(member.ready or member.doubtful for member in self._members):
             self._ready_at = self._clock()
         elif self._clock() - self._ready_at > self._lost_s:
-            problems = "; ".join(
-                f"{member.engine.name}: {member.problem or ('it has no weights yet' if member.returned else 'no answer yet')}"
-                for member in self._members
-            )
+            problems = "; ".join(f"{member.engine.name}: {member.state}" for member in self._members)
             raise EngineLostError(
                 f"no rollout engine could be used for {self._lost_s:g} s (rollout.engines_lost_s): {problems}; start them "
                 "again and resume the run (--resume auto)"
@@ -272,9 +277,9 @@ class EnginePool:
         for member in members:
             if member.check is None:
                 self._begin_check(member)
-        return await self._late(members)
+        return await self._wait_for_checks(members)
 
-    async def _late(self, members: Sequence[Member]) -> list[Member]:
+    async def _wait_for_checks(self, members: Sequence[Member]) -> list[Member]:
         """Wait for the answers or errors of checks in progress; return the engines without any within a bounded time."""
         waits = {asyncio.ensure_future(m.checked.wait()): m for m in members if m.check is not None}
         if not waits:
@@ -285,7 +290,7 @@ class EnginePool:
         late = [waits[wait] for wait in pending if not waits[wait].checked.is_set()]
         for member in late:
             # Nothing waits for it from now on, but its answer still counts.
-            self._note(member, EngineTimeoutError(f"{member.engine.name}: no answer within {VERDICT_S:g} s"))
+            self._record_problem(member, EngineTimeoutError(f"{member.engine.name}: no answer within {VERDICT_S:g} s"))
         return late
 
     def _begin_check(self, member: Member, delay_s: float = 0.0) -> None:
@@ -305,13 +310,13 @@ class EnginePool:
                 version = await member.engine.version()
                 break
             except Exception as error:  # noqa: BLE001  one engine's error must not end the run
-                self._note(member, error)
+                self._record_problem(member, error)
             try:
                 if await member.engine.revive():
                     log.warning("%s: started again", member.engine.name)
                     continue
             except Exception as error:  # noqa: BLE001
-                self._note(member, error)
+                self._record_problem(member, error)
             delay_s = self._availability.failed(index) or FIRST_S
             await asyncio.sleep(delay_s)
         member.check, member.reported = None, version
@@ -323,7 +328,7 @@ class EnginePool:
         member.checked.set()
         self._changed()
 
-    def _note(self, member: Member, error: Exception) -> None:
+    def _record_problem(self, member: Member, error: Exception) -> None:
         """Note why an engine does not answer; log it the first time."""
         if member.problem is None:
             log.warning(
@@ -339,7 +344,7 @@ class EnginePool:
             self._changed()
 
     def _reject(self, member: Member, error: Exception) -> None:
-        self._note(member, error)
+        self._record_problem(member, error)
         self._begin_check(member, delay_s=self._availability.failed(self._members.index(member)) or FIRST_S)
 
 

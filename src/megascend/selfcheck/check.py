@@ -104,6 +104,7 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
     """
     if len(groups.ranks("world")) == 1:
         return _as_megascend_error(make)
+    # A thread cannot return: it puts its verdict or its error here.
     box: list[tuple[Verdict | None, MegascendError | None]] = []
 
     def work() -> None:
@@ -129,6 +130,7 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
     while running:
         if groups.rank == 0:
             worker.join(POLL_S)
+        # On ranks other than 0 the value is ignored: they receive rank 0's.
         running = broadcast_object(worker.is_alive(), "world", groups, purpose="the self-check")
     return from_rank_0(result, groups, "the self-check")
 

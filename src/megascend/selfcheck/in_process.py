@@ -93,12 +93,12 @@ def slice_here(raw: Mapping[str, Any], config: Any, longest: int) -> Slice:
     return Slice(settings | {"model_type": text.model_type}, part.lengths, part.not_shown)
 
 
-def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subject, *, called: bool) -> None:
+def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subject, *, runs_forward: bool) -> None:
     """Raise ConfigError if the engine cannot build a slice of the model; one that cannot be sliced passes.
 
     Args:
         model_dir, config: the model's directory, and its configuration in transformers' class.
-        called: also raise if the engine cannot call it, as the self-check does.
+        runs_forward: also raise if the engine cannot run it, as the self-check does.
     """
     from transformers import AutoConfig
 
@@ -113,7 +113,7 @@ def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subjec
     # Building draws weights: the run's own random numbers must not depend on whether the check ran.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), _engine_errors(subject, plain), subject.on_the_cpu(plain):
         model = subject.build(copy.deepcopy(small)).eval()
-        if called:
+        if runs_forward:
             subject.logits(model, [torch.arange(length) % small.vocab_size for length in sorted(part.lengths)])
 
 

@@ -88,6 +88,7 @@ def _rope_suspects(config: Mapping[str, Any], full: Mapping[str, Any]) -> list[S
     settings = rope_settings(full)
     kinds = [values.get("rope_type") or values.get("type") or "default" for values in settings]
     if section is not None and len(settings) and kinds[0] != "default":
+        # The plain variant keeps theta and the rotated part: only the scaling is the suspect.
         theta = settings[0].get("rope_theta") or full.get("rope_theta") or 10000.0
         part = settings[0].get("partial_rotary_factor")
         plain: Config = {"rope_type": "default", "rope_theta": theta} | (

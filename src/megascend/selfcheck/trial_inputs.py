@@ -95,6 +95,7 @@ def choose_samples(model: torch.nn.Module, vocabulary: int, lengths: list[int], 
             with torch.no_grad(), Choices() as choices:
                 output = model(ids[None, :-1], use_cache=False).logits[0].float()
             attempts.append(choices.margin)
+            # Near a tie rounding decides the expert, and then two right models differ.
             if choices.margin >= MIN_MARGIN:
                 break
         else:

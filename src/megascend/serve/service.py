@@ -263,7 +263,7 @@ class Service:
         self.durability.check_number(number)
         name = f"{model.name}:{kind}:{secrets.token_hex(8)}" if number is None else f"{model.name}:request:{number}"
         # A client that lost the response sends the request again under the same number; the work is done once.
-        if number is not None and model.order.seen(number):
+        if number is not None and model.order.has_arrived(number):
             earlier = self.futures.get(name, model.tenant)
             if earlier is None or earlier.kind != kind:
                 reason = (

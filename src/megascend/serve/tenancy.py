@@ -31,7 +31,7 @@ class Order(Generic[T]):
     following: int = 1
     early: dict[int, T] = field(default_factory=dict)
 
-    def seen(self, number: int) -> bool:
+    def has_arrived(self, number: int) -> bool:
         """Check whether this number has arrived before."""
         return number < self.following or number in self.early
 

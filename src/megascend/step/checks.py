@@ -27,6 +27,7 @@ def check_samples(samples: Sequence[Sample], engine: Engine) -> None:
             )
         for name in ("input_ids", "target_ids"):
             ids = getattr(sample, name)
+            # On the host: on a GPU an index outside the embedding is an assertion that breaks the process's device.
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= vocab_size:
                 raise DataError(
@@ -59,6 +60,7 @@ def check_policy(sample: Sample, index: int, temperature: float, vocab_size: int
         raise DataError(
             f"sample {index} allows the token {int(sample.allowed.max())}, outside the vocabulary [0, {vocab_size})"
         )
+    # A target that its own mask excludes has log-probability minus infinity: the rollout and the sample do not belong together.
     masked = (sample.allowed >= 0).any(1) & (sample.weights != 0)
     excluded = masked & (sample.allowed != sample.target_ids[:, None]).all(1)
     if bool(excluded.any()):

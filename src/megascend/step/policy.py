@@ -42,14 +42,15 @@ class MaskedOutput:
         assert selected is not None
         used = self.allowed >= 0
         masked = used.any(1)
-        # Rows of the whole vocabulary keep their slots, which are 0: minus infinity everywhere would have no gradient.
-        total = selected.masked_fill(~used & masked[:, None], -torch.inf).logsumexp(1)
-        total = torch.where(masked, total, 0.0)
+        # The log of the allowed tokens' total probability. Rows of the whole vocabulary keep their slots, which are 0: with
+        # minus infinity in all of them the gradient would be NaN.
+        log_total = selected.masked_fill(~used & masked[:, None], -torch.inf).logsumexp(1)
+        log_total = torch.where(masked, log_total, 0.0)
         if entropies is not None:
-            policy_logprobs = selected - total[:, None]
-            over_allowed = -torch.where(used, policy_logprobs.exp() * policy_logprobs, 0.0).sum(1)
-            entropies = torch.where(masked, over_allowed, entropies)
-        return logprobs - total, entropies, None
+            policy_logprobs = selected - log_total[:, None]
+            policy_entropies = -torch.where(used, policy_logprobs.exp() * policy_logprobs, 0.0).sum(1)
+            entropies = torch.where(masked, policy_entropies, entropies)
+        return logprobs - log_total, entropies, None
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         return self.output.logits(rows)

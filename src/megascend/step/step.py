@@ -118,7 +118,7 @@ class Step:
 
             try:
                 if engine.router_replay is not None:
-                    # Those of forward passes without gradients, and of a pass that failed.
+                    # Discard counts that passes without gradients, or a failed pass, have left behind.
                     engine.router_replay.take_counts()
                 with ExitStack() as contexts:
                     batches, batch_metrics = self._run_or_raise_oom(run_batches, contexts, call)
@@ -479,6 +479,7 @@ class Step:
 
     @staticmethod
     def _in_order(values: list[list[Tensor]], plan: list[list[int]], count: int) -> list[Tensor | None]:
+        """Sort tensors of samples, by micro batch, into the order of the ``count`` samples of the call."""
         ordered: list[Tensor | None] = [None] * count
         for members, tensors in zip(plan, values, strict=False):
             # A dummy batch has an output, but no members.

@@ -88,7 +88,6 @@ class Topology:
         coordinates: dict[str, int] = {}
         for axes in (ATTENTION_AXES, EXPERT_AXES):
             rest = rank  # mixed radix, fastest axis first; both grids give the same pipeline coordinate
-            # Raises for an unknown axis.
             for axis in axes:
                 rest, coordinates[axis] = divmod(rest, self.size(axis))
         return Coordinates(rank=rank, **coordinates)
@@ -99,7 +98,7 @@ class Topology:
         Groups are ordered by first rank; ranks ascend, which is Megatron's order.
         """
         for axis in axes:
-            self.size(axis)
+            self.size(axis)  # raises for an unknown axis
         grid = next((grid for grid in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(grid)), None)
         if grid is None:
             raise TopologyError(

@@ -219,6 +219,7 @@ class Delivery:
         self._transport, self._device, self._options = transport, device, dict(options or {})
         self._bucket_bytes, self._digest = bucket_bytes, digest
         self._timeout_s, self._overlap = timeout_s, overlap
+        # The random part tells a restarted trainer from its predecessor, whose updates engines may still hold.
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._listener = Listener(host)
         self._buffers = Buffers()
@@ -255,7 +256,7 @@ class Delivery:
         if not update.engines:
             raise ConfigError("push: no engines are configured")
         names = [engine.name for engine in update.engines]
-        # Answers are told apart by name.
+        # Answers are kept by name.
         if len(set(names)) < len(names):
             raise ConfigError(f"push: engine names are not unique: {', '.join(names)}")
         # The devices of the engines' workers decide the transport.
@@ -323,6 +324,7 @@ class Delivery:
         update.transport, update.base = planned.transport, base
         manifest, device = self._manifest(update, specs)
         accepted, failed = self._offer(update, manifest, planned.engines, planned)
+        # An engine that was restarted knows neither the plan nor the base: no failure, it needs a complete update.
         unknown = [error for error in failed.values() if isinstance(error, BaseError | PlanError)]
         if unknown and (base is not None or planned.provisioned):
             log.info("version %d is sent completely: %s", update.version, unknown[0])
@@ -353,6 +355,7 @@ class Delivery:
     def commit(self, update: Update) -> None:
         """Activate the verified update on all engines."""
         committed, failed = self._all(update.engines, lambda engine: engine.commit(update.name), self._timeout_s)
+        # The slowest engine's: the trainer waits for it.
         for seconds in committed.values():
             for part, value in (seconds or {}).items():
                 name = f"commit.{part}"
@@ -372,6 +375,7 @@ class Delivery:
 
     def close(self) -> None:
         """Stop listening, and release the buckets. Engines keep their weights."""
+        # Dropping the last reference frees the buckets, which may be device memory.
         self._buffers = Buffers()
         if self._loop is not None:
             self._loop.close()
@@ -423,6 +427,7 @@ class Delivery:
         for name, workers in counts.items():
             sharded = None
             if planned is not None:
+                # Engines keep their shares: tens of thousands of slices would be sent again with every push.
                 shares = None if name in planned.provisioned else tuple(planned.shares[first : first + workers])
                 sharded = Sharding(planned.identity, len(trainers), shares, update.base, planned.keep)
             offers[name] = Offer(
@@ -451,9 +456,10 @@ class Delivery:
     def _require_all(
         self, answers: dict[str, Any], failed: dict[str, Exception], description: str, after: str
     ) -> dict[str, Any]:
-        """Return the answers of all engines in a phase. The place for an engine that failed, is lost or too slow in any phase."""
+        """Return the answers of all engines in a phase; WeightSyncError if one failed, is lost or too slow."""
         if failed:
             reasons = "; ".join(
+                # The message of a TimeoutError is made here and complete; an engine's own errors need their kind.
                 f"{name}: {error}" if type(error) is TimeoutError else f"{name}: {type(error).__name__}: {error}"
                 for name, error in failed.items()
             )

@@ -101,6 +101,7 @@ class ShardedSync:
         names = tuple(engine.name for engine in engines)
 
         def state() -> tuple[bool, str]:
+            # A refusal holds for some pushes: asking every engine each time would delay all of them.
             if self._refusal is not None and self._refusal[0] == names and self._refused_pushes < RETRY:
                 self._refused_pushes += 1
                 return True, self._refusal[1]
@@ -112,6 +113,7 @@ class ShardedSync:
             return reason
         self.forget()
         self._specs = broadcast_object(specs, "world", self._groups, purpose="the tensors to send")
+        # A rank that cannot describe its slices still takes part in the exchange below, and reports why.
         slices, problem = self._describe()
         pieces = [source.piece for source in slices]
         rows = [(piece.tensor, piece.offsets, piece.sizes) for piece in pieces]
@@ -133,6 +135,7 @@ class ShardedSync:
         reason, shares = self._ranks.call(make, "the plan of the transfer")
         if reason:
             self._refusal, self._refused_pushes = (names, reason), 0
+            # Logged once, though tried again: a warning only if the user has asked for what does not work.
             if reason != self._logged and self._groups.rank == 0:
                 level = logging.WARNING if self._sharded or self._mode != "full" else logging.INFO
                 log.log(level, "weights are sent by rank 0: %s", reason)
@@ -224,6 +227,7 @@ class ShardedSync:
         """Return the version from which to send differences; on rank 0, whose decision all ranks follow."""
         if self._history is None or self._planned is None or self._differences >= self._full_every or self._rest > 0:
             return None
+        # Decided by the dtype, without a trial: differences of fp32 weights are as large as the weights.
         if self._mode == "auto" and not mostly_16_bit(self._specs):
             return None
         return self._history.base(self._planned.identity)
@@ -258,9 +262,11 @@ class ShardedSync:
             for source in slices:
                 spec = self._specs[source.piece.tensor]
                 dtype = getattr(torch, spec.dtype)
+                # Checked before the first byte is sent: inf in the engines' weights would be seen only in their samples.
                 if source.values.dtype != dtype and (text := out_of_range(spec.name, source.values, dtype)):
                     raise WeightSyncError(text)
         except Exception as error:
+            # Tell the receivers at once: they would otherwise wait for their deadline.
             sender.abandon(str(error))
             raise
         return sender.send(slices)
@@ -273,6 +279,7 @@ class ShardedSync:
             return
         self._history.note(self._share.plan, version)
         self._differences = 0 if base is None else self._differences + 1
+        # Differences that were hardly smaller than the weights pause for a while: computing them costs time, too.
         if base is None:
             self._rest = max(0, self._rest - 1)
         elif self._mode == "auto" and share > WORTH:

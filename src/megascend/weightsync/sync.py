@@ -169,12 +169,13 @@ class WeightSync:
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
         with self._groups.monitor.phase("weight sync"):
-            # Before anything is exported: all ranks must push the same.
+            # Compared before anything is exported: ranks that push different things would wait for each other in the export.
             self._agree(version, adapter, alone)
-            # Of the engines, the seconds and the amounts, only rank 0's count.
+            # Every rank has an Update, but only rank 0 calls engines: its durations and amounts are the ones reported.
             update = Update(list(self.engines), version)
             with update.timed("describe"):
                 rank_0 = self._rank_0_sender(adapter, alone)
+                # Without a reason against it every rank sends its own slices; rank 0 otherwise gathers and sends whole tensors.
                 reason = self._shards.refusal(adapter, alone) or self._shards.prepare(update.engines, rank_0.specs)
             sender = rank_0 if reason else self._shards
             try:

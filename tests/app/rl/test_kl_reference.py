@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_loop import RecordedEngine, dry, folder, in_a_fork, rows, run
-from test_loop import settings as loop_settings
 
 import megascend
 from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, check_reference, fingerprint, with_kl
@@ -29,9 +27,10 @@ from megascend.huggingface.info import inspect_checkpoint
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import write_tiny_checkpoint
 from support.forked_programs import run_forked
+from support.rl_runs import RecordedEngine, dry, in_a_fork, rollouts, rows, run
+from support.rl_runs import settings as loop_settings
 from weightwire.engine import RoutedExperts
 
-__all__ = ["folder"]  # a fixture
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 PROGRAM = Path(__file__).with_name("reference_programs.py")
 VOCABULARY = 120
@@ -73,11 +72,6 @@ def recorded(seed: int = 0) -> list[TrajectoryGroup]:
             responses.append(Trajectory(prompt, tokens, logprobs, draw.random(), "stop", number, number, mask))
         groups.append(TrajectoryGroup(number, tuple(responses)))
     return groups
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("policy") / "qwen3", "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -438,8 +432,7 @@ def test_resumed_run_has_the_reference_of_its_beginning(folder: Path, tmp_path: 
         [{key: value for key, value in row.items() if key not in timed} for row in rows(run_config)]
         for run_config in (complete, stopped)
     ]
-    lines = [json.loads(line) for line in (complete.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
-    learned = [line for line in lines if line["outcome"] == "learned"]
+    learned = [line for line in rollouts(complete) if line["outcome"] == "learned"]
     assert not any(line.get("kl_penalty") for line in learned if line["step"] == 1)
     last = [line for line in learned if line["step"] == 5]
     rewards = torch.tensor([line["reward"] - line["kl_penalty"] for line in last], dtype=torch.float64).view(2, 3)

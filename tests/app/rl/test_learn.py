@@ -117,11 +117,6 @@ def mean_entropy(model: Any, groups: list[TrajectoryGroup]) -> float:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("rl") / "qwen3", "qwen3")
-
-
-@pytest.fixture(scope="module")
 def exact_model(checkpoint: Path) -> Any:
     from transformers import AutoModelForCausalLM
 

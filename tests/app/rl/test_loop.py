@@ -10,7 +10,7 @@ import random
 import re
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,115 +30,18 @@ from megascend.rollout.engines.local import LocalEngine
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import faults, run_distributed
 from support.objective_formulas import Formula, expected_advantages, reference
+from support.rl_runs import DEADLINE_S, RecordedEngine, dry, in_a_fork, rollouts, rows, run, settings
 from support.run_directory import snapshot
-from weightwire.engine import Completion, Sampling
+from weightwire.engine import Completion
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import ENVIRONMENT, Key, generate_key
 
-REWARD = """
-import os, signal
-
-def vowels(response, example):
-    return sum(letter in "aeiou0123" for letter in response) / max(1, len(response))
-
-def broken(response, example):
-    raise KeyError("no such thing")
-
-def settled(response, example):
-    even = int(example["prompt"].strip("say :")) % 2 == 0
-    return 1.0 if even else vowels(response, example)
-
-
-def parts(response, example):
-    return {"reward": vowels(response, example), "length": len(response)}
-
-calls = 0
-
-def fading(response, example):
-    global calls
-    calls += 1
-    return 0.0 if calls > 24 else vowels(response, example)
-"""
-DEADLINE_S = 240
 pytestmark = pytest.mark.usefixtures("megatron_imported")
-
-
-class RecordedEngine(LocalEngine):
-    """Engine whose answers depend only on prompt and seed, like a recording; it accepts weight updates."""
-
-    async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
-    ) -> list[Completion]:
-        draw, version = random.Random(f"{prompt}/{sampling.seed}"), await self.version()
-        completions = []
-        for _ in range(n):
-            count = draw.randint(1, sampling.max_tokens)
-            tokens = tuple(draw.randrange(97, 123) for _ in range(count))
-            logprobs = tuple(-draw.uniform(5.0, 6.5) for _ in tokens)
-            completions.append(Completion(tokens, logprobs, "stop", version, version))
-        return completions
 
 
 class FailingEngine(LocalEngine):
     async def generate(self, *_: Any, **__: Any) -> list[Completion]:
         raise EngineError(f"{self.name} is out of order")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a tiny model with a tokenizer, prompts and rewards."""
-    from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
-
-    folder = tmp_path_factory.mktemp("rl")
-    write_checkpoint(folder / "model", ModelSize(hidden=32, layers=1, heads=2, kv_heads=2, context=64), 0)
-    lines = [{"prompt": f"say {number}:"} for number in range(7)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "reward.py").write_text(REWARD)
-    return folder
-
-
-def settings(folder: Path, output: str, **changes: Any) -> RlConfig:
-    rollout = {
-        "prompts": folder / "prompts.jsonl",
-        "reward": f"{folder / 'reward.py'}:vowels",
-        "prompts_per_step": 2,
-        "group_size": 3,
-        "max_tokens": 5,
-    } | changes.pop("rollout", {})
-    values = {
-        "model": folder / "model",
-        "output": folder / output,
-        "steps": 5,
-        "self_check": False,
-        "platform": "cpu",
-        "precision": "fp32",
-        "optimizer": {"lr": 0.01},
-        "rollout": rollout,
-        "plot": False,
-        "export": False,
-        "timeout_s": 60,
-    }
-    return RlConfig(**(values | changes))
-
-
-def run(
-    config: RlConfig, kind: Callable[..., LocalEngine] = LocalEngine, engines: int = 1, resume: str | None = None
-) -> RlResult:
-    return train_rl(
-        config,
-        resume=resume,
-        engines=lambda config: [
-            kind(config.model, name=f"engine {index}", own_process=False, seed=index) for index in range(engines)
-        ],
-    )
-
-
-def in_a_fork(act: Callable[[], Any]) -> Any:
-    return run_distributed(act, 1, init=False, timeout_s=DEADLINE_S)
-
-
-def rows(config: RlConfig) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (config.output / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -203,7 +106,7 @@ def test_killed_and_resumed_run_is_bitwise_equal(folder: Path) -> None:
 
 def learned_groups(config: RlConfig, step: int) -> list[TrajectoryGroup]:
     """Return what a step learned from, as the run's records have it."""
-    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = rollouts(config)
     learned = [line for line in lines if line["step"] == step and line["outcome"] == "learned"]
     groups: dict[int, list[Trajectory]] = {}
     for line in learned:
@@ -256,9 +159,7 @@ def test_a_preset_reaches_the_step_and_a_resumed_run_keeps_it(folder: Path, pres
         assert RlConfig(**stored).objective == uninterrupted.objective
         assert stored["objective"] == uninterrupted.objective.model_dump(mode="json")
     # The records show what the objective has added, and the advantages that were learned.
-    lines = [
-        json.loads(line) for line in (uninterrupted.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    lines = rollouts(uninterrupted)
     learned = [line for line in lines if line["step"] == 1 and line["outcome"] == "learned"]
     assert [line["advantage"] for line in learned] == pytest.approx(
         torch.cat(expected_advantages(groups, formula)).tolist(), abs=1e-6
@@ -511,7 +412,7 @@ def test_environment_is_trained_on_and_recorded(folder: Path, capsys: pytest.Cap
     metrics = rows(config)
     assert [row["turns"] for row in metrics] == [2.0] * 5
     assert sum(row["failed"] for row in metrics) == 2
-    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
+    lines = rollouts(config)
     assert {line["step"] for line in lines} == set(range(1, 6))
     for row in metrics:
         learned = [line for line in lines if line["step"] == row["step"] and line["outcome"] == "learned"]
@@ -573,7 +474,7 @@ def test_parts_of_a_reward_and_evaluations_are_recorded_and_a_profile_is_written
         evaluation={"prompts": folder / "prompts.jsonl", "every": 2},
     )
     in_a_fork(lambda: run(config, RecordedEngine))
-    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
+    lines = rollouts(config)
     metrics = rows(config)
     assert all(line["rewards"] == {"length": len(line["response"])} and line["reward"] <= 1 for line in lines)
     assert all("segments" not in line for line in lines)
@@ -607,7 +508,7 @@ def test_environment_brings_its_own_examples(folder: Path) -> None:
     changes = {"reward": None, "prompts": None}
     config = settings(folder, "own", rollout={**changes, "environment": environment}, steps=2)
     run(config, RecordedEngine)
-    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text().splitlines()]
+    lines = rollouts(config)
     assert {line["prompt"] for line in lines} <= {"own 0:", "own 1:", "own 2:"}
     assert len({line["prompt"] for line in lines}) > 1
     missing = {"name": f"{folder / 'own_examples.py'}:Echo"}
@@ -665,7 +566,7 @@ def test_dynamic_sampling_compares_rewards_without_the_length_penalty(folder: Pa
     rollout = {"reward": f"{folder / 'reward.py'}:settled", "in_order": True}
     config = settings(folder, "settled", steps=3, rollout=rollout, objective={"preset": "dapo"})
     in_a_fork(lambda: run(config, RecordedEngine))
-    lines = [json.loads(line) for line in (config.output / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = rollouts(config)
     solved = [line for line in lines if int(line["prompt"][-2]) % 2 == 0]
     assert {(line["outcome"], line["reward"]) for line in solved} == {("equal", 1.0)}
     # Their responses differ in length, so that their penalties do.
@@ -699,13 +600,6 @@ def test_dropped_groups_have_no_advantage_where_it_depends_on_the_step(
     rollouts_command(tmp_path / "reinforce++", sort="advantage", ascending=True)  # type: ignore[arg-type]
     # Those without one are left out.
     assert re.findall(r"advantage (\S+)", capsys.readouterr().out) == ["-1.5", "+0.5", "+0.5", "+0.5"]
-
-
-def dry(config: RlConfig) -> Any:
-    from megascend.app.dry_run import dry_run_rl
-    from megascend.app.preflight import preflight
-
-    return in_a_fork(lambda: dry_run_rl(preflight(config, 1, False)))[0]
 
 
 def test_dry_run_plays_an_episode_and_asks_engines(folder: Path) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from app.rl.test_loop import DEADLINE_S, folder, in_a_fork, rows, settings  # noqa: F401
 from megascend.app.rl.train import RlResult, train_rl
 from megascend.config.rl import RlConfig
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError, WeightSyncError
@@ -24,6 +21,7 @@ from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import run_distributed
+from support.rl_runs import DEADLINE_S, rollouts, rows, settings
 from weightwire.engine import Completion
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import ManifestError
@@ -102,9 +100,11 @@ def run(config: RlConfig, *engines: MortalEngine) -> RlResult:
     return train_rl(config, engines=lambda config: engines)
 
 
-def lines(config: RlConfig) -> Iterator[dict[str, Any]]:
-    for line in (config.output / "rollouts.jsonl").read_text().splitlines():
-        yield json.loads(line)
+def slow_reward(folder: Path) -> str:
+    """Write a reward function that makes a step take about half a second, so that disturbances happen during the run."""
+    path = folder / "slow.py"
+    path.write_text("import time\ndef slow(response, example):\n    time.sleep(0.08)\n    return len(response)\n")
+    return f"{path}:slow"
 
 
 IN_CI = [
@@ -133,7 +133,7 @@ DEATHS = [
 
 @pytest.mark.parametrize(("mode", "death"), DEATHS)
 def test_run_goes_on_without_an_engine_and_gives_it_weights_when_it_is_back(
-    folder: Path,  # noqa: F811
+    folder: Path,
     mode: str,
     death: tuple[str, int, str],
     caplog: pytest.LogCaptureFixture,
@@ -154,7 +154,7 @@ def test_run_goes_on_without_an_engine_and_gives_it_weights_when_it_is_back(
     # Weights before the first prompt: a commit lies between its start and its next responses.
     after = mortal.calls[mortal.calls.index("revive") :]
     assert after.index("commit") < after.index("generate")
-    learned = [line for line in lines(config) if line["outcome"] == "learned"]
+    learned = [line for line in rollouts(config) if line["outcome"] == "learned"]
     assert {line["engine"] for line in learned} == {"mortal", "sound"}
     if mode == "delta":
         # The engine that is back has no base: complete weights for a while, then changes again.
@@ -163,7 +163,7 @@ def test_run_goes_on_without_an_engine_and_gives_it_weights_when_it_is_back(
 
 @pytest.mark.parametrize("call", ["generate", pytest.param("begin_update", marks=pytest.mark.nightly)])
 def test_run_goes_on_without_an_engine_that_hangs(
-    folder: Path,  # noqa: F811
+    folder: Path,
     call: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -187,20 +187,18 @@ def test_run_goes_on_without_an_engine_that_hangs(
             except asyncio.TimeoutError as error:
                 raise EngineTimeoutError("hanging: no answer to generate within 2 s") from error
 
-    slow = folder / "slow.py"
-    slow.write_text("import time\ndef slow(response, example):\n    time.sleep(0.08)\n    return len(response)\n")
-    rollout = {"max_lag": 0, "reward": f"{slow}:slow", "drop_equal": False}
+    rollout = {"max_lag": 0, "reward": slow_reward(folder), "drop_equal": False}
     config = settings(folder, f"hangs-{call}", steps=28, rollout=rollout, sync={"timeout_s": 2})
     hanging = Hanging(folder / "model", name="hanging", death=(call, 3, "hangs"))
     with caplog.at_level(logging.WARNING):
         assert run(config, hanging, MortalEngine(folder / "model", name="sound", seed=1)).steps == 28
     assert max(row["mismatch_max"] for row in rows(config)) < EXACT
     assert sum(message.startswith("hanging is lost") for message in caplog.messages) == 1
-    assert [line["engine"] for line in lines(config) if line["step"] > 24].count("hanging") > 0
+    assert [line["engine"] for line in rollouts(config) if line["step"] > 24].count("hanging") > 0
     # Updates do not wait for it again and again.
     assert sum(row["sync_s"] > 0.4 for row in rows(config)) <= 5
-    gap = {line["step"] for line in lines(config)} - {
-        line["step"] for line in lines(config) if line["engine"] == "hanging"
+    gap = {line["step"] for line in rollouts(config)} - {
+        line["step"] for line in rollouts(config) if line["engine"] == "hanging"
     }
     assert len(gap) > 3
 
@@ -208,7 +206,7 @@ def test_run_goes_on_without_an_engine_that_hangs(
 @pytest.mark.parametrize("call", ["generate", "begin_update", "verify", "commit"])
 @pytest.mark.parametrize("engines", [1, 2])
 def test_engine_restarted_unnoticed_gives_no_sample_of_its_first_weights(
-    folder: Path,  # noqa: F811
+    folder: Path,
     call: str,
     engines: int,
 ) -> None:
@@ -221,7 +219,7 @@ def test_engine_restarted_unnoticed_gives_no_sample_of_its_first_weights(
     assert mortal.calls.count("begin_update") == (7 if call == "begin_update" else 8)
 
 
-def test_run_without_any_engine_waits_for_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:  # noqa: F811
+def test_run_without_any_engine_waits_for_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, call in enumerate(("generate", "commit")):
         evaluation = {"prompts": folder / "prompts.jsonl", "every": 2}
         config = settings(folder, f"alone-{number}", steps=5, rollout={"max_lag": 0}, evaluation=evaluation)
@@ -234,7 +232,7 @@ def test_run_without_any_engine_waits_for_one(folder: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(("call", "count"), [("generate", 9), ("commit", 3), ("version", 1)])
-def test_run_ends_when_no_engine_comes_back(folder: Path, call: str, count: int) -> None:  # noqa: F811
+def test_run_ends_when_no_engine_comes_back(folder: Path, call: str, count: int) -> None:
     config = settings(folder, f"gone-{call}", rollout={"engines_lost_s": 1}, checkpoint={"every": 50})
     engines = [
         MortalEngine(folder / "model", name=f"engine {index}", death=(call, count, "before"), seconds=DEADLINE_S)
@@ -252,7 +250,7 @@ def test_run_ends_when_no_engine_comes_back(folder: Path, call: str, count: int)
 
 
 def test_engine_that_refuses_weights_ends_the_run_and_one_that_returns_with_others_does_not(
-    folder: Path,  # noqa: F811
+    folder: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Refusing(MortalEngine):
@@ -276,7 +274,7 @@ def test_engine_that_refuses_weights_ends_the_run_and_one_that_returns_with_othe
     assert "commit" not in refusing.calls[refusing.calls.index("revive") :]
 
 
-def test_all_ranks_go_on_without_an_engine(folder: Path) -> None:  # noqa: F811
+def test_all_ranks_go_on_without_an_engine(folder: Path) -> None:
     config = settings(
         folder,
         "ranks",
@@ -303,7 +301,7 @@ def test_all_ranks_go_on_without_an_engine(folder: Path) -> None:  # noqa: F811
 
 
 def test_killed_local_engine_is_started_again_a_bounded_number_of_times(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Killed(LocalEngine):
@@ -339,7 +337,7 @@ def test_killed_local_engine_is_started_again_a_bounded_number_of_times(
         thread.run(engine.close())
 
 
-def test_engine_that_never_answered_is_not_started_again(folder: Path) -> None:  # noqa: F811
+def test_engine_that_never_answered_is_not_started_again(folder: Path) -> None:
     def dead(config: RlConfig) -> list[LocalEngine]:
         engine = LocalEngine(folder / "model", name="dead")
         kill(engine)
@@ -352,7 +350,7 @@ def test_engine_that_never_answered_is_not_started_again(folder: Path) -> None: 
 class Host:
     """A controller with its engines, started, killed and started again beside a run."""
 
-    def __init__(self, folder: Path, publish: Path, key: str) -> None:  # noqa: F811
+    def __init__(self, folder: Path, publish: Path, key: str) -> None:
         self.engines = [MortalEngine(folder / "model", name=f"engine {number}", seed=number) for number in range(2)]
         self._publish, self._key = publish, Key(key)
         self.thread = LoopThread("controller")
@@ -384,16 +382,13 @@ class Host:
 
 
 def test_engines_and_controller_may_start_later_end_and_come_back(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     key = generate_key()
     monkeypatch.setenv(ENVIRONMENT, key)
     host = Host(folder, folder / "controller.json", key)
-    slow = folder / "slow.py"
-    # Steps of half a second, so that all of it happens during the run.
-    slow.write_text("import time\ndef slow(response, example):\n    time.sleep(0.08)\n    return len(response)\n")
     config = settings(
         folder,
         "controlled",
@@ -401,7 +396,7 @@ def test_engines_and_controller_may_start_later_end_and_come_back(
         rollout={
             "controller": str(folder / "controller.json"),
             "max_lag": 0,
-            "reward": f"{slow}:slow",
+            "reward": slow_reward(folder),
             "drop_equal": False,
         },
         sync={"timeout_s": 20},
@@ -445,11 +440,11 @@ def test_engines_and_controller_may_start_later_end_and_come_back(
     ]
     assert len(losses) <= 3
     # Both answer after all of it.
-    learned = [line for line in lines(config) if line["step"] > events[1][1] + 2]
+    learned = [line for line in rollouts(config) if line["step"] > events[1][1] + 2]
     assert {line["engine"].split(" of ")[0] for line in learned} == {"engine 0", "engine 1"}
 
 
-def test_controller_that_never_starts_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_controller_that_never_starts_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, generate_key())
     rollout = {"controller": str(folder / "nowhere.json"), "engines_lost_s": 1}
     with pytest.raises(
@@ -459,7 +454,7 @@ def test_controller_that_never_starts_ends_the_run(folder: Path, monkeypatch: py
 
 
 def test_engine_that_joins_later_with_weights_of_another_run_is_not_used(
-    folder: Path,  # noqa: F811
+    folder: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Check all versions that it can have: the number of this run's current weights is one of them."""

@@ -1,4 +1,4 @@
-"""docs/rl.md: its programs run, its routes are the controller's."""
+"""docs/controller.md: its programs run, its routes are the controller's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megascend.rollout.controller.routes import CONTROLLER_CALLS, PREFIX, ROUTES
 from weightwire.keys import ENVIRONMENT, load_key
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "controller.md").read_text(encoding="utf-8")
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (program,) = [code for code in PROGRAMS if "asyncio.run" in code]
     monkeypatch.chdir(tmp_path)
-    exec(compile(program, "docs/rl.md", "exec"), {"__name__": "__main__"})
+    exec(compile(program, "docs/controller.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out == "{'tokens': [5, 8, 2], 'logprobs': [-0.1, -1.2, -0.3]}\n"
     assert not (tmp_path / "controller.json").exists()
 
@@ -37,7 +37,7 @@ def test_the_program_of_a_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monke
             "offer": an_offer("a", 2),
             "seal": a_seal("a"),
         }
-        exec(compile(program, "docs/rl.md", "exec"), names)
+        exec(compile(program, "docs/controller.md", "exec"), names)
         assert asyncio.run(names["trainer"]()) == 2  # type: ignore[operator]
         assert [engine.in_force for engine in served.engines] == ["a", "a"]
         assert served.engines[0].calls[-2:] == ["pause 30", "resume"]

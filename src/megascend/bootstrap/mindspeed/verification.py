@@ -29,6 +29,7 @@ def problems(config: Any, arguments: dict[str, Any], rotary: Any) -> list[str]:
     extensions = import_module(EXTENSIONS)
     layers = import_module("megatron.core.tensor_parallel.layers")
     failures = []
+    # Megatron chooses between its own and Transformer Engine's layers by this flag, at import.
     if not getattr(extensions, "HAVE_TE", False):
         failures.append(f"{EXTENSIONS}.HAVE_TE is False, so layers would be Megatron's slow local ones")
     failures += _attention(extensions.TEDotProductAttention, arguments)
@@ -40,6 +41,7 @@ def problems(config: Any, arguments: dict[str, Any], rotary: Any) -> list[str]:
             failures.append(
                 f"{EXTENSIONS}.{name} is {_qualified_name(getattr(extensions, name))}, not Megatron's own {native.__name__}"
             )
+    # Compared by module: MindSpeed wraps it, so that there is no object to compare with.
     fuser = import_module("megatron.core.jit").jit_fuser
     if not _from_mindspeed(fuser):
         failures.append(f"megatron.core.jit.jit_fuser is {_qualified_name(fuser)}, which would compile for CUDA")

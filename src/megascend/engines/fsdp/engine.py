@@ -112,7 +112,7 @@ class FsdpEngine(TransformersEngine):
         mesh = axes.mesh(topology.world_size, self.device.type)
         page_locked = context.runtime.platform.page_locks_memory
         self._units = shard(self.model, mesh, spec.fsdp, self.dtype, page_locked=page_locked, expert_mesh=expert_mesh)
-        # Memory only now, for the shards; to_empty leaves buffers uninitialised too.
+        # Memory is allocated only now, for the shards alone. to_empty leaves buffers uninitialised too: they are computed again.
         self.model.to_empty(device="cpu" if spec.fsdp.offload else self.device)
         transformers_api.compute_buffers(self.model, self.device)
         self._shards = list(shards.shards(self.model, self._share))
@@ -164,8 +164,7 @@ class FsdpEngine(TransformersEngine):
                 if self._pictures is not None:
                     self._pictures.enter(batch)
                 packed = None if batch.packed is None else batch.packed.lengths
-                # Passed as a keyword through the model to the attention function: transformers has no other way to
-                # tell it the borders.
+                # transformers passes unknown keywords on to the attention function, its only way to learn the samples' borders.
                 lengths = attention.sample_lengths(
                     packed,
                     self._exchange,
@@ -179,7 +178,7 @@ class FsdpEngine(TransformersEngine):
                 with self.groups.monitor.phase("forward"), watching, replaying:
                     loss, result = self._head.run(batch, on_output, **{attention.KEYWORD: lengths})
                 if router_loss is not None:
-                    loss = loss + router_loss.of(batch)
+                    loss = loss + router_loss.loss(batch)
                 if self.adapters is not None:
                     self.adapters.layers.require_called()
                 results.append(result)
@@ -295,7 +294,7 @@ def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform:
         info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=platform == "npu"
     )
     in_process.check_first_pass(
-        spec.model, checked.model.config, longest_sample(spec, info), subject, called=spec.self_check
+        spec.model, checked.model.config, longest_sample(spec, info), subject, runs_forward=spec.self_check
     )
     if topology.expert > 1:
         keep_own_experts(checked.model, topology.expert, transformers_api.is_fused_experts)

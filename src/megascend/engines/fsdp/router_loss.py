@@ -65,10 +65,10 @@ class RouterLoss:
         finally:
             self._recording = False
 
-    def of(self, batch: MicroBatch) -> Tensor:
-        """Return the term to add to this rank's loss of the last micro batch. Collective.
+    def loss(self, batch: MicroBatch) -> Tensor:
+        """Return the scalar to add to this rank's loss of the last micro batch. Collective.
 
-        A scalar with the gradient of the load-balancing loss, but another value: token counts have no gradient.
+        It has the gradient of the load-balancing loss but not its value: token counts have no gradient.
         """
         logits, self._logits = self._logits, []
         assert len(logits) == len(self._routers), f"{len(logits)} of {len(self._routers)} routers were called"

@@ -152,18 +152,18 @@ class MegatronEngine(Engine):
         # A separate stream only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
-            self._train_adapters(spec, expert_weights)
+            self._add_adapters(spec, expert_weights)
         else:
             with contextlib.nullcontext() if capture is None else capture.stream():
                 self.chunks = [self._wrap(chunk, index) for index, chunk in enumerate(self.bare_chunks)]
-            self._train_model(spec, expert_weights)
+            self._add_optimizer(spec, expert_weights)
         if graphs is not None and capture is not None:
             self.graph_steps(graphs, capture)
 
     # --- construction ---
 
-    def _train_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
-        """Freeze the model, and train adapters on it."""
+    def _add_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
+        """Freeze the model, and add adapters, which are trained in its place."""
         from megascend.lora.layers import AdapterManager
         from megascend.lora.transformers_targets import divided_tower
 
@@ -187,16 +187,16 @@ class MegatronEngine(Engine):
         self.independent_ranks = self.topology.data == self.topology.world_size and not self.topology.is_moe
         # No DDP: a frozen model has no gradients to reduce.
         self.chunks = [self._in_precision(chunk) for chunk in self.bare_chunks]
-        grouped_experts.settle(expert_weights, self.chunks)
+        grouped_experts.build_views(expert_weights, self.chunks)
         if spec.batching.cuda_graphs is not None:
             graph_support.raise_unsupported(
                 graph_support.unsupported_targets_reason(self.adapters.registry.projections)
             )
 
-    def _train_model(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
-        """Train the DDP-wrapped chunks."""
+    def _add_optimizer(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
+        """Add the optimizer of the DDP-wrapped chunks."""
         # After DDP, which has moved parameters and gradients into its buffers.
-        grouped_experts.settle(expert_weights, self.chunks)
+        grouped_experts.build_views(expert_weights, self.chunks)
         if self.runtime.platform.has_transformer_engine_kernels:
             fuse_weight_gradients(self.bare_chunks)
             if self.topology.tensor == 1 and not self._overlaps:
@@ -254,17 +254,17 @@ class MegatronEngine(Engine):
             return self._forward_chunk(self.chunks[0], batch)
 
         self.graphs = GraphedSteps(
-            forward,
-            lambda batch: self._output(batch, forward(batch)),
-            self.head,
-            self.adapters,
-            self.groups.monitor,
-            settings,
-            self.device,
-            self._evaluating,
-            lambda: graph_support.without_rotary_cache(self.bare_chunks[0]),
-            self._drop_unfinished_gradients,
-            capture,
+            forward=forward,
+            eager=lambda batch: self._output(batch, forward(batch)),
+            head=self.head,
+            adapters=self.adapters,
+            monitor=self.groups.monitor,
+            settings=settings,
+            device=self.device,
+            evaluating=self._evaluating,
+            uncached=lambda: graph_support.without_rotary_cache(self.bare_chunks[0]),
+            drop_unfinished=self._drop_unfinished_gradients,
+            capture=capture,
         )
 
     def _drop_unfinished_gradients(self) -> None:

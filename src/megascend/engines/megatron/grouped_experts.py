@@ -60,7 +60,7 @@ class ExpertWeights:
         for name in reversed(names):
             layer._parameters[name] = layer._parameters.pop(name)
         changed(f"order of the parameters of {type(layer).__name__}", "last expert first, so that buffers are in order")
-        # Until settle() builds the view of all experts.
+        # Until build_views() builds the view of all experts.
         self.stacked = self.parameters[0].data
         self.grads: Tensor | None = None
         self.ready: Callable[[Any], None] | None = None
@@ -68,7 +68,7 @@ class ExpertWeights:
         self._root = torch.empty(0, requires_grad=True)
         patch(layer, "forward", self._forward, "products of all experts in one launch")
 
-    def settle(self, ready: Callable[[Any], None] | None) -> None:
+    def build_views(self, ready: Callable[[Any], None] | None) -> None:
         """Build the views of parameters and gradients in Megatron's DDP buffers; copy frozen parameters into one tensor."""
         values = [parameter.data for parameter in self.parameters]
         stacked = one_view(values)
@@ -88,7 +88,7 @@ class ExpertWeights:
             )
 
     def check(self) -> None:
-        """Raise PlatformError if the parameters have been moved since :meth:`settle`."""
+        """Raise PlatformError if the parameters have been moved since :meth:`build_views`."""
         last = self.parameters[-1]
         # Addresses only: no wait for the device, so it can run in every forward pass.
         if self.parameters[0].data_ptr() != self.stacked.data_ptr() or last.data_ptr() != self.stacked[-1].data_ptr():
@@ -300,7 +300,7 @@ def install(chunks: Sequence[torch.nn.Module], device: torch.device, *, required
     return weights
 
 
-def settle(weights: Sequence[ExpertWeights], chunks: Sequence[Any]) -> None:
+def build_views(weights: Sequence[ExpertWeights], chunks: Sequence[Any]) -> None:
     """Build the views of all :class:`ExpertWeights`, after DDP has wrapped the chunks."""
     groups: dict[Any, Any] = {}
     for chunk in chunks:
@@ -313,4 +313,4 @@ def settle(weights: Sequence[ExpertWeights], chunks: Sequence[Any]) -> None:
         chunk.param_to_bucket_group[parameter].register_grad_ready(parameter, *options)
 
     for layer_weights in weights:
-        layer_weights.settle(ready if groups else None)
+        layer_weights.build_views(ready if groups else None)

@@ -253,6 +253,10 @@ def check_model(spec: EngineSpec, info: ModelInfo) -> list[str]:
         raise CheckpointError(f"model: transformers cannot load {spec.model}: {error}") from error
     targets = check_support(model, spec, info)
     in_process.check_first_pass(
-        spec.model, model.config, longest_sample(spec, info), SingleSubject(info.scalar_head), called=spec.self_check
+        spec.model,
+        model.config,
+        longest_sample(spec, info),
+        SingleSubject(info.scalar_head),
+        runs_forward=spec.self_check,
     )
     return targets

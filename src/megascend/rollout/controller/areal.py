@@ -47,7 +47,7 @@ class ArealCallbacks:
         try:
             # An offer and a seal cannot be made of these calls: AReaL names no digests, and activates while it sends.
             if name in WEIGHTS:
-                reason = "weights reach the controller's engines by megascend.WeightSync (docs/rl.md)"
+                reason = "weights reach the controller's engines by megascend.WeightSync (docs/controller.md)"
                 return 501, {"error": f"{name} is not supported: {reason}"}
             await self._carry_out(name, read_object(body or b"{}"))
         except (MessageError, RolloutTaskError) as error:

@@ -198,7 +198,7 @@ class Controller(ClosedOnce):
             # For a caller that has gone: the engine must not sample for nobody.
             task.cancel()
             self._sampling[number] -= n
-        self._availability.answered(number)
+        self._availability.succeeded(number)
         return result
 
     async def _close(self, reason: str) -> None:

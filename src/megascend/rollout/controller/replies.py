@@ -35,7 +35,7 @@ class Replies:
         self._max_replies = max_replies
         self._clock = clock
         self._replies: dict[str, _Reply] = {}
-        self._answered: deque[tuple[str, float]] = deque()  # and when they expire
+        self._expiries: deque[tuple[str, float]] = deque()  # (call, seconds since 1970), the first to expire first
         self._running: set[asyncio.Future[Answer]] = set()
         self._forgotten_until = float("-inf")
 
@@ -85,11 +85,11 @@ class Replies:
 
     def _forget(self, now: float) -> None:
         """Remove expired answers, in the order in which they were given."""
-        while self._answered:
-            call_id, expires = self._answered[0]
+        while self._expiries:
+            call_id, expires = self._expiries[0]
             if expires >= now:
                 return
-            self._answered.popleft()
+            self._expiries.popleft()
             self._forgotten_until = max(self._forgotten_until, self._replies.pop(call_id).created)
 
     def _settle(self, call_id: str, reply: _Reply, task: asyncio.Future[Answer]) -> None:
@@ -101,7 +101,7 @@ class Replies:
         if error is None:
             # Kept from the time of the answer, since a caller that waited long may retry, and at least until the call's own time
             # (by a clock that may be ahead of ours) makes it too old to be executed again.
-            self._answered.append((call_id, max(reply.created, self._clock()) + self._keep_s))
+            self._expiries.append((call_id, max(reply.created, self._clock()) + self._keep_s))
             reply.answer.set_result(task.result())
             return
         # Refused without effect: the next attempt is executed.

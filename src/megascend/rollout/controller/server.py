@@ -127,6 +127,8 @@ class ControllerServer(ClosedOnce):
         areal = Route(CALLBACKS + "{name}", self._respond_to_areal, methods=["POST"])
         calls = Route("/{path:path}", self._respond, methods=["POST"])
         self.application = Starlette(routes=[areal, calls] if bearer else [calls])
+        # A malformed path is refused, not sent elsewhere: no caller follows redirects.
+        self.application.router.redirect_slashes = False
         self.address = Address(host, port)
         """Address at which it listens, complete after :meth:`start`."""
 
@@ -157,6 +159,8 @@ class ControllerServer(ClosedOnce):
             proxy_headers=False,
             date_header=False,
             timeout_graceful_shutdown=CLOSE_S,
+            # One request a connection, also for answers of the router (404, 405), which do not say `Connection: close`.
+            timeout_keep_alive=0,
             h11_max_incomplete_event_size=self._limits.max_head_bytes,
         )
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))

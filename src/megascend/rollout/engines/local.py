@@ -161,7 +161,7 @@ class ModelProcess:
                 self._requests.flush()
             except (OSError, ValueError):
                 del self._waiting[number]
-                future.set_exception(self._lost())
+                future.set_exception(self._lost_error())
         return await asyncio.wrap_future(future)
 
     def _read(self) -> None:
@@ -177,14 +177,14 @@ class ModelProcess:
             # The end of the pipe is the end of the process: nobody will answer these.
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
-            future.set_exception(self._lost())
+            future.set_exception(self._lost_error())
 
     def ending(self) -> str:
         """Return the description of the end of the process; empty while it runs."""
         code = self.process.poll()
         return "" if code is None else f"{self._name}: its process {self.process.pid} has ended with exit code {code}"
 
-    def _lost(self) -> EngineLostError:
+    def _lost_error(self) -> EngineLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             # The pipe may close a moment before the process can be waited for, and its exit code helps.
             self.process.wait(1.0)

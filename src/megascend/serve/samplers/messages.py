@@ -43,7 +43,7 @@ class PromptTargets:
         """Return each position's tokens without gaps, padded with -1."""
         return tuple(map(tuple, np.take_along_axis(self.cells, self._order(), 1).tolist()))
 
-    def answered(self, rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, dict[str, np.ndarray] | None]:
+    def arranged(self, rows: Sequence[Sequence[float]]) -> tuple[np.ndarray, dict[str, np.ndarray] | None]:
         """Arrange values computed for :meth:`rows` in the client's layout: float32 [n, k], or the CSR values."""
         values = np.zeros(self.cells.shape, np.float32)
         order = self._order()
@@ -245,7 +245,7 @@ class SampleAnswer:
         """Return the tensors of target tokens and of drawn alternatives, encoded by ``encode``."""
         tensors: dict[str, Any] = {}
         if self.targets is not None and self.result.target_logprobs is not None:
-            tensors["target_prompt_logprobs"] = encode(*self.targets.answered(self.result.target_logprobs))
+            tensors["target_prompt_logprobs"] = encode(*self.targets.arranged(self.result.target_logprobs))
         if self.result.prompt_draws is not None:
             pairs = np.array(self.result.prompt_draws, np.float64).reshape(len(self.result.prompt_draws), -1, 2)
             tokens, values = pairs[..., 0].astype(np.int64), pairs[..., 1].astype(np.float32)

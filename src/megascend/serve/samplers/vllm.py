@@ -192,7 +192,7 @@ class Pool:
         self._remote_name, self._ends = servers.name, tuple(ends)
         self._availability = Availability(len(self._servers), clock)
         self._pending = [0] * len(self._servers)
-        self._answered: Counter[int] = Counter()
+        self._answer_counts: Counter[int] = Counter()
         self._failures: Counter[tuple[int, str]] = Counter()
 
     async def respond(self, request: SampleRequest, directories: Mapping[str, str]) -> SampleResult:
@@ -250,8 +250,8 @@ class Pool:
             log.warning("%s is left out for %g s: %s", self._servers[index].client.name, seconds, error)
 
     def _note_answer(self, index: int) -> None:
-        self._answered[index] += 1
-        if self._availability.answered(index):
+        self._answer_counts[index] += 1
+        if self._availability.succeeded(index):
             log.warning("%s answers again", self._servers[index].client.name)
 
     async def unload(self, adapter: str, *, always: bool = False) -> None:
@@ -285,7 +285,7 @@ class Pool:
         for index in range(len(self._servers)):
             pending.add_metric([str(index)], self._pending[index])
             left_out.add_metric([str(index)], int(self._availability.left_out(index)))
-            answers.add_metric([str(index)], self._answered[index])
+            answers.add_metric([str(index)], self._answer_counts[index])
         for (index, reason), count in sorted(self._failures.items()):
             failures.add_metric([str(index), reason], count)
         yield from (pending, left_out, answers, failures)

@@ -36,7 +36,7 @@ class Future:
         then: callback, called with True on success and False on failure.
         answer: answer for the client, once finished.
         number_in_line: number in its model's order, or None.
-        noted: True once the database has its request.
+        recorded: True once the database has its request.
         internal: no client knows its name; dropped as soon as it ends.
         size: bytes charged for its answer.
     """
@@ -56,7 +56,7 @@ class Future:
     ended: float | None = None
     retrieved: float | None = None
     number_in_line: int | None = None
-    noted: bool = False
+    recorded: bool = False
     internal: bool = False
     size: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -181,7 +181,10 @@ class Futures:
             self.completions.add(future.name, succeeded=succeeded)
         future.then(succeeded)  # before the client is woken, whose next request may depend on it
         future.changed.set()
-        future.answer_of, future.then = _answered, _answered  # releases the request's samples, which the closures hold
+        future.answer_of, future.then = (
+            _already_ended,
+            _already_ended,
+        )  # releases the request's samples, which the closures hold
 
     def _make_room(self, account: Account, future: Future) -> None:
         """Charge a new answer to its tenant; drop the tenant's oldest beyond the limit."""
@@ -226,7 +229,7 @@ class Futures:
             self.completions.drop(future.name)
 
 
-def _answered(value: Any) -> Any:
+def _already_ended(value: Any) -> Any:
     raise AssertionError("this future has ended")
 
 

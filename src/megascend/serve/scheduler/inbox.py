@@ -33,7 +33,7 @@ class Inbox:
         self._closed = False
         self._models = 0
         # A model that pauses for long is not waited for: it would delay every batch by a window, for nothing.
-        self._answered: dict[str, float] = {}  # time of the last answer, of models that have sent nothing since
+        self._answer_times: dict[str, float] = {}  # time of the last answer, of models that have sent nothing since
         self._pauses: dict[str, float] = {}  # seconds between a model's last answer and its next request
         self._missed: set[str] = set()  # models that did not arrive within a window spent on them
 
@@ -57,12 +57,12 @@ class Inbox:
             self._closed = True
             self._changed.notify()
 
-    def answered(self, models: Iterable[str]) -> None:
+    def mark_answered(self, models: Iterable[str]) -> None:
         """Record that all requests of these models have been answered."""
         with self._changed:
             # A removed model sends nothing more, and the removal may be queued already.
             removed = {command.adapter for command in self._commands if isinstance(command, Remove)}
-            self._answered |= dict.fromkeys([model for model in models if model not in removed], time.monotonic())
+            self._answer_times |= dict.fromkeys([model for model in models if model not in removed], time.monotonic())
 
     def take(self, *, wait: bool, ready: int = 0) -> list[Command] | None:
         """Take all queued commands, possibly none; None once the inbox is closed.
@@ -87,20 +87,20 @@ class Inbox:
         now = time.monotonic()
         expected = {
             model: since + self._window_s
-            for model, since in self._answered.items()
+            for model, since in self._answer_times.items()
             if since + self._window_s > now and self._pauses.get(model, math.inf) <= SOON * self._window_s
         }
 
         def is_over() -> bool:
             full = ready + self._tokens() >= self._max_tokens
-            return self._closed or full or self._answered.keys().isdisjoint(expected)
+            return self._closed or full or self._answer_times.keys().isdisjoint(expected)
 
         if expected and not self._changed.wait_for(is_over, max(expected.values()) - now):
-            self._missed |= self._answered.keys() & expected
+            self._missed |= self._answer_times.keys() & expected
 
     def _note(self, command: Command) -> None:
         """Record a model's pause between its last answer and this command."""
-        model, since = command.adapter, self._answered.pop(command.adapter, None)
+        model, since = command.adapter, self._answer_times.pop(command.adapter, None)
         if isinstance(command, Remove):
             self._pauses.pop(model, None)
             self._missed.discard(model)

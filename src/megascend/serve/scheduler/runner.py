@@ -1,6 +1,7 @@
 """Run the commands of all models on all ranks: training through the adapter queue, sampling in slices between its batches.
 
-Every rank takes the same decisions, because they depend on the commands only.
+Every rank takes the same decisions, because they depend on the commands only. A *unit* of work is one call of the backend: a
+batch of training, a slice of sampling, or the creation, loading or saving of an adapter.
 """
 
 from __future__ import annotations
@@ -91,11 +92,11 @@ def work(
     """
     queue = AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED)
     runner = CommandRunner(backend, queue, generate, pictures)
-    while _turn(backend, runner, inbox, report):
+    while _run_turn(backend, runner, inbox, report):
         pass
 
 
-def _turn(
+def _run_turn(
     backend: Backend, runner: CommandRunner, inbox: Inbox | None, report: Callable[[list[Outcome]], None]
 ) -> bool:
     """Take commands, run one unit and report outcomes; return False when the inbox is closed.
@@ -117,16 +118,16 @@ def _turn(
     if outcomes:
         report(outcomes)
     if inbox is not None:
-        inbox.answered(runner.answered)
+        inbox.mark_answered(runner.finished_models)
     return True
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A command in its model's line.
+    """An unfinished command of a model.
 
     Attributes:
-        since: units of work and clock seconds at which it became the first of its line; None before.
+        since: units of work and clock seconds at which it became its model's first; None before.
     """
 
     command: Command
@@ -144,7 +145,7 @@ class CommandRunner:
         pictures: decodes the pictures of commands when a rank computes with them.
 
     Attributes:
-        answered: models whose last command ended in the last unit.
+        finished_models: models whose last command ended in the last unit.
     """
 
     def __init__(
@@ -155,32 +156,32 @@ class CommandRunner:
         pictures: PictureProcessor | None = None,
     ) -> None:
         self._backend, self._queue, self._generate, self._pictures = backend, queue, generate, pictures
-        self._running: dict[str, deque[_Entry]] = {}
+        self._unfinished: dict[str, deque[_Entry]] = {}  # by model, in the order in which clients expect the answers
         self._to_sample: list[Respond] = []  # in the order of arrival
         self._one_by_one: deque[Respond] = deque()  # requests whose batch ran out of memory
         self._sampling: SamplingBatch | None = None
         self._removals: list[Remove] = []  # of adapters in use by sampling, deferred until it ends
         self._units = 0  # of work so far: calls, slices, batches
         self._turns = SampleTurns()
-        self.answered: list[str] = []
+        self.finished_models: list[str] = []
 
     @property
     def ready(self) -> int:
         """Number of tokens of the forward_backwards that could run now."""
-        heads = [line[0].command for line in self._running.values()]
+        heads = [entries[0].command for entries in self._unfinished.values()]
         return sum(command.tokens for command in heads if isinstance(command, ForwardBackward))
 
     @property
     def idle(self) -> bool:
         """True if no command is left."""
-        return not (self._running or self._to_sample or self._sampling or self._one_by_one)
+        return not (self._unfinished or self._to_sample or self._sampling or self._one_by_one)
 
     def add(self, commands: Iterable[Command]) -> list[Outcome]:
         """Add commands; return the outcomes of removals and cancellations, which run at once."""
         outcomes: list[Outcome] = []
         for command in commands:
             # Removals and cancellations run at once: queued, they would wait for the work that they are meant to spare.
-            if isinstance(command, Remove) and command.adapter in self._sampled_from():
+            if isinstance(command, Remove) and command.adapter in self._adapters_in_use():
                 self._removals.append(command)  # the slices still to come read its weights
             elif isinstance(command, Remove):
                 outcomes += self._remove(command)
@@ -190,7 +191,7 @@ class CommandRunner:
                 images = self._deferred(command.request.images)
                 self._to_sample.append(replace(command, request=replace(command.request, images=images)))
             else:
-                self._running.setdefault(command.adapter, deque()).append(_Entry(command, self._submit(command)))
+                self._unfinished.setdefault(command.adapter, deque()).append(_Entry(command, self._submit(command)))
         return outcomes
 
     def run_once(self) -> list[Outcome]:
@@ -240,15 +241,15 @@ class CommandRunner:
             if not self._queue.run_call():
                 break
             self._units += 1
-            for adapter in list(self._running):
+            for adapter in list(self._unfinished):
                 outcomes += [_outcome(entry) for entry in self._take_finished(adapter)]
         self._mark_heads()
         return outcomes
 
     def _run_unit(self) -> list[Outcome]:
         """Run one unit of the queue: a batch of forward_backwards, forwards or steps."""
-        self.answered = []
-        models = list(self._running)
+        self.finished_models = []
+        models = list(self._unfinished)
         if not models:
             return []
         start = time.monotonic()
@@ -263,23 +264,23 @@ class CommandRunner:
             outcomes.append(_outcome(entry, batch_adapters, *waited))
         self._units += 1
         self._mark_heads()
-        self.answered = [adapter for adapter in models if adapter not in self._running]
+        self.finished_models = [adapter for adapter in models if adapter not in self._unfinished]
         return outcomes
 
     def _mark_heads(self) -> None:
-        """Begin the wait of commands that have become the first of their model's line."""
+        """Begin the wait of commands that have become the first of their model."""
         now = time.monotonic()
-        for line in self._running.values():
-            line[0].since = line[0].since or (self._units, now)
+        for entries in self._unfinished.values():
+            entries[0].since = entries[0].since or (self._units, now)
 
     def _take_finished(self, adapter: str) -> list[_Entry]:
         # From the head only: a request that failed validation is done at once, but clients expect answers in order.
-        running = self._running[adapter]
+        entries = self._unfinished[adapter]
         finished = []
-        while running and running[0].future.done():
-            finished.append(running.popleft())
-        if not running:
-            del self._running[adapter]
+        while entries and entries[0].future.done():
+            finished.append(entries.popleft())
+        if not entries:
+            del self._unfinished[adapter]
         return finished
 
     # --- sampling ---
@@ -301,33 +302,34 @@ class CommandRunner:
             problem = out_of_memory_error(error)
         except FAULTS as error:
             logger.exception(
-                "sampling for %s has failed", ", ".join(sorted({command.adapter for command in sampling.left}))
+                "sampling for %s has failed", ", ".join(sorted({command.adapter for command in sampling.unanswered}))
             )
             problem = error.with_traceback(None)
         else:
             self._units += 1
-        left = sampling.left
-        if problem is None and left:
+        unanswered = sampling.unanswered
+        if problem is None and unanswered:
             return outcomes
         self._sampling = sampling = None  # frees its KV cache
         if problem is not None:  # only here: inside the except block the traceback still holds tensors
-            outcomes = self._retry_one_by_one(left, problem)
+            outcomes = self._retry_one_by_one(unanswered, problem)
         removals, self._removals = self._removals, []
         return [*outcomes, *self.add(removals)]
 
-    def _retry_one_by_one(self, left: list[Respond], problem: Exception) -> list[Outcome]:
+    def _retry_one_by_one(self, unanswered: list[Respond], problem: Exception) -> list[Outcome]:
         """Requeue unanswered requests one by one; a single request that fails again gets the error."""
         if not self._backend.recover_memory():
             raise problem  # other ranks may be waiting in a collective of this slice: the job must end
-        if len(left) > 1:
-            self._one_by_one.extend(left)
+        # One request at a time needs less memory than the batch did.
+        if len(unanswered) > 1:
+            self._one_by_one.extend(unanswered)
             return []
-        return [Outcome(command.number, error=problem) for command in left]
+        return [Outcome(command.number, error=problem) for command in unanswered]
 
     def _take_samples(self) -> list[Respond]:
         """Take up to ``SAMPLES_AT_ONCE`` responses of adapters without pending training commands."""
         # An adapter with other commands has to wait for them: its own load may be among them.
-        ready = [command for command in self._to_sample if command.adapter not in self._running]
+        ready = [command for command in self._to_sample if command.adapter not in self._unfinished]
         selected = self._turns.take(ready, SAMPLES_AT_ONCE)
         for command in selected:
             self._to_sample.remove(command)
@@ -335,22 +337,23 @@ class CommandRunner:
 
     def _cancel(self, number: int) -> list[Outcome]:
         """Cancel a sampling request; one that is being sampled ends with the next slice."""
-        for line in (self._one_by_one, self._to_sample):
-            for command in line:
+        for requests in (self._one_by_one, self._to_sample):
+            for command in requests:
                 if command.number == number:
-                    line.remove(command)
+                    requests.remove(command)
                     return [Outcome(number, error=CANCELLED)]
         if self._sampling is not None:
             self._sampling.cancel(number)
         return []
 
-    def _sampled_from(self) -> set[str]:
-        left = [*self._one_by_one, *(self._sampling.left if self._sampling is not None else ())]
-        return {command.adapter for command in left}
+    def _adapters_in_use(self) -> set[str]:
+        """Return the adapters whose weights the responses in progress still read."""
+        in_progress = [*self._one_by_one, *(self._sampling.unanswered if self._sampling is not None else ())]
+        return {command.adapter for command in in_progress}
 
     def _remove(self, command: Remove) -> list[Outcome]:
         adapter = command.adapter
-        waiting = [entry.command for entry in self._running.pop(adapter, ())]
+        waiting = [entry.command for entry in self._unfinished.pop(adapter, ())]
         waiting += [request for request in self._to_sample if request.adapter == adapter]
         self._to_sample = [request for request in self._to_sample if request.adapter != adapter]
         self._queue.cancel(adapter)  # first: it discards the adapter's gradients on the backend
@@ -376,14 +379,14 @@ class SamplingBatch:
     """Requests sampled together, a slice of tokens at a time, until all are answered."""
 
     def __init__(self, commands: Sequence[Respond], generate: Generate) -> None:
-        self._left = dict(enumerate(commands))
+        self._unanswered = dict(enumerate(commands))
         self._cancelled: set[int] = set()
         self._slices = generate([command.request for command in commands], SLICE_TOKENS, lambda: self._cancelled)
 
     @property
-    def left(self) -> list[Respond]:
+    def unanswered(self) -> list[Respond]:
         """The unanswered requests."""
-        return list(self._left.values())
+        return list(self._unanswered.values())
 
     def advance(self) -> list[Outcome]:
         """Sample a slice. Collective."""
@@ -392,10 +395,10 @@ class SamplingBatch:
 
     def cancel(self, command_number: int) -> None:
         """End the request of the command with this number at the next token."""
-        self._cancelled |= {number for number, command in self._left.items() if command.number == command_number}
+        self._cancelled |= {number for number, command in self._unanswered.items() if command.number == command_number}
 
     def _outcome(self, number: int, result: SampleResult) -> Outcome:
-        command = self._left.pop(number)
+        command = self._unanswered.pop(number)
         return (
             Outcome(command.number, error=CANCELLED) if number in self._cancelled else Outcome(command.number, result)
         )

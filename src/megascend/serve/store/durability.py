@@ -110,9 +110,9 @@ class DurableState(Durability):
     ) -> None:
         # Without a model: a sampling request, which changes nothing and which clients send again. Unloading has its own row
         # (a removal). A replayed request is in the database already.
-        if future.noted or future.model is None or path == "unload_model" or self.replaying:
+        if future.recorded or future.model is None or path == "unload_model" or self.replaying:
             return
-        future.noted = True
+        future.recorded = True
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         if number is None:  # it creates the model, as check_number refuses all others
             values = {"tenant": future.tenant, "path": path}
@@ -128,7 +128,7 @@ class DurableState(Durability):
             self._writer.enqueue(Removal("model", model.name))
 
     def note_resolved_request(self, future: Future, request: TrainRequest) -> None:
-        if not future.noted:
+        if not future.recorded:
             self.note_request(future, "resolved", json_of_train_request(request), request.number)
 
     def note_sequence(self, name: str, sequence: RecordedSequence) -> None:

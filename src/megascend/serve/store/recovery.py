@@ -169,7 +169,7 @@ class Recovery:
                 self._state.note_lost(row.name)
                 return []
             raise CheckpointError(f"{row.name} cannot be restored from {self._database.path}: {error}") from None
-        first.noted = True
+        first.recorded = True
         model = self._service.tenancy.models[row.name]
         # An answer without its request belongs to a step that the save covers: its client may still fetch it.
         answers = {answer.name: answer for answer in self._database.rows("answer", row.name)}
@@ -208,7 +208,7 @@ class Recovery:
     def _restore_answer(self, model: Model, row: StoredRow) -> None:
         """Restore a finished future."""
         future = self._service.futures.make(
-            row.name, model.tenant, model.name, row.values["kind"], number_in_line=row.number, noted=True
+            row.name, model.tenant, model.name, row.values["kind"], number_in_line=row.number, recorded=True
         )
         self._end(future, row)
 
@@ -236,7 +236,7 @@ class Recovery:
 
             # Through the queue, not at once: a request that failed must fail its step after those before it have run.
             future = self._service.enqueue(model, request.number, answer.values["kind"], end)
-        future.noted = True
+        future.recorded = True
         return future
 
     def _fail_again(self, model: Model, kind: str, message: str) -> None:
