@@ -40,7 +40,7 @@ def inputs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def reference(values: dict[str, torch.Tensor], kind: str, added: torch.Tensor | float = 0.0) -> list[torch.Tensor]:
     """Return both outputs and the gradients of hidden states and weight, in float64 by torch's own divergence."""
-    hidden, weight = (values[name].double().requires_grad_() for name in ("hidden", "weight"))
+    hidden, weight = (values[name].double().clone().requires_grad_() for name in ("hidden", "weight"))
     log_p = (hidden @ weight.t() + added).log_softmax(1)
     log_q = (values["states"].double() @ values["teacher"].double().t()).log_softmax(1)
 
