@@ -19,7 +19,7 @@ KINDS = ("forward_kl", "reverse_kl", "jsd")
 
 
 def inputs(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return tensors of both models, targets, and gradients of the two outputs. Some distributions are nearly certain: logits of 100."""
+    """Return tensors of both models, targets, and gradients of both outputs; some distributions have logits of 100."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> torch.Tensor:

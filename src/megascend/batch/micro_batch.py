@@ -133,6 +133,7 @@ class MicroBatch:
         teacher_logprobs: float32 [n, K], its log-probabilities of them.
         temperature: divides the logits.
         allowed: int64 [n, A], tokens that each target was drawn from, -1 at unused slots; None: the whole vocabulary everywhere.
+        teacher_states: [n, h], a teacher's last hidden states; None unless the loss requires them.
     """
 
     members: list[int]
@@ -160,6 +161,7 @@ class MicroBatch:
     teacher_logprobs: Tensor | None = None
     temperature: float = 1.0
     allowed: Tensor | None = None
+    teacher_states: Tensor | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -269,6 +271,12 @@ def build(
         allowed=rows([_allowed(sample) for sample in selected], -1).long()
         if not dummy and any(sample.allowed is not None for sample in selected)
         else None,
+        # Only for a loss that reads them: they are as large as the model's own hidden states.
+        teacher_states=column(
+            [share.take(sample.teacher_states) for share, sample in zip(shares, selected, strict=True)]
+        )
+        if not dummy and loss is not None and "teacher_states" in loss.requires
+        else None,
         images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
 
@@ -359,7 +367,7 @@ def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
             raise DataError(
                 f"loss {loss.name!r} needs {', '.join(missing)} on every sample; set them in megascend.Sample"
             )
-    return sorted(common - {"candidates"})  # columns of their own
+    return sorted(common - {"candidates", "teacher_states"})  # columns of their own
 
 
 def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[int, int]]:

@@ -39,12 +39,13 @@ class TeacherDivergence:
     Attributes:
         kind: ``forward_kl``: KL(teacher || student); ``reverse_kl``: KL(student || teacher); ``jsd``: the generalised
             Jensen-Shannon divergence (Agarwal et al. 2024, eq. 1), beta KL(teacher || m) + (1 - beta) KL(student || m).
-        weight: [rows, teacher's h], the teacher's output layer: the rows of this rank's vocabulary shard, without padding.
+        weight: [rows, teacher's h], the teacher's output layer: the rows of this rank's vocabulary shard, without padding. None
+            on ranks that compute no loss (earlier pipeline stages).
         beta: weight of the teacher in m, above 0 and below 1; for ``jsd``.
     """
 
     kind: DivergenceKind
-    weight: Tensor
+    weight: Tensor | None
     beta: float = 0.5
 
     def describe(self) -> str:
@@ -141,6 +142,7 @@ def _chunks(
     lora_delta: LowRank | None,
 ) -> Iterator[_Chunk]:
     """Yield the logits of both models, a chunk of tokens at a time; the consumer may change them."""
+    assert divergence.weight is not None, "the loss is computed on ranks with the teacher's output layer"
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     # Chunks of 128 tokens at least: the width of a matrix product.
     size = max(128, CHUNK_BYTES // (dtype.itemsize * max(len(rows), 1)) // 128 * 128)

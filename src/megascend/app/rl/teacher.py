@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from megascend.app.rl.rollouts import SLICE_S
+from megascend.app.teacher_model import TeacherModel, check_teacher_model, check_vocabulary
 from megascend.batch.candidates import Candidates
 from megascend.batch.losses import BUILT_IN, Loss
 from megascend.batch.sample import Sample
-from megascend.config.rl import RlConfig, TeacherSettings
-from megascend.errors import ConfigError, EngineError
+from megascend.config.rl import TRAINER, RlConfig, TeacherSettings
+from megascend.errors import EngineError
+from megascend.huggingface.info import ModelInfo
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from weightwire.engine import TopLogprobs
 from weightwire.engine_calls import LoopThread
@@ -41,12 +43,16 @@ class TeacherScores:
     Attributes:
         settings: how they are learned.
         logprobs: float32 [tokens], log-probabilities of the tokens after each prompt.
-        candidates: candidates for these tokens; None for the loss ``policy``.
+        candidates: candidates for these tokens; None for the loss ``policy``, and with ``states``.
+        states: the teacher's hidden states [targets, h] of the trajectories of this data parallel rank, by number.
+        vocabulary_loss: the divergence over the whole vocabulary; with ``states``.
     """
 
     settings: TeacherSettings
     logprobs: list[Tensor]
     candidates: list[Candidates] | None
+    states: Mapping[int, Tensor] | None = None
+    vocabulary_loss: Loss | None = None
 
     def taught(self, samples: Sequence[Sample]) -> list[Sample]:
         """Set the samples' candidates, or their advantages to those of the teacher: -(log p_engine - log p_teacher).
@@ -55,6 +61,9 @@ class TeacherScores:
         """
         for index, (sample, logprobs) in enumerate(zip(samples, self.logprobs, strict=True)):
             prompt = len(sample) - len(logprobs)  # targets in the prompt
+            if self.states is not None:
+                sample.teacher_states = self.states.get(index)
+                continue
             if self.candidates is not None:
                 response = self.candidates[index]
                 width = response.ids.shape[1]
@@ -71,6 +80,8 @@ class TeacherScores:
 
     def loss(self, policy: Loss) -> Loss:
         """Return the loss of the step; ``policy``: that of advantages."""
+        if self.vocabulary_loss is not None:
+            return self.vocabulary_loss
         if self.candidates is None:
             return policy
         loss = BUILT_IN[self.settings.loss]
@@ -86,6 +97,39 @@ class TeacherScores:
             total += float(difference[sampled].sum())
             count += int(sampled.sum())
         return total / count
+
+
+class TrainerTeacher:
+    """The teacher of a run on the trainer's ranks. All methods are collective."""
+
+    def __init__(self, backend: Backend, settings: TeacherSettings, model: TeacherModel) -> None:
+        self._backend, self._settings, self._model = backend, settings, model
+
+    def close(self) -> None:
+        """Close the model."""
+        self._model.close()
+
+    def check(self) -> None:
+        """Do nothing: the teacher has been built."""
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
+        """Return the teacher's scores of all trajectories, and on each rank hidden states of its share."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        samples = [Sample.causal([*part.prompt_tokens, *part.tokens], len(part.prompt_tokens)) for part in trajectories]
+        # The share that a step gives to this rank: it depends on lengths only.
+        numbers, shard = {id(sample): number for number, sample in enumerate(samples)}, self._backend.shard(samples)
+        outputs = dict(zip((numbers[id(sample)] for sample in shard), self._model.outputs(shard), strict=True))
+        local = {
+            number: output.logprobs[len(trajectories[number].prompt_tokens) - 1 :] for number, output in outputs.items()
+        }
+        rows = {number: part for parts in self._backend.gather_by_data_rank(local) for number, part in parts.items()}
+        logprobs = [rows[number] for number in range(len(samples))]
+        settings = self._settings
+        check_possible(logprobs, trajectories, f"teacher.model: {settings.model}")
+        if settings.loss == "policy":
+            return TeacherScores(settings, logprobs, None)
+        states = {number: output.states for number, output in outputs.items()}
+        return TeacherScores(settings, logprobs, None, states, self._model.loss(settings.loss, settings.beta))
 
 
 class Teacher:
@@ -120,9 +164,7 @@ class Teacher:
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rows = self._collect([[*trajectory.prompt_tokens, *trajectory.tokens] for trajectory in trajectories])
         logprobs = [_response(part, trajectory) for (part, _), trajectory in zip(rows, trajectories, strict=True)]
-        for trajectory, part in zip(trajectories, logprobs, strict=True):
-            if not bool(part[torch.tensor(trajectory.mask)].isfinite().all()):
-                raise EngineError(f"teacher.engine: {self._settings.engine} gave a sampled token a probability of 0")
+        check_possible(logprobs, trajectories, f"teacher.engine: {self._settings.engine}")
         candidates = None
         if self._settings.loss != "policy":
             candidates = [
@@ -168,6 +210,13 @@ class Teacher:
         return list(await asyncio.gather(*map(ask, sequences)))
 
 
+def check_possible(logprobs: Sequence[Tensor], trajectories: Sequence[Trajectory], teacher: str) -> None:
+    """Raise EngineError if a sampled token has the probability 0."""
+    for trajectory, part in zip(trajectories, logprobs, strict=True):
+        if not bool(part[torch.tensor(trajectory.mask)].isfinite().all()):
+            raise EngineError(f"{teacher} gave a sampled token a probability of 0")
+
+
 def _candidates(top: TopLogprobs) -> Candidates:
     return Candidates.from_rows(top.ids, top.top_logprobs)
 
@@ -180,38 +229,33 @@ def _response(values: Any, trajectory: Trajectory) -> Tensor:
     return values[len(trajectory.prompt_tokens) - 1 :]
 
 
-def make_teacher(
-    config: RlConfig, backend: Backend, tokenizer: PreTrainedTokenizerBase, *, main_rank: bool
-) -> Teacher | None:
-    """Build the teacher that the settings name, and see that it answers. Collective.
+def make_teacher(config: RlConfig, backend: Backend, *, main_rank: bool) -> Teacher | None:
+    """Build the client of the teacher's engine that the settings name; None without one. Collective.
 
     Raises:
-        ConfigError: the teacher's directory has another tokenizer.
         EngineError: it does not answer.
     """
     settings = config.teacher
-    if settings is None:
+    if settings is None or settings.engine == TRAINER:
         return None
     engines: list[InferenceEngine] = []
-
-    def make() -> None:
-        if settings.model is not None:
-            check_same_tokenizer(settings, tokenizer)
-        engines.append(teacher_engine(config, settings))
-
-    backend.from_rank_0(make)
+    backend.from_rank_0(lambda: engines.append(teacher_engine(config, settings)))
     return Teacher(backend, settings, engines[0] if main_rank else None)
 
 
-def check_same_tokenizer(settings: TeacherSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the teacher's directory has a tokenizer with another vocabulary: its scores would mean nothing."""
-    from transformers import AutoTokenizer
+def check_teacher(config: RlConfig, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the teacher's directory has the model's vocabulary, and that the trainer can hold it. Local.
 
-    teacher: Any = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
-    if teacher.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(
-            f"teacher.model: {settings.model} has another vocabulary than the model; a teacher scores the model's own token ids"
-        )
+    Raises:
+        ConfigError, CheckpointError: it has another one, or the trainer's engine cannot.
+    """
+    settings = config.teacher
+    if settings is None or settings.model is None:
+        return
+    if settings.engine == TRAINER:
+        check_teacher_model(config, settings.model, "teacher.model", info, tokenizer)
+    else:
+        check_vocabulary(settings.model, "teacher.model", tokenizer)
 
 
 def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngine:
