@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from megascend.app.swapped_weights import SwappedWeights, difference_of_models
@@ -76,6 +77,7 @@ class TeacherModel:
         if self._engine is not None:
             self._engine.close()
 
+    @torch.no_grad()
     def outputs(self, samples: Sequence[Sample]) -> list[TeacherOutput]:
         """Compute the teacher's output for this rank's samples. Collective.
 

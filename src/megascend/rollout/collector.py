@@ -155,11 +155,11 @@ class RolloutCollector:
         """Check the engines of a failed update; see :meth:`EnginePool.update_failed`."""
         return self._run(self._pool.update_failed(version, engines))
 
-    def reject(self, engines: Sequence[InferenceEngine], error: Exception) -> None:
+    def reject(self, engines: Sequence[InferenceEngine], error: Exception, seconds: float = 0.0) -> None:
         """Record that engines take no weights; see :meth:`EnginePool.reject`."""
 
         async def note() -> None:
-            self._pool.reject(engines, error)
+            self._pool.reject(engines, error, seconds)
 
         self._run(note())
 

@@ -18,10 +18,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megascend.errors import ConfigError, WeightSyncError
+from megascend.errors import ConfigError, EngineFaultError, WeightSyncError
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread, call_all
-from weightwire.errors import BaseError, PlanError, TransportError, WireError
+from weightwire.errors import (
+    BaseError,
+    CommitError,
+    DeadlineError,
+    DigestError,
+    PeerLostError,
+    PlanError,
+    TransportError,
+    WireError,
+)
 from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
 from weightwire.offer import Offer, Seal, Sharding
@@ -38,6 +47,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 MARGIN_S = EXPLAIN_S + 2.0
 """Seconds past a deadline that this process may need to report a failure to others."""
 OLD_WEIGHTS = "; all engines keep the old weights"
+FAULTS = (DeadlineError, PeerLostError, CommitError, DigestError)
+"""Errors of an engine that another engine, or the same one later, would not have: the others refuse what they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -457,8 +468,16 @@ class Delivery:
                 f"{name}: {error}" if type(error) is TimeoutError else f"{name}: {type(error).__name__}: {error}"
                 for name, error in failed.items()
             )
-            raise WeightSyncError(f"{description}: {reasons}{after}")
+            raise sync_error(failed.values(), f"{description}: {reasons}{after}")
         return answers
+
+
+def sync_error(causes: Iterable[Exception], message: str) -> WeightSyncError:
+    """Return the error of a push: an EngineFaultError unless an engine has refused it, or this process is at fault."""
+    # Neither an answer in time nor one of the contract: a process that hangs, is gone, or writes nonsense.
+    refusals = (WireError, ConfigError)
+    fault = all(isinstance(cause, FAULTS) or not isinstance(cause, refusals) for cause in causes)
+    return (EngineFaultError if fault else WeightSyncError)(message)
 
 
 def _members(counts: Mapping[str, int]) -> list[str]:
