@@ -151,7 +151,7 @@ class RolloutCollector:
         """Return the engines that an update is for; see :meth:`EnginePool.targets`."""
         return self._run(self._pool.targets(version, returned=returned))
 
-    def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> bool:
+    def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> list[InferenceEngine]:
         """Check the engines of a failed update; see :meth:`EnginePool.update_failed`."""
         return self._run(self._pool.update_failed(version, engines))
 

@@ -224,10 +224,10 @@ class EnginePool:
             if engines is None or member.engine in engines:
                 self._confirm(member, version)
 
-    async def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> bool:
-        """Check the engines of a failed update; return whether it may succeed on those that still need it.
+    async def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> list[InferenceEngine]:
+        """Check the engines of a failed update; return those that still need it, and whose failure no loss explains.
 
-        It may if an engine has been lost or restarted, or has committed it.
+        None if an engine has been lost or restarted: the update may succeed on the others.
         """
         members = [member for member in self._members if member.engine in engines]
         before = {member: member.version for member in members}
@@ -235,7 +235,11 @@ class EnginePool:
         for member in members:
             if member.check is None and member.reported == version:
                 self._confirm(member, version)
-        return any(member.check is not None or member.version != before[member] for member in members)
+        if any(
+            member.check is not None or (member.version is None and before[member] is not None) for member in members
+        ):
+            return []
+        return [member.engine for member in members if member.version != version]
 
     def reject(self, engines: Sequence[InferenceEngine], error: Exception, seconds: float = 0.0) -> None:
         """Record that engines answer but take no weights: they are lost, and asked again later.

@@ -23,12 +23,13 @@ from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import (
     BaseError,
-    CommitError,
     DeadlineError,
-    DigestError,
+    OwnerError,
     PeerLostError,
     PlanError,
     TransportError,
+    UpdateError,
+    VersionError,
     WireError,
 )
 from weightwire.group import EXPLAIN_S, Listener
@@ -47,8 +48,6 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 MARGIN_S = EXPLAIN_S + 2.0
 """Seconds past a deadline that this process may need to report a failure to others."""
 OLD_WEIGHTS = "; all engines keep the old weights"
-FAULTS = (DeadlineError, PeerLostError, CommitError, DigestError)
-"""Errors of an engine that another engine, or the same one later, would not have: the others refuse what they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -368,6 +367,10 @@ class Delivery:
             for part, value in (seconds or {}).items():
                 name = f"commit.{part}"
                 update.parts[name] = max(update.parts.get(name, 0.0), value)
+        if failed:
+            # Open, it would keep them from the next one. A no-op on an engine that has committed it, or does so now.
+            engines = [engine for engine in update.engines if engine.name in failed]
+            self._drop(update, engines)
         active = f"; version {update.version} is active on {', '.join(committed)}" if committed else ""
         self._require_all(committed, failed, f"version {update.version} was not committed everywhere", active)
 
@@ -377,9 +380,12 @@ class Delivery:
             return
         if update.sender is not None:
             update.sender.close()
+        self._drop(update, update.engines)
+
+    def _drop(self, update: Update, engines: Sequence[InferenceEngine]) -> None:
         with contextlib.suppress(Exception):
             # Within the margin that other ranks grant this one for reporting a failure.
-            self._all(update.engines, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
+            self._all(engines, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:
         """Stop listening, and release the buckets. Engines keep their weights."""
@@ -474,10 +480,17 @@ class Delivery:
 
 def sync_error(causes: Iterable[Exception], message: str) -> WeightSyncError:
     """Return the error of a push: an EngineFaultError unless an engine has refused it, or this process is at fault."""
-    # Neither an answer in time nor one of the contract: a process that hangs, is gone, or writes nonsense.
-    refusals = (WireError, ConfigError)
-    fault = all(isinstance(cause, FAULTS) or not isinstance(cause, refusals) for cause in causes)
-    return (EngineFaultError if fault else WeightSyncError)(message)
+    return (EngineFaultError if all(map(_is_fault, causes)) else WeightSyncError)(message)
+
+
+def _is_fault(error: Exception) -> bool:
+    """Check for an error of one engine's state, which another engine, or the same one later, would not have."""
+    if isinstance(error, VersionError | OwnerError | BaseError):
+        return False
+    # The rest, neither an answer in time nor one of the contract: a process that hangs, is gone, or writes nonsense.
+    return isinstance(error, DeadlineError | PeerLostError | UpdateError) or not isinstance(
+        error, WireError | ConfigError
+    )
 
 
 def _members(counts: Mapping[str, int]) -> list[str]:

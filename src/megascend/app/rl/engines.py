@@ -136,18 +136,17 @@ class EngineUpdates:
 
     def _failed(self, collector: RolloutCollector, version: int, error: WeightSyncError, seconds: float) -> bool:
         """Find out which engines an update that failed is repeated for; return True if it ends the run. On rank 0."""
-        engines = self._sync.engines
-        if not collector.update_failed(version, engines):
-            for engine in engines:
-                self._failures[engine] = self._failures.get(engine, 0) + 1
-            if len(engines) == 1 and self._failures[engines[0]] >= FAILURES:
-                if not isinstance(error, EngineFaultError):
-                    return True
-                problem = EngineFaultError(
-                    f"it reports its version and took no weights, twice (sync.timeout_s: {self._sync.timeout_s:g}): {error}"
-                )
-                collector.reject(engines, problem, seconds)
-                return False
+        engines = collector.update_failed(version, self._sync.engines)
+        for engine in engines:
+            self._failures[engine] = self._failures.get(engine, 0) + 1
+        if len(engines) == 1 and self._failures[engines[0]] >= FAILURES:
+            if not isinstance(error, EngineFaultError):
+                return True
+            problem = EngineFaultError(
+                f"it reports its version and took no weights, twice (sync.timeout_s: {self._sync.timeout_s:g}): {error}"
+            )
+            collector.reject(engines, problem, seconds)
+            return False
         log.warning("the update to version %d is repeated for the engines that need it: %s", version, error)
         return False
 
