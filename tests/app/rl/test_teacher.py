@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 import torch
 
 from app.rl.test_learn import recorded
+from app.rl.test_loop import RecordedEngine
 from megascend.app.rl.learn import learn
-from megascend.app.rl.teacher import TeacherScores, TrainerTeacher, check_teacher
+from megascend.app.rl.teacher import Teacher, TeacherScores, TrainerTeacher, check_teacher
 from megascend.app.rl.train import train_rl
 from megascend.app.teacher_model import TeacherModel
 from megascend.batch.candidates import Candidates
@@ -233,6 +236,45 @@ def test_student_learns_a_teacher_without_rewards(
     assert len(divergences) == 30
     assert sum(divergences[-5:]) < bound * sum(divergences[:5])
     assert all(row["equal"] == 0 for row in rows)
+
+
+def test_answers_that_overlap_the_step_change_no_figure(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare a run that asks as groups arrive with one that asks before each step: each trajectory is asked about once."""
+    requests: list[tuple[str, tuple[int, ...]]] = []
+    ahead = Teacher.ask_ahead
+    early = 0
+
+    class Counting(LocalEngine):
+        async def top_logprobs(self, tokens: Any, count: int, adapter: str | None = None) -> Any:
+            requests.append((folder.name, tuple(tokens)))
+            return await super().top_logprobs(tokens, count, adapter)
+
+    def counted(teacher: Teacher, group: Any) -> None:
+        nonlocal early
+        early += threading.current_thread() is not threading.main_thread()
+        if folder.name == "ahead" or threading.current_thread() is threading.main_thread():
+            ahead(teacher, group)
+
+    monkeypatch.setattr("megascend.rollout.engines.local.LocalEngine", Counting)
+    monkeypatch.setattr(Teacher, "ask_ahead", counted)
+    figures, names = {}, ("step", "loss", "grad_norm", "teacher_kl", "reward", "entropy")
+    for name in ("ahead", "before"):
+        folder = tmp_path / name
+        folder.mkdir()
+        teacher = {"model": models[1], "loss": "forward_kl", "top": 8}
+        values = settings(models, folder, steps=6, teacher=teacher)
+        values["rollout"] |= {"in_order": True, "max_lag": 1}
+        config = RlConfig(**values)
+        train_rl(config, engines=lambda config: [RecordedEngine(config.model, name="engine", own_process=False)])
+        rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+        figures[name] = [{key: row.get(key) for key in names} for row in rows]
+    assert figures["ahead"] == figures["before"]
+    assert early >= 2 * 6 * 4  # groups of both runs
+    asked = [tokens for name, tokens in requests if name == "before" and tokens != (0, 0)]
+    assert len(asked) == 6 * 16
+    assert Counter(asked) - Counter(tokens for name, tokens in requests if name == "ahead") == Counter()
 
 
 class Silent(LocalEngine):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 CONCURRENCY = 64
 """Trajectories that the teacher is asked about at a time."""
+Row = tuple[Tensor, Candidates | None]
+"""A teacher's log-probabilities and candidates of all tokens of a sequence but the first."""
 
 
 @dataclass(frozen=True)
@@ -137,11 +140,16 @@ class Teacher:
 
     Args:
         engine: None on all ranks but rank 0.
+        max_lag: steps after which a group that was sampled is not learned from.
     """
 
-    def __init__(self, backend: Backend, settings: TeacherSettings, engine: InferenceEngine | None) -> None:
-        self._backend, self._settings, self._engine = backend, settings, engine
+    def __init__(
+        self, backend: Backend, settings: TeacherSettings, engine: InferenceEngine | None, max_lag: int
+    ) -> None:
+        self._backend, self._settings, self._engine, self._max_lag = backend, settings, engine, max_lag
         self._loop = None if engine is None else LoopThread("teacher")
+        self._slots = asyncio.Semaphore(CONCURRENCY)
+        self._asked: dict[int, tuple[TrajectoryGroup, list[Future[Row]]]] = {}  # by the group's number
 
     def close(self) -> None:
         """Close the engine."""
@@ -153,16 +161,27 @@ class Teacher:
 
     def check(self) -> None:
         """Ask for a sequence of two tokens: a teacher that does not answer is found before the first rollout."""
-        self._collect([[0, 0]])
+
+        def ask() -> list[Future[Row]]:
+            assert self._loop is not None
+            return [self._loop.submit(self._ask([0, 0]))]
+
+        self._collect(ask)
+
+    def ask_ahead(self, group: TrajectoryGroup) -> None:
+        """Ask about a group's trajectories, which will be learned from, while the trainer is in a step. On rank 0."""
+        assert self._loop is not None
+        rows = [self._loop.submit(self._ask(sequence_of(trajectory))) for trajectory in group.trajectories]
+        self._asked[group.number] = group, rows
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
-        """Return the teacher's scores of all trajectories, on every rank.
+        """Return the teacher's scores of all trajectories, on every rank; those of :meth:`ask_ahead` are waited for.
 
         Raises:
             EngineError: the teacher failed, did not answer in time, or gave a sampled token the probability 0.
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        rows = self._collect([[*trajectory.prompt_tokens, *trajectory.tokens] for trajectory in trajectories])
+        rows = self._collect(lambda: self._futures(groups))
         logprobs = [_response(part, trajectory) for (part, _), trajectory in zip(rows, trajectories, strict=True)]
         check_possible(logprobs, trajectories, f"teacher.engine: {self._settings.engine}")
         candidates = None
@@ -174,40 +193,67 @@ class Teacher:
             ]
         return TeacherScores(self._settings, logprobs, candidates)
 
-    def _collect(self, sequences: list[list[int]]) -> list[tuple[Tensor, Candidates | None]]:
-        """Return on every rank the teacher's log-probabilities and candidates of all tokens but each sequence's first."""
-        running: list[Future[list[tuple[Tensor, Candidates | None]]]] = []
+    def _futures(self, groups: Sequence[TrajectoryGroup]) -> list[Future[Row]]:
+        """Return the requests about the groups' trajectories, and forget those about groups that are too old. On rank 0."""
+        futures: list[Future[Row]] = []
+        for group in groups:
+            asked = self._asked.get(group.number)
+            if asked is None or list(map(sequence_of, asked[0].trajectories)) != list(
+                map(sequence_of, group.trajectories)
+            ):
+                # Of a checkpoint: they arrived before this process began.
+                self.ask_ahead(group)
+            futures += self._asked.pop(group.number)[1]
+        newest = max(group.version for group in groups)
+        for number, (group, late) in list(self._asked.items()):
+            if group.version + self._max_lag < newest:
+                del self._asked[number]
+                for future in late:
+                    future.cancel()
+        return futures
+
+    def _collect(self, ask: Callable[[], list[Future[Row]]]) -> list[Row]:
+        """Return on every rank the teacher's log-probabilities and candidates of all tokens but each sequence's first.
+
+        Args:
+            ask: returns the requests, on rank 0.
+        """
+        pending: list[Future[Row]] = []
+        rows: list[Row] = []
         # The others wait in a collective, whose deadline a slow teacher must not reach.
         slice_s = min(SLICE_S, self._backend.groups.timeout_s / 4)
 
-        def wait() -> list[tuple[Tensor, Candidates | None]] | None:
-            assert self._loop is not None
-            if not running:
-                running.append(self._loop.submit(self._ask(sequences)))
-            try:
-                return running[0].result(slice_s)
-            except NotYet:
-                if running[0].done():  # the engine's own timeout, of the same class as that of this wait
-                    raise
-                return None
+        def wait() -> list[Row] | None:
+            if not pending:
+                pending.extend(ask())
+            end = time.monotonic() + slice_s
+            while len(rows) < len(pending):
+                future = pending[len(rows)]
+                try:
+                    rows.append(future.result(max(0.0, end - time.monotonic())))
+                except NotYet:
+                    if future.done():  # the engine's own timeout, of the same class as that of this wait
+                        raise
+                    return None
+            return rows
 
         with self._backend.groups.monitor.phase("teacher"):
-            while (rows := self._backend.from_rank_0(wait)) is None:
+            while (answer := self._backend.from_rank_0(wait)) is None:
                 pass
-        return rows
+        return answer
 
-    async def _ask(self, sequences: list[list[int]]) -> list[tuple[Tensor, Candidates | None]]:
-        slots = asyncio.Semaphore(CONCURRENCY)
+    async def _ask(self, tokens: list[int]) -> Row:
+        assert self._engine is not None
+        async with self._slots:
+            if self._settings.loss == "policy":
+                return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
+            top = await self._engine.top_logprobs(tokens, self._settings.top)
+            return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
 
-        async def ask(tokens: list[int]) -> tuple[Tensor, Candidates | None]:
-            assert self._engine is not None
-            async with slots:
-                if self._settings.loss == "policy":
-                    return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
-                top = await self._engine.top_logprobs(tokens, self._settings.top)
-                return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
 
-        return list(await asyncio.gather(*map(ask, sequences)))
+def sequence_of(trajectory: Trajectory) -> list[int]:
+    """Return all tokens of a trajectory."""
+    return [*trajectory.prompt_tokens, *trajectory.tokens]
 
 
 def check_possible(logprobs: Sequence[Tensor], trajectories: Sequence[Trajectory], teacher: str) -> None:
@@ -240,7 +286,7 @@ def make_teacher(config: RlConfig, backend: Backend, *, main_rank: bool) -> Teac
         return None
     engines: list[InferenceEngine] = []
     backend.from_rank_0(lambda: engines.append(teacher_engine(config, settings)))
-    return Teacher(backend, settings, engines[0] if main_rank else None)
+    return Teacher(backend, settings, engines[0] if main_rank else None, config.rollout.max_lag)
 
 
 def check_teacher(config: RlConfig, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -245,7 +245,9 @@ class ReinforcementLearning(Training[RlConfig]):
             if progress is not None:
                 collector.load_state_dict(progress["rollouts"])
         if self._teacher is None:
-            self._teacher = make_teacher(config, backend, main_rank=run.main_rank)
+            self._teacher = teacher = make_teacher(config, backend, main_rank=run.main_rank)
+            if collector is not None and teacher is not None:
+                collector.on_finished = teacher.ask_ahead
         if self._teacher is not None:
             run.stack.callback(self._teacher.close)
             self._teacher.check()
