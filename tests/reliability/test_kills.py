@@ -233,13 +233,13 @@ class World:
     def _kill_rank(self, draw: random.Random) -> None:
         """Kill a rank of several, see that the others end by name and leave nothing behind, and start all of them again."""
         names = draw.sample(self._trainers, len(self._trainers))
-        killed, others = self._processes[names[0]], [self._processes[name] for name in names[1:]]
+        killed, survivors = self._processes[names[0]], [self._processes[name] for name in names[1:]]
         tool = int(self._file("tool.pid").read_text())
         logs = {path: path.stat().st_size for path in self.folder.glob("trainer *.log")}
         killed.kill()
         killed.join(DEADLINE_S)
         self.kills["trainer"] += 1
-        for name, process in zip(names[1:], others, strict=True):
+        for name, process in zip(names[1:], survivors, strict=True):
             process.join(TIMEOUT_S)
             if process.exitcode in (None, 0):
                 self.problems.append(f"{name} has ended with {process.exitcode} within {TIMEOUT_S} s")
@@ -248,8 +248,7 @@ class World:
             self.problems.append(f"the tool of the environment is left, process {tool}")
         output = "".join(path.read_bytes()[size:].decode() for path, size in logs.items())
         # Rank 0 of ranks without a launcher serves their records.
-        gone = "Rank 1 is gone: its process has ended" if rank else "is gone"
-        if gone not in output:
+        if ("Rank 1 is gone: its process has ended" if rank else "is gone") not in output:
             self.problems.append(f"rank {rank} is not named: {output[-3000:]}")
         self._start_trainers()
 
@@ -296,7 +295,7 @@ def last_step(config: RlConfig) -> int:
     return 0
 
 
-def begun(config: RlConfig, ranks: int) -> bool:
+def may_be_killed(config: RlConfig, ranks: int) -> bool:
     """Check that ranks know each other, and have something to resume from. One alone may be killed before that."""
     return ranks == 1 or any((config.output / "checkpoints").glob("step-*/megascend.json"))
 
@@ -404,7 +403,7 @@ def disturb(folder: Path, kills: int, layout: str = "") -> None:  # noqa: F811
         for kind in order:
             # Each after some progress since the last one, or nothing else would ever happen.
             end = time.monotonic() + DEADLINE_S
-            while (world.steps() <= last or not begun(disturbed, ranks)) and time.monotonic() < end:
+            while (world.steps() <= last or not may_be_killed(disturbed, ranks)) and time.monotonic() < end:
                 time.sleep(0.02)
             last = world.steps()
             assert last < disturbed.steps, f"the run ended after {world.kills}"
@@ -509,15 +508,17 @@ def test_killed_rank_ends_the_command_with_all_its_processes(folder: Path, layou
         last = -1
         for _ in range(kills):
             command.start()
-            assert wait_until(lambda: last_step(disturbed) > last and begun(disturbed, 2), 2 * DEADLINE_S)  # noqa: B023
+            assert wait_until(lambda: last_step(disturbed) > last and may_be_killed(disturbed, 2), 2 * DEADLINE_S)  # noqa: B023
             time.sleep(draw.uniform(0, 0.3))
             rank = draw.randrange(2)
             assert len(command.survivors()) > 4  # launcher, two ranks, an engine and the environment's tool
             pid = command.kill_rank(rank)
             code, output = command.wait(TIMEOUT_S + 30)
-            assert code == 1, output[-4000:]
-            gone = f"Rank {rank} is gone: its process has ended"
-            assert gone in output or f"rank {rank} (pid {pid}) ended with SIGKILL" in output, output[-4000:]
+            assert code in (1, 2), output[-4000:]
+            assert (
+                f"Rank {rank} is gone: its process has ended" in output
+                or f"rank {rank} (pid {pid}) ended with SIGKILL" in output
+            ), output[-4000:]
             # Engines end when they notice that nobody reads their answers, tools when their input ends.
             assert wait_until(lambda: not command.survivors(), 20), command.survivors()
             last = last_step(disturbed)

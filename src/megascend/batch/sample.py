@@ -118,8 +118,8 @@ class Sample:
     @property
     def loss_fields(self) -> set[str]:
         """Names of the fields that a loss may require and that are set."""
-        others = {"candidates": self.candidates, "teacher_states": self.teacher_states}
-        return {*self.token_fields(), *(name for name, value in others.items() if value is not None)}
+        wide = {"candidates": self.candidates, "teacher_states": self.teacher_states}
+        return {*self.token_fields(), *(name for name, value in wide.items() if value is not None)}
 
     def image_fields(self) -> dict[str, Tensor]:
         """Return the tensors of decoded pictures by name; empty without pictures."""

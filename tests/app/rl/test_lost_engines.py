@@ -298,10 +298,10 @@ def test_engine_that_takes_weights_again_is_used_again(
 def test_run_whose_only_engine_takes_no_weights_ends_by_name(folder: Path) -> None:  # noqa: F811
     config = settings(folder, "faulty-alone", rollout={"engines_lost_s": 2}, sync={"timeout_s": 2})
     faulty = Faulty(folder / "model", name="faulty", fault=("commit", 2, "hangs"))
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(EngineLostError) as raised:
         run(config, faulty)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - start < 60
     message = str(raised.value)
     assert message.startswith("no rollout engine could be used for 2 s (rollout.engines_lost_s): faulty: ")
     assert "took no weights, twice (sync.timeout_s: 2): version" in message

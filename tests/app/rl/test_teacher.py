@@ -243,7 +243,7 @@ def test_answers_that_overlap_the_step_change_no_figure(
 ) -> None:
     """Compare a run that asks as groups arrive with one that asks before each step: each trajectory is asked about once."""
     requests: list[tuple[str, tuple[int, ...]]] = []
-    ahead = Teacher.ask_ahead
+    ask_ahead = Teacher.ask_ahead
     early = 0
 
     class Counting(LocalEngine):
@@ -251,14 +251,14 @@ def test_answers_that_overlap_the_step_change_no_figure(
             requests.append((folder.name, tuple(tokens)))
             return await super().top_logprobs(tokens, count, adapter)
 
-    def counted(teacher: Teacher, group: Any) -> None:
+    def count_and_ask(teacher: Teacher, group: Any) -> None:
         nonlocal early
         early += threading.current_thread() is not threading.main_thread()
         if folder.name == "ahead" or threading.current_thread() is threading.main_thread():
-            ahead(teacher, group)
+            ask_ahead(teacher, group)
 
     monkeypatch.setattr("megascend.rollout.engines.local.LocalEngine", Counting)
-    monkeypatch.setattr(Teacher, "ask_ahead", counted)
+    monkeypatch.setattr(Teacher, "ask_ahead", count_and_ask)
     figures, names = {}, ("step", "loss", "grad_norm", "teacher_kl", "reward", "entropy")
     for name in ("ahead", "before"):
         folder = tmp_path / name
@@ -272,9 +272,9 @@ def test_answers_that_overlap_the_step_change_no_figure(
         figures[name] = [{key: row.get(key) for key in names} for row in rows]
     assert figures["ahead"] == figures["before"]
     assert early >= 2 * 6 * 4  # groups of both runs
-    asked = [tokens for name, tokens in requests if name == "before" and tokens != (0, 0)]
-    assert len(asked) == 6 * 16
-    assert Counter(asked) - Counter(tokens for name, tokens in requests if name == "ahead") == Counter()
+    sequences = [tokens for name, tokens in requests if name == "before" and tokens != (0, 0)]
+    assert len(sequences) == 6 * 16
+    assert Counter(sequences) - Counter(tokens for name, tokens in requests if name == "ahead") == Counter()
 
 
 class Silent(LocalEngine):

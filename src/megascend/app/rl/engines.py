@@ -114,19 +114,19 @@ class EngineUpdates:
             return len(self._sync.engines), len(self._sync.engines) < len(engines)
 
         while True:
-            count, more = self._rollouts.on_rank_0(choose)
+            count, incomplete = self._rollouts.on_rank_0(choose)
             if not count:
                 return pushed
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
                 pushed = self._sync.push(version=version, adapter=self._adapter)
             except WeightSyncError as error:
-                seconds = time.monotonic() - begun
+                seconds = time.monotonic() - start
                 if self._rollouts.on_rank_0(partial(self._failed, version=version, error=error, seconds=seconds)):
                     raise
             else:
                 self._rollouts.on_rank_0(lambda collector: self._succeeded(collector, version))
-                if not more:
+                if not incomplete:
                     return pushed
 
     def _succeeded(self, collector: RolloutCollector, version: int) -> None:

@@ -149,7 +149,7 @@ class Teacher:
         self._backend, self._settings, self._engine, self._max_lag = backend, settings, engine, max_lag
         self._loop = None if engine is None else LoopThread("teacher")
         self._slots = asyncio.Semaphore(CONCURRENCY)
-        self._asked: dict[int, tuple[TrajectoryGroup, list[Future[Row]]]] = {}  # by the group's number
+        self._requests: dict[int, tuple[TrajectoryGroup, list[Future[Row]]]] = {}  # by the group's number
 
     def close(self) -> None:
         """Close the engine."""
@@ -172,7 +172,7 @@ class Teacher:
         """Ask about a group's trajectories, which will be learned from, while the trainer is in a step. On rank 0."""
         assert self._loop is not None
         rows = [self._loop.submit(self._ask(sequence_of(trajectory))) for trajectory in group.trajectories]
-        self._asked[group.number] = group, rows
+        self._requests[group.number] = group, rows
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
         """Return the teacher's scores of all trajectories, on every rank; those of :meth:`ask_ahead` are waited for.
@@ -197,17 +197,17 @@ class Teacher:
         """Return the requests about the groups' trajectories, and forget those about groups that are too old. On rank 0."""
         futures: list[Future[Row]] = []
         for group in groups:
-            asked = self._asked.get(group.number)
-            if asked is None or list(map(sequence_of, asked[0].trajectories)) != list(
+            entry = self._requests.get(group.number)
+            if entry is None or list(map(sequence_of, entry[0].trajectories)) != list(
                 map(sequence_of, group.trajectories)
             ):
                 # Of a checkpoint: they arrived before this process began.
                 self.ask_ahead(group)
-            futures += self._asked.pop(group.number)[1]
+            futures += self._requests.pop(group.number)[1]
         newest = max(group.version for group in groups)
-        for number, (group, late) in list(self._asked.items()):
+        for number, (group, late) in list(self._requests.items()):
             if group.version + self._max_lag < newest:
-                del self._asked[number]
+                del self._requests[number]
                 for future in late:
                     future.cancel()
         return futures
