@@ -354,6 +354,27 @@ class Backend:
         """
         return self._step.values(samples, adapter, reference)
 
+    def divergences(self, samples: Sequence[Sample], loss: Loss, adapter: str | None = None) -> list[torch.Tensor]:
+        """Compute the divergence from the teacher of a loss, without gradients and with dropout off: fp32 [length] each.
+
+        Args:
+            samples: this data parallel rank's samples, with ``teacher_states``.
+            loss: :func:`megascend.batch.losses.teacher_loss`.
+            adapter: as for :meth:`forward`.
+        """
+        with self._freeing():
+            return self._step.divergences(samples, loss, adapter)
+
+    def frozen_engine(self, model: str | Path) -> Engine:
+        """Build the engine of another model on the ranks and groups of this one, for forward passes. Collective.
+
+        This engine's layout and settings are used; dropout is drawn anew from the seed. The caller closes it.
+
+        Raises:
+            ConfigError: this backend's engine is one to a process.
+        """
+        raise ConfigError(f"engine {self.engine.kind} cannot hold a second model beside {self._model_dir}")
+
     def next_token_logits(self, samples: Sequence[Sample], adapter: str | None = None) -> list[torch.Tensor]:
         """Compute logits of the token that follows each sample, fp32 [vocabulary] each on the CPU, with dropout off.
 

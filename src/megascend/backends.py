@@ -7,7 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,6 +33,7 @@ from megascend.config import (
 from megascend.distributed.launch import Launch
 from megascend.engines.context import EngineContext, EngineSpec, engine_context
 from megascend.errors import ConfigError, TopologyError
+from megascend.huggingface.info import inspect_checkpoint
 from megascend.huggingface.scalar_head import HeadKind
 from megascend.selfcheck import process
 
@@ -157,10 +158,12 @@ class EngineBackend(Backend, ABC):
     Attributes:
         engine_name: its name in run files.
         without: names of the settings that this engine does not have.
+        shares_process: a process may hold several models of this engine.
     """
 
     engine_name: ClassVar[str]
     without: ClassVar[frozenset[str]]
+    shares_process: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -251,6 +254,27 @@ class EngineBackend(Backend, ABC):
         with self._self_check_worker(spec) as worker, self._context(spec) as context:
             engine = self._build(spec, context, worker)
         super().__init__(engine, context.model_dir, context.runtime.platform, save_timeout_s)
+        self._built_from = spec, context
+
+    def frozen_engine(self, model: str | Path) -> Engine:
+        if not self.shares_process:
+            return super().frozen_engine(model)
+        spec, context = self._built_from
+        info, topology = inspect_checkpoint(Path(model)), context.topology
+        # Without an adapter these freeze the model, so that it has neither gradients nor moments.
+        adapters = Adapters(max_count=1, max_rank=1)
+        spec = replace(
+            spec,
+            model=Path(model),
+            adapters=adapters,
+            recompute=Recompute(),
+            moe=Moe(),
+            head="lm",
+            mtp="keep",
+            vision_tower="frozen",
+        )
+        self._check_spec(spec, context.runtime, topology)
+        return self._build(spec, replace(context, info=info, model_dir=Path(model)), None)
 
     @classmethod
     def _context(cls, spec: EngineSpec) -> AbstractContextManager[EngineContext]:
@@ -308,6 +332,7 @@ class MegatronBackend(EngineBackend):
 
     engine_name = "megatron"
     without = frozenset({"fsdp"})
+    shares_process = False  # its parallel state and its patches are one model's
 
     @classmethod
     def _check_spec(cls, spec: EngineSpec, runtime: Runtime, topology: Topology) -> None:

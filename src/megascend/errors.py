@@ -84,6 +84,10 @@ class WeightSyncError(MegascendError, RuntimeError):
     """Weights did not reach an inference engine, or are not active there; the message names it and its active weights."""
 
 
+class EngineFaultError(WeightSyncError):
+    """An inference engine took no weights: it was too slow, was lost, or failed at them; others may take the same weights."""
+
+
 class QueueFullError(MegascendError, RuntimeError):
     """The request queue of an adapter is full."""
 

@@ -98,7 +98,12 @@ class RemoteEngine(InferenceEngine):
     async def commit(self, update: str) -> Mapping[str, float] | None:
         answer = await self.ask("commit", {"update": update}, self.commit_s)
         # Engines that measure nothing, and those of an earlier version, answer without a result.
-        return answer.get("commit") if isinstance(answer, dict) else None
+        seconds = answer.get("commit") if isinstance(answer, dict) else None
+        if seconds is not None and not (
+            isinstance(seconds, dict) and all(type(value) in (int, float) for value in seconds.values())
+        ):
+            raise self.unreadable(f"{self.name}: commit: the answer cannot be read ({seconds!r:.80})")
+        return seconds
 
     async def drop(self, update: str) -> None:
         await self.ask("drop", {"update": update}, self.control_s)

@@ -97,11 +97,30 @@ def test_student_learns_the_teachers_distributions(megascend, engine: str, small
     assert after[0] < after[1] < before[1] / 1.5
 
 
+@pytest.mark.parametrize("engine", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_student_learns_the_distributions_of_a_teacher_beside_it(
+    megascend, engine: str, small_model: Path, folder: Path
+) -> None:
+    """The divergence is over the whole vocabulary, as plain transformers measures it."""
+    output = f"taught-{engine}"
+    columns = "data.columns={token_ids: token_ids, prompt_length: prompt_length}"
+    changes = [f"output={output}", f"engine={engine}", "distillation.teacher=teacher", columns]
+    arguments = [part for change in changes for part in ("--set", change)]
+    completed = megascend("train", "run.yaml", *arguments, "--nproc", "2", cwd=folder)
+    assert completed.returncode == 0, completed.stderr
+    rows = [json.loads(line) for line in (folder / output / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"] / 3
+    before, after = scores(folder, small_model), scores(folder, folder / output / "hf")
+    assert rows[-1]["validation_loss"] == pytest.approx(after[1], rel=1e-3)
+    assert after[1] < before[1] / 1.5
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["distillation=null"], "holds a teacher's distributions ('top_ids'): set distillation"),
         (["data.columns={token_ids: token_ids}", "validation=null"], "holds no distributions of a teacher"),
+        (["distillation.teacher=teacher"], "holds a teacher's distributions ('top_ids') too: remove teacher"),
         (["dpo={beta: 0.1}"], "dpo and distillation are both set"),
     ],
 )

@@ -4,6 +4,9 @@ Four kinds of real processes are killed with SIGKILL while prompts are in flight
 and seed only, like recordings, and their order is fixed, so that every figure can be compared exactly.
 
 MEGASCEND_KILLS: number of kills of each kind (default 2; the nightly test: 50).
+
+Of a trainer of several ranks, one is killed at random: the others must end by name. In the nightly test it is the command itself,
+with its launcher and its own engine processes, none of which may be left behind.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -23,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megascend.app.rl.train import train_rl
 from megascend.bootstrap import bootstrap
+from megascend.config import Parallel
 from megascend.config.rl import RlConfig
 from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.controller.controller import Controller
@@ -39,6 +46,9 @@ KINDS = ("trainer", "controller", "engine", "environment")
 ENGINES = 2
 DEADLINE_S = 120
 STEPS_A_KILL = 8
+TIMEOUT_S = 30
+"""Deadline of the ranks' collectives: within it, the others must have noticed that a rank is gone."""
+LAYOUTS = {"": Parallel(), "DP2": Parallel(), "TP2": Parallel(tensor=2)}
 ENVIRONMENT = '''
 import asyncio, os, subprocess, sys, threading
 
@@ -104,29 +114,72 @@ def serve(engines: Callable[[], list[Any]], key: str, publish: Path) -> None:
     asyncio.run(run())
 
 
-class World:
-    """The processes of a run, each forked from this one; they are started again until the run has ended."""
+def fork(target: Callable[..., Any], *arguments: Any, name: str = "") -> Any:
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments, name=name)
+    process.start()
+    return process
 
-    def __init__(self, folder: Path, config: RlConfig) -> None:  # noqa: F811
+
+def as_rank(rank: int, size: int, port: int, train: Callable[[], Any]) -> None:
+    """Call ``train()`` as one rank of a launcher."""
+    if size > 1:
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ |= {name: str(value) for name, value in variables.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class World:
+    """The processes of a run, each forked from this one; they are started again until the run has ended.
+
+    Args:
+        ranks: processes of the trainer.
+    """
+
+    def __init__(self, folder: Path, config: RlConfig, ranks: int = 1) -> None:  # noqa: F811
         self.folder, self.config, self.key = folder, config, generate_key()
         self.kills: Counter[str] = Counter()
         self.problems: list[str] = []
         self._processes: dict[str, Any] = {}
-        for name in [*(f"engine {number}" for number in range(ENGINES)), "controller", "trainer"]:
+        self._trainers = ["trainer"] if ranks == 1 else [f"trainer {rank}" for rank in range(ranks)]
+        self._port = 0
+        for name in [*(f"engine {number}" for number in range(ENGINES)), "controller"]:
+            self.start(name)
+        self._start_trainers()
+
+    def _start_trainers(self) -> None:
+        self._port = free_port()
+        for name in self._trainers:
             self.start(name)
 
     def start(self, name: str) -> None:
-        process = multiprocessing.get_context("fork").Process(target=self._main, args=(name,), name=name)
-        process.start()
-        self._processes[name] = process
+        self._processes[name] = fork(self._main, name, name=name)
 
     def _main(self, name: str) -> None:
         # Not the test's handlers, and no output between its dots.
         with open(self.folder / f"{name}.log", "ab") as output:
             for descriptor in (1, 2):
                 os.dup2(output.fileno(), descriptor)
-        if name == "trainer":
-            train_rl(self.config, resume="auto", engines=self._engines)
+        if name in self._trainers:
+            rank = self._trainers.index(name)
+
+            def train() -> None:
+                train_rl(self.config, resume="auto", engines=self._engines)
+
+            as_rank(rank, len(self._trainers), self._port, train)
         elif name == "controller":
             # Leases of a second: the processes that pending them are dead.
             serve(
@@ -164,6 +217,9 @@ class World:
                 os.kill(int(self._file("tool.pid").read_text()), signal.SIGKILL)
                 self.kills[kind] += 1
             return
+        if kind == "trainer" and len(self._trainers) > 1:
+            self._kill_rank(draw)
+            return
         name = kind if kind != "engine" else f"engine {draw.randrange(ENGINES)}"
         process = self._processes[name]
         if not process.is_alive():
@@ -174,15 +230,36 @@ class World:
         time.sleep(draw.uniform(0, 0.3))
         self.start(name)
 
+    def _kill_rank(self, draw: random.Random) -> None:
+        """Kill a rank of several, see that the others end by name and leave nothing behind, and start all of them again."""
+        names = draw.sample(self._trainers, len(self._trainers))
+        killed, survivors = self._processes[names[0]], [self._processes[name] for name in names[1:]]
+        tool = int(self._file("tool.pid").read_text())
+        logs = {path: path.stat().st_size for path in self.folder.glob("trainer *.log")}
+        killed.kill()
+        killed.join(DEADLINE_S)
+        self.kills["trainer"] += 1
+        for name, process in zip(names[1:], survivors, strict=True):
+            process.join(TIMEOUT_S)
+            if process.exitcode in (None, 0):
+                self.problems.append(f"{name} has ended with {process.exitcode} within {TIMEOUT_S} s")
+        rank = self._trainers.index(names[0])
+        if not wait_until(lambda: not is_running(tool), 20):
+            self.problems.append(f"the tool of the environment is left, process {tool}")
+        output = "".join(path.read_bytes()[size:].decode() for path, size in logs.items())
+        # Rank 0 of ranks without a launcher serves their records.
+        if ("Rank 1 is gone: its process has ended" if rank else "is gone") not in output:
+            self.problems.append(f"rank {rank} is not named: {output[-3000:]}")
+        self._start_trainers()
+
     def steps(self) -> int:
-        with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
-            return json.loads((self.config.output / "metrics.jsonl").read_text().splitlines()[-1])["step"]
-        return 0
+        return last_step(self.config)
 
     def wait(self) -> None:
-        self._processes["trainer"].join(DEADLINE_S)
-        if self._processes["trainer"].exitcode != 0:
-            self.problems.append(f"the trainer has ended with {self._processes['trainer'].exitcode}")
+        for name in self._trainers:
+            self._processes[name].join(DEADLINE_S)
+            if self._processes[name].exitcode != 0:
+                self.problems.append(f"{name} has ended with {self._processes[name].exitcode}")
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -190,7 +267,7 @@ class World:
             process.join()
 
 
-def configured(folder: Path, output: str, kills: int) -> RlConfig:  # noqa: F811
+def configured(folder: Path, output: str, kills: int, layout: str = "") -> RlConfig:  # noqa: F811
     (folder / "environment.py").write_text(ENVIRONMENT)
     environment = {"name": f"{folder / 'environment.py'}:Sums", "options": {"pid_file": str(folder / "tool.pid")}}
     rollout = {
@@ -200,9 +277,36 @@ def configured(folder: Path, output: str, kills: int) -> RlConfig:  # noqa: F811
         "records": {"tokens": True, "show_every": 0},
     }
     checkpoint = {"every": 1, "keep_last": 2}
+    changes = {"parallel": LAYOUTS[layout], "timeout_s": TIMEOUT_S} if layout else {}
     return settings(
-        folder, output, steps=STEPS_A_KILL * kills, rollout=rollout, checkpoint=checkpoint, sync={"timeout_s": 10}
+        folder,
+        output,
+        steps=STEPS_A_KILL * kills,
+        rollout=rollout,
+        checkpoint=checkpoint,
+        sync={"timeout_s": 10},
+        **changes,
     )
+
+
+def last_step(config: RlConfig) -> int:
+    with contextlib.suppress(FileNotFoundError, ValueError, IndexError):
+        return json.loads((config.output / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    return 0
+
+
+def may_be_killed(config: RlConfig, ranks: int) -> bool:
+    """Check that ranks know each other, and have something to resume from. One alone may be killed before that."""
+    return ranks == 1 or any((config.output / "checkpoints").glob("step-*/megascend.json"))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def learned(config: RlConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -253,42 +357,178 @@ def test_fifty_kills_of_each_process_change_nothing_that_is_learned(folder: Path
     run_disturbed(folder, 50)
 
 
-def run_disturbed(folder: Path, kills: int) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("layout", "kills"),
+    [
+        ("DP2", 2),
+        pytest.param("DP2", 10, marks=pytest.mark.nightly),
+        pytest.param("TP2", 10, marks=pytest.mark.nightly),
+    ],
+)
+def test_killed_rank_of_several_ends_the_run_by_name_and_changes_nothing_that_is_learned(
+    folder: Path,  # noqa: F811
+    layout: str,
+    kills: int,
+) -> None:
+    run_disturbed(folder, kills, layout)
+
+
+def run_disturbed(folder: Path, kills: int, layout: str = "") -> None:  # noqa: F811
     """Call :func:`disturb` in a process without threads: all others are forks of it."""
-    completed = run_forked(Path(__file__), folder, kills, timeout_s=3 * DEADLINE_S + 60 * kills)
+    completed = run_forked(Path(__file__), folder, kills, layout, timeout_s=3 * DEADLINE_S + 60 * kills)
     assert completed.returncode == 0, completed.stderr[-4000:]
 
 
-def disturb(folder: Path, kills: int) -> None:  # noqa: F811
-    reference, disturbed = (configured(folder, f"{name}-{kills}", kills) for name in ("reference", "disturbed"))
-    process = multiprocessing.get_context("fork").Process(
-        target=train_rl,
-        args=(reference,),
-        kwargs={"engines": lambda config: [SlowRecording(config.model, name="engine 0", own_process=False)]},
+def disturb(folder: Path, kills: int, layout: str = "") -> None:  # noqa: F811
+    """Kill processes of all kinds or, of a trainer with a layout of two ranks, one of these at a time."""
+    reference, disturbed = (
+        configured(folder, f"{name}-{layout}-{kills}", kills, layout) for name in ("reference", "disturbed")
     )
-    process.start()
-    process.join(DEADLINE_S + 10 * kills)
-    assert process.exitcode == 0
+    ranks, port = 2 if layout else 1, free_port()
+    kinds = ("trainer",) if layout else KINDS
+
+    def undisturbed() -> None:
+        train_rl(reference, engines=lambda config: [SlowRecording(config.model, name="engine 0", own_process=False)])
+
+    processes = [fork(as_rank, rank, ranks, port, undisturbed) for rank in range(ranks)]
+    for process in processes:
+        process.join(DEADLINE_S + 10 * kills)
+        assert process.exitcode == 0
     draw = random.Random(7)
-    order = [kind for kind in KINDS for _ in range(kills)]
+    order = [kind for kind in kinds for _ in range(kills)]
     draw.shuffle(order)
-    world = World(folder, disturbed)
+    world = World(folder, disturbed, ranks)
     try:
         last = -1
         for kind in order:
             # Each after some progress since the last one, or nothing else would ever happen.
             end = time.monotonic() + DEADLINE_S
-            while world.steps() <= last and time.monotonic() < end:
+            while (world.steps() <= last or not may_be_killed(disturbed, ranks)) and time.monotonic() < end:
                 time.sleep(0.02)
             last = world.steps()
             assert last < disturbed.steps, f"the run ended after {world.kills}"
             time.sleep(draw.uniform(0, 0.3))
             world.kill(kind, draw)
+            if ranks > 1:  # steps until the kill show nothing of the next start
+                last = world.steps()
         world.wait()
     finally:
         world.close()
-    assert world.problems == []
-    assert min(world.kills[kind] for kind in KINDS) >= kills - 1
+    assert not world.problems, world.problems
+    assert min(world.kills[kind] for kind in kinds) >= kills - 1
+    expected, actual = learned(reference), learned(disturbed)
+    assert actual[1] == expected[1]
+    assert actual[0] == expected[0]
+    assert len({row["loss"] for row in actual[0]}) == disturbed.steps
+    check_counts(disturbed, actual[1])
+
+
+# --- one rank of several ---
+
+PLUGIN = """
+import os, sys
+from pathlib import Path
+
+from megascend.rollout.engines import local
+
+sys.path.insert(0, TESTS)
+from reliability.test_kills import SlowRecording
+
+local.LocalEngine = SlowRecording
+if "RANK" in os.environ:
+    path = Path(FOLDER) / f"rank-{os.environ['RANK']}.pid"
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").replace(path)
+"""
+
+
+class Command:
+    """``megascend rl`` with two ranks and engines of its own, started again after each kill.
+
+    Attributes:
+        marker: variable of the environment that all of its processes inherit.
+    """
+
+    def __init__(self, folder: Path, config: RlConfig) -> None:  # noqa: F811
+        self.folder, self.config, self.marker = folder, config, f"MEGASCEND_TEST_{os.urandom(6).hex()}=1"
+        self._log, self._process = folder / f"{config.output.name}.log", subprocess.Popen(["true"])
+        values = config.model_dump(mode="json", exclude_unset=True) | {"plugins": ["recorded_engines"]}
+        self._run_file = folder / f"{config.output.name}.yaml"
+        self._run_file.write_text(yaml.safe_dump(values))
+        tests = str(Path(__file__).parents[1])
+        plugin = PLUGIN.replace("TESTS", repr(tests)).replace("FOLDER", repr(str(folder)))
+        (folder / "recorded_engines.py").write_text(plugin)
+
+    def start(self) -> None:
+        for path in self.folder.glob("rank-*.pid"):
+            path.unlink()
+        name, value = self.marker.split("=")
+        path = os.pathsep.join([str(self.folder), *filter(None, sys.path)])
+        variables = os.environ | {name: value, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        command = [sys.executable, "-m", "megascend", "rl", self._run_file, "--nproc", "2", "--resume", "auto"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True)
+
+    def wait(self, timeout_s: float) -> tuple[int, str]:
+        """Return the exit code and the output."""
+        return self._process.wait(timeout_s), self._log.read_text()
+
+    def kill_rank(self, rank: int) -> int:
+        """Kill a rank; return its pid."""
+        pid = int((self.folder / f"rank-{rank}.pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def survivors(self) -> list[str]:
+        """Return the command lines of all processes that the command and its children have started."""
+        lines = []
+        for path in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if path.name.isdigit() and self.marker.encode() in (path / "environ").read_bytes().split(b"\0"):
+                    lines.append((path / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return lines
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["DP2", "TP2"])
+def test_killed_rank_ends_the_command_with_all_its_processes(folder: Path, layout: str) -> None:  # noqa: F811
+    kills = 3
+    reference, disturbed = (configured(folder, f"{name}-command-{layout}", kills, layout) for name in ("", "killed"))
+    undisturbed, command = Command(folder, reference), Command(folder, disturbed)
+    draw = random.Random(kills)
+    try:
+        undisturbed.start()
+        code, output = undisturbed.wait(3 * DEADLINE_S)
+        assert code == 0, output[-4000:]
+        last = -1
+        for _ in range(kills):
+            command.start()
+            assert wait_until(lambda: last_step(disturbed) > last and may_be_killed(disturbed, 2), 2 * DEADLINE_S)  # noqa: B023
+            time.sleep(draw.uniform(0, 0.3))
+            rank = draw.randrange(2)
+            assert len(command.survivors()) > 4  # launcher, two ranks, an engine and the environment's tool
+            pid = command.kill_rank(rank)
+            code, output = command.wait(TIMEOUT_S + 30)
+            assert code in (1, 2), output[-4000:]
+            assert (
+                f"Rank {rank} is gone: its process has ended" in output
+                or f"rank {rank} (pid {pid}) ended with SIGKILL" in output
+            ), output[-4000:]
+            # Engines end when they notice that nobody reads their answers, tools when their input ends.
+            assert wait_until(lambda: not command.survivors(), 20), command.survivors()
+            last = last_step(disturbed)
+        assert last_step(disturbed) < disturbed.steps
+        command.start()
+        code, output = command.wait(3 * DEADLINE_S)
+        assert code == 0, output[-4000:]
+    finally:
+        undisturbed.close()
+        command.close()
     expected, actual = learned(reference), learned(disturbed)
     assert actual[1] == expected[1]
     assert actual[0] == expected[0]
@@ -298,4 +538,4 @@ def disturb(folder: Path, kills: int) -> None:  # noqa: F811
 
 if __name__ == "__main__":
     bootstrap("cpu").load_megatron()
-    disturb(Path(sys.argv[1]), int(sys.argv[2]))
+    disturb(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

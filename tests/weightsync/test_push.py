@@ -252,7 +252,7 @@ def test_missing_engine_raises_weight_sync_error(parity_folder, tmp_path):
 
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     kind, message, states, _ = pushes_that_fail(checkpoint, tmp_path, Parallel(tensor=2), 2, fault)
-    assert kind == "WeightSyncError"
+    assert kind == "EngineFaultError"
     assert "receiver 2 (engine-2" in message
     assert states == [({"model": 3}, True, True)] * 2
 
@@ -281,7 +281,7 @@ def test_an_engine_killed_during_the_transfer(parity_folder, tmp_path, layout):
 
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     kind, message, states, engines_after = pushes_that_fail(checkpoint, tmp_path, parallel, world_size, fault)
-    assert kind == "WeightSyncError"
+    assert kind == "EngineFaultError"
     assert "receiver 2 (engine-2" in message
     assert "is gone" in message
     assert states == [({"model": 3}, True, True)]
@@ -323,7 +323,7 @@ def test_a_silent_engine(parity_folder, tmp_path):
         kind, message, states, _ = pushes_that_fail(checkpoint, tmp_path, Parallel(tensor=2), 2, fault)
     finally:
         EngineProcess.alive = alive
-    assert kind == "WeightSyncError"
+    assert kind == "EngineFaultError"
     assert re.search(r"receiver 2 \(engine-2, process \d+ on [^)]*\) is stopped", message)
     assert states == [({"model": 3}, True, True)]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.nn.functional import logsigmoid
 
+from megascend.app.teacher_model import TeacherModel
 from megascend.batch.losses import BUILT_IN, Loss, LossInputs, dpo, split_output
 from megascend.batch.sample import Sample
 from megascend.config import Distillation, RunConfig
@@ -33,6 +35,10 @@ class LearningObjective(Protocol):
 
     def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         """Compute what is needed of these units of ``samples`` before the first step; ``batch`` of them at a time."""
+        ...
+
+    def completed(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Return this rank's samples with what the loss reads of another model. Collective."""
         ...
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
@@ -61,11 +67,18 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
             f"{config.data.path} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn "
             "them, or choose the columns to read with data.columns: {token_ids: token_ids}"
         )
+    if config.distillation is not None and config.distillation.teacher is not None:
+        if samples.has_candidates:
+            raise ConfigError(
+                f"distillation.teacher: {config.distillation.teacher}, and {config.data.path} holds a teacher's distributions "
+                "('top_ids') too: remove teacher, or choose the columns to read with data.columns: {token_ids: token_ids}"
+            )
+        return Taught(config.distillation)
     if config.distillation is not None:
         if not samples.has_candidates:
             raise ConfigError(
                 f"distillation is set, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' "
-                "and 'top_logprobs'): add them, or remove distillation"
+                "and 'top_logprobs'): add them, name a teacher in distillation.teacher, or remove distillation"
             )
         return Distilled(distillation_loss(config.distillation))
     return Tokens() if config.dpo is None else Preferences(config.dpo.beta)
@@ -87,6 +100,9 @@ class Tokens:
 
     def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         return None
+
+    def completed(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+        return samples
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(unit, None) for unit in units]
@@ -142,6 +158,35 @@ class Distilled(Tokens):
         return split_output(self.loss, self.loss(logprobs.double(), inputs), len(sample))[0]
 
 
+class Taught(Tokens):
+    """Divergence from a teacher on the trainer's ranks over the whole vocabulary, token by token.
+
+    The teacher is built by the first :meth:`prepare`, and computes each batch before the step.
+    """
+
+    def __init__(self, settings: Distillation) -> None:
+        self._settings = settings
+        self._teacher: TeacherModel | None = None
+
+    @property
+    def loss(self) -> Loss:
+        assert self._teacher is not None, "prepare() comes first"
+        return self._teacher.loss(self._settings.loss, self._settings.beta)
+
+    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
+        """Load the teacher. To be called before a checkpoint is loaded."""
+        if self._teacher is None and self._settings.teacher is not None:
+            self._teacher = TeacherModel(backend, self._settings.teacher, "distillation.teacher")
+
+    def completed(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+        assert self._teacher is not None
+        outputs = self._teacher.outputs(samples)
+        return [replace(sample, teacher_states=output.states) for sample, output in zip(samples, outputs, strict=True)]
+
+    def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
+        return backend.divergences(self.completed(backend, samples), self.loss, adapter)
+
+
 class Preferences:
     """Direct preference optimisation. A unit is a pair: two neighbours, the chosen one first.
 
@@ -171,6 +216,9 @@ class Preferences:
             # Every rank gets all sums: batches are divided anew in every step.
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
+
+    def completed(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+        return samples
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]

@@ -147,6 +147,7 @@ class SupervisedTraining(Training[RunConfig]):
         from megascend.app.generation import Answering
         from megascend.app.objectives import make_objective
         from megascend.app.run_samples import RunSamples
+        from megascend.app.teacher_model import check_teacher_model
         from megascend.app.token_budget import check_platform
         from megascend.data.prepare import set_template
 
@@ -163,6 +164,9 @@ class SupervisedTraining(Training[RunConfig]):
                 config.generation, config.data, tokenizer, limits, config.model, config.template_date
             )
         self.objective = make_objective(config, self.samples.learned)
+        distillation = config.distillation
+        if distillation is not None and distillation.teacher is not None:
+            check_teacher_model(config, distillation.teacher, "distillation.teacher", plan.info, tokenizer)
         self._longest_unit = self.samples.longest_unit(plan.layout)
         return config.for_samples(self.objective.units(self.samples.learned))
 
@@ -232,6 +236,7 @@ class SupervisedTraining(Training[RunConfig]):
         share = backend.shard(batch)
         # Of this rank's share only, on several threads: the checks in forward_backward would decode one after the other.
         decode_together([sample.images for sample in share])
+        share = objective.completed(backend, share)
         result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)
         # On a GPU the host runs ahead: this is the time to issue the work; the rest of the step waits for the device.
         dispatched = time.perf_counter() - self._step_start

@@ -53,12 +53,14 @@ class LossEvaluation:
         metrics: the loss values under "loss", and the function's further metrics: [n] or [pairs] each.
         scores, entropy: the gradient of the weighted values with respect to each, [n]; None if the loss has no entropy.
         candidates: with respect to the candidates' log-probabilities, [n, K]; None without candidates.
+        divergence: with respect to the divergence from a teacher, [n]; None without one.
     """
 
     metrics: dict[str, Tensor]
     scores: Tensor
     entropy: Tensor | None
     candidates: Tensor | None
+    divergence: Tensor | None = None
 
 
 class LossCall:
@@ -89,6 +91,7 @@ class LossCall:
         factors: Tensor | float,
         padding: Tensor,
         candidates: Tensor | None = None,
+        divergence: Tensor | None = None,
     ) -> LossEvaluation | None:
         """Call the function; None if it cannot be used on this or another context parallel rank.
 
@@ -98,8 +101,10 @@ class LossCall:
             factors: coefficient of each token's weighted value, or of each pair's value, in the sum that is differentiated.
             padding: bool [n], tokens of no sample.
             candidates: fp32 [n, K] from the model, log-probabilities of the candidates of ``inputs``.
+            divergence: fp32 [n] from the model, its divergence from a teacher.
         """
-        return self._guarded(lambda: self._differentiate(scores, entropy, candidates, inputs, factors, padding))
+        outputs = {"scores": scores, "entropy": entropy, "candidates": candidates, "divergence": divergence}
+        return self._guarded(lambda: self._differentiate(outputs, inputs, factors, padding))
 
     def observe(self, logprobs: Tensor, inputs: LossInputs, padding: Tensor) -> dict[str, Tensor] | None:
         """Call the function of a loss with ``is_cross_entropy`` for its metrics: [n] each; None as in :meth:`evaluate`."""
@@ -136,16 +141,9 @@ class LossCall:
         return result
 
     def _differentiate(
-        self,
-        scores: Tensor,
-        entropy: Tensor | None,
-        candidates: Tensor | None,
-        inputs: LossInputs,
-        factors: Tensor | float,
-        padding: Tensor,
+        self, outputs: dict[str, Tensor | None], inputs: LossInputs, factors: Tensor | float, padding: Tensor
     ) -> LossEvaluation:
         loss, weights = self.loss, inputs.weights
-        outputs = {"scores": scores, "entropy": entropy, "candidates": candidates}
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in outputs.items() if tensor is not None}
         count = len(weights) if loss.per == "token" else len(inputs.pairs)
         with torch.enable_grad():
@@ -159,6 +157,7 @@ class LossCall:
                 _finite_fields(inputs),
                 entropy=visible.get("entropy"),
                 candidate_logprobs=visible.get("candidates"),
+                divergence=visible.get("divergence"),
                 reduce_context=self._reduce_context(inputs.reduce_context),
             )
             values, metrics = split_output(loss, loss(visible["scores"], inputs), count)
@@ -175,9 +174,10 @@ class LossCall:
         }
         return LossEvaluation(
             metrics={"loss": values.detach(), **{name: metric.detach().float() for name, metric in metrics.items()}},
-            scores=gradients.get("scores", torch.zeros_like(scores)),
+            scores=gradients.get("scores", torch.zeros_like(leaves["scores"])),
             entropy=gradients.get("entropy"),
             candidates=gradients.get("candidates"),
+            divergence=gradients.get("divergence"),
         )
 
     # --- agreement of context parallel ranks, which may communicate inside the function ---

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megascend.errors import ConfigError, DataError
+from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.tracking.metrics import Metric
 
 
@@ -46,6 +47,7 @@ class LossInputs:
             ``candidates``, as the next two.
         teacher_logprobs: float32 [n, K], the teacher's log-probabilities of them.
         candidate_logprobs: float32 [n, K] with gradient, the model's. Both are 0 at unused slots.
+        divergence: float32 [n] with gradient, from the teacher of the loss; None unless it has one.
         last: int64, indices of samples' last tokens among the n; None except for losses of values.
         reduce_context: sums a tensor over context parallel ranks, differentiably.
         members: index of each of the micro batch's samples in this rank's list, on the host.
@@ -67,6 +69,7 @@ class LossInputs:
     candidate_ids: Any = None
     teacher_logprobs: Any = None
     candidate_logprobs: Any = None
+    divergence: Any = None
     last: Tensor | None = None
     extra: dict[str, Tensor] | None = None
     members: Sequence[int] = ()
@@ -108,6 +111,7 @@ class Loss:
         settings: keyword arguments of ``function``; see :meth:`with_settings`.
         is_cross_entropy: the values are the negative log-probabilities, and the function only adds metrics. If the head can, it
             computes the gradient with the logits, as for ``cross_entropy``; the function is then called without a graph.
+        divergence: ``inputs.divergence`` to compute: from a teacher, by its hidden states in the samples' ``teacher_states``.
     """
 
     name: str
@@ -120,12 +124,20 @@ class Loss:
     of: Literal["logprobs", "values"] = "logprobs"
     is_cross_entropy: bool = False
     divisor: float | None = None
+    divergence: TeacherDivergence | None = None
 
     def __post_init__(self) -> None:
         if self.divisor is not None and (self.reduction == "sum" or not 0 < self.divisor < math.inf):
             raise ConfigError(
                 f"loss {self.name!r}: divisor is a number above 0 for losses with reduction='mean'; got {self.divisor}, "
                 f"reduction={self.reduction!r}"
+            )
+        if self.divergence is not None and (
+            "teacher_states" not in self.requires or self.entropy or self.of != "logprobs" or self.is_cross_entropy
+        ):
+            raise ConfigError(
+                f"loss {self.name!r}: divergence=... is for losses of log-probabilities without entropy whose requires has "
+                f"'teacher_states'; got requires={self.requires}, of={self.of!r}, entropy={self.entropy}"
             )
         if self.is_cross_entropy and (self.per != "token" or self.of != "logprobs" or self.entropy):
             raise ConfigError(
@@ -160,7 +172,10 @@ class Loss:
         """Describe what must be equal on all ranks."""
         settings = "".join(f", {name}={value!r}" for name, value in self.settings)
         divisor = "" if self.divisor is None else f", divisor={self.divisor!r}"
-        return f"loss={self.name!r}{settings}{divisor}" + (", reduction='sum'" if self.reduction == "sum" else "")
+        divergence = "" if self.divergence is None else f", divergence={self.divergence.describe()}"
+        return f"loss={self.name!r}{settings}{divisor}{divergence}" + (
+            ", reduction='sum'" if self.reduction == "sum" else ""
+        )
 
     def __call__(self, logprobs: Tensor, inputs: LossInputs) -> Any:
         return self.function(logprobs, inputs, **dict(self.settings))
@@ -417,6 +432,17 @@ def _outcomes(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor, dict[str, Ten
 def _divergence(first: Tensor, second: Tensor, used: Tensor) -> Tensor:
     """Return KL(first || second) [n] of log-probabilities [n, outcomes], where ``used``."""
     return torch.where(used, first.exp() * (first - second), 0.0).sum(1)
+
+
+def vocabulary_divergence(logprobs: Tensor, inputs: LossInputs) -> Tensor:
+    """Divergence from the teacher of the loss over the whole vocabulary."""
+    return inputs.divergence
+
+
+def teacher_loss(divergence: TeacherDivergence) -> Loss:
+    """Return the loss that is a divergence from a teacher, token by token; its samples have ``teacher_states``."""
+    name = f"{divergence.kind} over the vocabulary"
+    return Loss(name, vocabulary_divergence, requires=("teacher_states",), divergence=divergence)
 
 
 LOSS_METRICS = {

@@ -133,6 +133,7 @@ class MicroBatch:
         teacher_logprobs: float32 [n, K], its log-probabilities of them.
         temperature: divides the logits.
         allowed: int64 [n, A], tokens that each target was drawn from, -1 at unused slots; None: the whole vocabulary everywhere.
+        teacher_states: [n, h], a teacher's last hidden states; None unless the loss requires them.
     """
 
     members: list[int]
@@ -160,6 +161,7 @@ class MicroBatch:
     teacher_logprobs: Tensor | None = None
     temperature: float = 1.0
     allowed: Tensor | None = None
+    teacher_states: Tensor | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -239,6 +241,7 @@ def build(
         teacher_logprobs=teacher_logprobs,
         temperature=selected[0].temperature,
         allowed=None if dummy else _allowed_column(selected, columns),
+        teacher_states=None if dummy else _teacher_states(selected, loss, columns),
         images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
 
@@ -327,6 +330,13 @@ def _candidate_columns(
     return ids, columns.padded(same_width([entry.logprobs for entry in candidates], 0), 0)
 
 
+def _teacher_states(samples: Sequence[Sample], loss: Loss | None, columns: _Columns) -> Tensor | None:
+    """Return the teacher's hidden states; None unless the loss reads them: they are as large as the model's own."""
+    if loss is None or "teacher_states" not in loss.requires:
+        return None
+    return columns.padded([sample.teacher_states for sample in samples if sample.teacher_states is not None], 0)
+
+
 def _allowed_column(samples: Sequence[Sample], columns: _Columns) -> Tensor | None:
     """Return the tokens that each target was drawn from, -1 at unused slots; None if no sample limits them."""
     if all(sample.allowed is None for sample in samples):
@@ -396,7 +406,7 @@ def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
             raise DataError(
                 f"loss {loss.name!r} needs {', '.join(missing)} on every sample; set them in megascend.Sample"
             )
-    return sorted(common - {"candidates"})  # columns of their own
+    return sorted(common - {"candidates", "teacher_states"})  # columns of their own
 
 
 def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[int, int]]:

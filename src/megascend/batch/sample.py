@@ -45,6 +45,8 @@ class Sample:
         temperature: divides the logits: log-probabilities, entropies and losses are those of the policy at this temperature.
         allowed: integers [length, A], the tokens from which each target was drawn (top-k, top-p), -1 at unused slots: the
             policy is the distribution renormalised over them. A row of -1 only: the whole vocabulary.
+        teacher_states: floats [length, h], a teacher's last hidden states, from which its output layer computes the logits of
+            each target.
     """
 
     input_ids: Any
@@ -64,6 +66,7 @@ class Sample:
     candidates: Candidates | None = None
     temperature: float = 1.0
     allowed: Any = None
+    teacher_states: Any = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -85,6 +88,9 @@ class Sample:
         if self.allowed is not None:
             self.allowed = id_rows(self.allowed, "allowed")
             lengths["allowed"] = len(self.allowed)
+        if self.teacher_states is not None:
+            self.teacher_states = _states(self.teacher_states)
+            lengths["teacher_states"] = len(self.teacher_states)
         if not 0 < self.temperature < math.inf:
             raise DataError(f"temperature is {self.temperature}; it must be above 0 and finite")
         if len(set(lengths.values())) != 1:
@@ -106,14 +112,15 @@ class Sample:
         tensors = {
             name: value
             for name, value in values.items()
-            if isinstance(value, Tensor) and name not in ("routed_experts", "allowed")
+            if isinstance(value, Tensor) and name not in ("routed_experts", "allowed", "teacher_states")
         }
         return tensors | self.extra
 
     @property
     def loss_fields(self) -> set[str]:
         """Names of the fields that a loss may require and that are set."""
-        return {*self.token_fields(), *(["candidates"] if self.candidates is not None else [])}
+        wide = {"candidates": self.candidates, "teacher_states": self.teacher_states}
+        return {*self.token_fields(), *(name for name, value in wide.items() if value is not None)}
 
     def image_fields(self) -> dict[str, Tensor]:
         """Return the tensors of decoded pictures by name; empty without pictures."""
@@ -188,6 +195,14 @@ class Sample:
         tokens = _vector(token_ids, "token_ids", torch.int64)
         # Targets are unused here, but every sample must have them.
         return cls(tokens, tokens, torch.ones(len(tokens)) if weights is None else weights, **fields)
+
+
+def _states(values: Any) -> Tensor:
+    """Check ``teacher_states``; their dtype, that of the teacher's output layer, is kept."""
+    if not isinstance(values, Tensor) or values.dim() != 2 or not values.is_floating_point():
+        shape = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise DataError(f"teacher_states must be a tensor of floats [length, hidden size], got {shape}")
+    return values.detach().cpu()
 
 
 def _routing(values: Any) -> Tensor:

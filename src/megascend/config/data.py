@@ -131,12 +131,18 @@ class Validation(Section):
 
 
 class Distillation(Section):
-    """Learning a teacher's distributions, which the data holds for each token."""
+    """Learning a teacher's distributions: those that the data holds for each token, or those of a model."""
+
+    teacher: Path | None = Field(
+        None,
+        description="checkpoint directory of a teacher with the model's tokenizer, which the trainer's ranks compute beside the "
+        "model: its distributions over the whole vocabulary are learned; unset: the data holds distributions (top_ids)",
+    )
 
     loss: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         "forward_kl",
-        description="divergence from the teacher at its most likely tokens, with all other tokens as one outcome: KL(teacher || "
-        "model), KL(model || teacher), or the generalised Jensen-Shannon divergence",
+        description="divergence from the teacher: KL(teacher || model), KL(model || teacher), or the generalised Jensen-Shannon "
+        "divergence; of the data's distributions over the most likely tokens, with all others as one outcome",
     )
     beta: float = Field(0.5, gt=0, lt=1, description="weight of the teacher in the mixture of jsd")
 

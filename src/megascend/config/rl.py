@@ -12,6 +12,8 @@ from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
 
 VLLM = "vllm"
 """Entry of ``engines`` for a vLLM server that the run starts."""
+LOCAL, TRAINER = "local", "trainer"
+"""Engines of a teacher: transformers in a process beside rank 0, and the trainer's own ranks."""
 BASE = "base"
 """Reference that is the model which the run starts from."""
 COUNTERPARTS = {
@@ -293,15 +295,23 @@ class TeacherSettings(Section):
     engine: str = Field(
         "local",
         description="address of a vLLM server with the teacher (http://HOST:PORT), whose tokenizer must be the model's; local: "
-        "transformers in a process beside rank 0",
+        "transformers in a process beside rank 0; trainer: the trainer's ranks, beside the model, for its whole distributions",
     )
-    model: Path | None = Field(None, description="checkpoint directory of the teacher, for the engine local")
+    model: Path | None = Field(
+        None, description="checkpoint directory of the teacher, for the engines local and trainer"
+    )
     loss: Literal["policy", "forward_kl", "reverse_kl", "jsd"] = Field(
         "policy",
         description="policy: objective.loss with -coefficient (log p_model - log p_teacher) of each sampled token as its "
-        "advantage; others: the divergence over the teacher's likeliest tokens at each position",
+        "advantage; others: the divergence over the teacher's likeliest tokens at each position, with engine trainer over all "
+        "tokens",
     )
-    top: int = Field(64, ge=1, le=256, description="likeliest tokens of a position, for losses other than policy")
+    top: int = Field(
+        64,
+        ge=1,
+        le=256,
+        description="likeliest tokens of a position, for losses other than policy; not with engine trainer",
+    )
     beta: float = Field(0.5, gt=0, lt=1, description="weight of the teacher in the mixture of jsd")
     coefficient: float = Field(1.0, gt=0, description="factor of the teacher's advantages, with loss policy")
     rewards: bool = Field(
@@ -310,11 +320,19 @@ class TeacherSettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TeacherSettings:
-        if (self.engine == "local") != (self.model is not None):
-            raise ValueError("set teacher.model with engine local, and only with it: a server has its model loaded")
+        has_directory = self.engine in (LOCAL, TRAINER)
+        if has_directory != (self.model is not None):
+            raise ValueError(
+                "set teacher.model with engine local or trainer, and only with these: a server has its model loaded"
+            )
         server = self.engine.startswith("http://") and self.engine.removeprefix("http://").strip("/")
-        if self.engine != "local" and not server:
-            raise ValueError(f"teacher.engine: {self.engine!r} is neither local nor the address of a server")
+        if not has_directory and not server:
+            raise ValueError(f"teacher.engine: {self.engine!r} is neither local, trainer, nor the address of a server")
+        if self.engine == TRAINER and "top" in self.model_fields_set:
+            raise ValueError(
+                f"teacher.top: {self.top} with engine trainer, which compares distributions over the whole vocabulary: leave it "
+                "out"
+            )
         if self.rewards and self.loss != "policy":
             raise ValueError(f"teacher.rewards: true needs teacher.loss: policy, got {self.loss}")
         return self
@@ -467,8 +485,8 @@ class RlConfig(TrainerConfig):
 
     @property
     def teacher_engine(self) -> str:
-        """Engine of the teacher; ``local`` also without one."""
-        return "local" if self.teacher is None else self.teacher.engine
+        """Engine of the teacher; ``local`` also where the run needs none."""
+        return LOCAL if self.teacher is None or self.teacher.engine == TRAINER else self.teacher.engine
 
     @property
     def learns_from_rewards(self) -> bool:
@@ -522,6 +540,7 @@ class RlConfig(TrainerConfig):
         prompts = self.evaluation.prompts if self.evaluation is not None else None
         reference = self.reference.model if self.reference is not None and self.reference.model != BASE else None
         paths = {"rollout.prompts": self.rollout.prompts, "evaluation.prompts": prompts}
+        paths["teacher.model"] = None if self.teacher is None else self.teacher.model
         return paths | {"reference.model": None if reference is None else Path(reference)}
 
 

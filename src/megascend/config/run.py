@@ -318,7 +318,11 @@ class RunConfig(TrainerConfig):
 
     def data_paths(self) -> dict[str, Path | None]:
         """Return the data files that the run reads, by their setting."""
-        return {"data.path": self.data.path, "validation.path": self.validation.path if self.validation else None}
+        return {
+            "data.path": self.data.path,
+            "validation.path": self.validation.path if self.validation else None,
+            "distillation.teacher": self.distillation.teacher if self.distillation else None,
+        }
 
     def data_sources(self) -> list[tuple[Path, Data, str]]:
         """Return path, data settings and setting name of the training data, and of separate validation data."""

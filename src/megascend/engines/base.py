@@ -30,6 +30,7 @@ from megascend.engines.export import check_export, export
 from megascend.engines.router_replay import RouterReplay
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
+from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.lora.adapter_io import SavedAdapter
 from megascend.lora.registry import AdapterSettings
 from megascend.selfcheck.verdict import Verdict
@@ -68,6 +69,21 @@ class Output(Protocol):
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """Return fp32 [n, vocabulary] on the CPU, or only ``rows`` (int64, ascending) of it."""
+        ...
+
+    def logit_factors(self) -> tuple[Tensor, Tensor]:
+        """Return the last hidden states [n, h] and the output layer's rows of tokens on this rank [rows, h], without a graph.
+
+        Logits are their product, without adapters of the output layer. Both may share the model's memory: copy them to keep
+        them beyond the micro batch.
+        """
+        ...
+
+    def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return fp32 [n] log-probabilities of the targets, and divergences from the teacher with ``states`` [n, its h].
+
+        Both with their autograd graph. At temperature 1.
+        """
         ...
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.scalar_head import BIAS, WEIGHT, ScalarHead
+from megascend.kernels.linear_divergence import TeacherDivergence, linear_divergence
 from megascend.kernels.linear_logprobs import (
     LowRank,
     VocabShard,
@@ -87,6 +88,22 @@ class PlainOutput:
     def logits(self, rows: Tensor | None = None) -> Tensor:
         logits = gather_logits(self.hidden, self.weight, self.shard, self.down, self.lora_delta, rows)
         return logits[:, : self.vocab_size]
+
+    def logit_factors(self) -> tuple[Tensor, Tensor]:
+        return self.hidden.detach(), self.weight.detach()[: self.vocab_size]
+
+    def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
+        return linear_divergence(
+            self.hidden,
+            self.weight,
+            self.targets,
+            self.shard,
+            states,
+            divergence,
+            direct_weight_gradient=True,
+            down=self.down,
+            lora_delta=self.lora_delta,
+        )
 
 
 def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, Tensor]:

@@ -44,14 +44,16 @@ def chunks(
     down: Tensor | None = None,
     lora_delta: LowRank | None = None,
     temperature: float = 1.0,
+    size: int | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield every chunk of ``hidden`` [n, h] with its logits [chunk, rows], which reuse one buffer.
 
-    They are divided by ``temperature`` before they are rounded to the model's dtype.
+    They are divided by ``temperature`` before they are rounded to the model's dtype. ``size``: tokens of a chunk; default:
+    :func:`chunk_size`.
     """
     if down is not None and temperature != 1:
         down = down / temperature
-    size = min(chunk_size(len(rows), hidden.element_size()), len(hidden))
+    size = min(size or chunk_size(len(rows), hidden.element_size()), len(hidden))
     buffer = hidden.new_empty(size, len(rows))
     for start in range(0, len(hidden), size):
         part = slice(start, min(start + size, len(hidden)))
@@ -78,7 +80,8 @@ class _WeightGradient:
             # Padding rows get no gradient.
             self._sum = weight.main_grad[: shard.rows]  # type: ignore[reportAttributeAccessIssue]
         else:
-            self._sum = torch.zeros(shard.rows, weight.shape[1], dtype=torch.float32, device=weight.device)
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            self._sum = torch.zeros(shard.rows, weight.shape[1], dtype=dtype, device=weight.device)
 
     def add(self, grad_logits: Tensor, hidden: Tensor) -> None:
         """Add ``grad_logits^T @ hidden``."""
@@ -94,7 +97,7 @@ class _WeightGradient:
         return torch.cat([gradient, gradient.new_zeros(len(self._weight) - self._rows, self._weight.shape[1])])
 
 
-class _Gradients:
+class Gradients:
     """Accumulators of the required gradients of hidden states, weight and ``down``, fed with chunks of logit gradients."""
 
     def __init__(
@@ -182,7 +185,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, down, targets, candidates, local_targets, local_candidates, *saved = ctx.saved_tensors
         log_sum, target, entropies, logprobs = saved
         rows = weight[: ctx.shard.rows]
-        gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.lora_delta)
+        gradients = Gradients(ctx.needs_input_grad, hidden, weight, down, ctx.shard, ctx.direct, ctx.lora_delta)
         # Through the coefficients: logits are the projection divided by the temperature.
         grad_logprobs, grad_entropy, grad_candidates = (
             None if grad is None else grad / ctx.temperature for grad in (grad_logprobs, grad_entropy, grad_candidates)
@@ -247,7 +250,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = weight[: shard.rows]
         local_targets = shard.local(targets)
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        gradients = _Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, lora_delta)
+        gradients = Gradients(ctx.needs_input_grad, hidden, weight, down, shard, direct, lora_delta)
         scale = coefficients * (loss_grad / temperature)
         for part, logits in chunks(hidden, rows, down, lora_delta, temperature):
             softmax = statistics(logits, local_targets[part], shard, entropy=False)

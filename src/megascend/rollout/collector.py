@@ -123,6 +123,8 @@ class RolloutCollector:
         self._problem: BaseException | None = None
         self._batches_taken = self._version = self._offset = 0
         self._started = self._closing = False
+        self.on_finished: Callable[[TrajectoryGroup], None] | None = None
+        """Called on the event loop with each group that waits for the trainer from then on."""
         # Only the event loop's thread touches the state; the trainer's thread submits coroutines to it.
         self._changed = asyncio.Event()
         self._pool = EnginePool(engines, engines_lost_s, self._engine_ready)
@@ -151,15 +153,15 @@ class RolloutCollector:
         """Return the engines that an update is for; see :meth:`EnginePool.targets`."""
         return self._run(self._pool.targets(version, returned=returned))
 
-    def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> bool:
+    def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> list[InferenceEngine]:
         """Check the engines of a failed update; see :meth:`EnginePool.update_failed`."""
         return self._run(self._pool.update_failed(version, engines))
 
-    def reject(self, engines: Sequence[InferenceEngine], error: Exception) -> None:
+    def reject(self, engines: Sequence[InferenceEngine], error: Exception, seconds: float = 0.0) -> None:
         """Record that engines take no weights; see :meth:`EnginePool.reject`."""
 
         async def note() -> None:
-            self._pool.reject(engines, error)
+            self._pool.reject(engines, error, seconds)
 
         self._run(note())
 
@@ -357,7 +359,10 @@ class RolloutCollector:
                     self._buffer.discarded(number)
                 else:
                     equal = not self._task.equal_groups_have_signal and without_signal(group.rewards)
-                    self._buffer.finished(group, equal=equal, dropped=equal and self._task.drop_equal)
+                    dropped = equal and self._task.drop_equal
+                    self._buffer.finished(group, equal=equal, dropped=dropped)
+                    if self.on_finished is not None and not dropped:
+                        self.on_finished(group)
                     if equal:
                         self._check_streak(group)
         except asyncio.CancelledError as cancellation:

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 VERDICT_S = 10.0
 """Seconds after which an engine that failed and does not report its version is taken to be lost."""
 POLL_S = 0.05
+PATIENCE = 10
+"""An engine that held up an update for a second is asked again after so many, while others sample."""
 
 
 @dataclass(eq=False)
@@ -31,6 +33,7 @@ class Member:
         reported: version that it has reported; None: it has not been asked.
         target_version: version of the last update that this run has begun on it.
         problem: why it does not answer or takes no weights; None if it does.
+        rejection: why it took no weights the last time; None once it has taken some.
         check: task that asks for its version; None while its version is certain.
         checked: set once ``check`` has had an answer or an error.
     """
@@ -40,6 +43,7 @@ class Member:
     reported: int | None = None
     target_version: int | None = None
     problem: Exception | None = None
+    rejection: Exception | None = None
     check: asyncio.Task[None] | None = None
     checked: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -61,9 +65,9 @@ class Member:
     @property
     def state(self) -> str:
         """Describe why it gets no prompts."""
-        return (
-            str(self.problem) if self.problem else "it has no weights yet" if self.awaits_weights else "no answer yet"
-        )
+        if (reason := self.problem or self.rejection) is not None:
+            return str(reason)
+        return "it has no weights yet" if self.awaits_weights else "no answer yet"
 
 
 class EnginePool:
@@ -228,10 +232,10 @@ class EnginePool:
             if engines is None or member.engine in engines:
                 self._confirm(member, version)
 
-    async def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> bool:
-        """Check the engines of a failed update; return whether it may succeed on those that still need it.
+    async def update_failed(self, version: int, engines: Sequence[InferenceEngine]) -> list[InferenceEngine]:
+        """Check the engines of a failed update; return those that still need it, and whose failure no loss explains.
 
-        It may if an engine has been lost or restarted, or has committed it.
+        None if an engine has been lost or restarted: the update may succeed on the others.
         """
         members = [member for member in self._members if member.engine in engines]
         before = {member: member.version for member in members}
@@ -239,13 +243,25 @@ class EnginePool:
         for member in members:
             if member.check is None and member.reported == version:
                 self._confirm(member, version)
-        return any(member.check is not None or member.version != before[member] for member in members)
+        if any(
+            member.check is not None or (member.version is None and before[member] is not None) for member in members
+        ):
+            return []
+        return [member.engine for member in members if member.version != version]
 
-    def reject(self, engines: Sequence[InferenceEngine], error: Exception) -> None:
-        """Record that engines answer but take no weights; they are asked again later."""
+    def reject(self, engines: Sequence[InferenceEngine], error: Exception, seconds: float = 0.0) -> None:
+        """Record that engines answer but take no weights: they are lost, and asked again later.
+
+        Args:
+            seconds: for which the update was held up.
+        """
         for member in self._members:
-            if member.engine in engines and member.awaits_weights:
-                self._reject(member, error)
+            if member.engine in engines and member.check is None:
+                if member.ready:
+                    # require_any() may not have been called for long: the trainer was in an update.
+                    self._ready_at = self._clock()
+                member.version = None
+                self._reject(member, error, PATIENCE * seconds if self.ready else 0.0)
 
     def require_any(self) -> None:
         """Raise EngineLostError if no engine could get prompts for ``lost_s`` seconds."""
@@ -308,6 +324,8 @@ class EnginePool:
         while True:
             try:
                 version = await member.engine.version()
+                if type(version) is not int or version < 0:  # True is an int
+                    raise EngineError(f"{member.engine.name}: its version is {version!r:.40}, not a number from 0 on")
                 break
             except Exception as error:  # noqa: BLE001  one engine's error must not end the run
                 self._record_problem(member, error)
@@ -338,14 +356,16 @@ class EnginePool:
         member.checked.set()
 
     def _confirm(self, member: Member, version: int) -> None:
-        member.version = version
+        member.version, member.rejection = version, None
         if member.check is None:
             member.problem, member.reported = None, version
             self._changed()
 
-    def _reject(self, member: Member, error: Exception) -> None:
+    def _reject(self, member: Member, error: Exception, delay_s: float = 0.0) -> None:
         self._record_problem(member, error)
-        self._begin_check(member, delay_s=self._availability.failed(self._members.index(member)) or FIRST_S)
+        member.rejection = error
+        delay_s = max(delay_s, self._availability.failed(self._members.index(member)) or FIRST_S)
+        self._begin_check(member, delay_s=delay_s)
 
 
 class CheckedEngine:

@@ -50,6 +50,11 @@ def check_policy(sample: Sample, index: int, temperature: float, vocab_size: int
         raise DataError(
             f"sample {index} has the temperature {sample.temperature:g}, and sample 0 {temperature:g}; one call has one"
         )
+    if sample.teacher_states is not None and (sample.allowed is not None or sample.temperature != 1):
+        raise DataError(
+            f"sample {index} has teacher_states, which are compared over the whole vocabulary at temperature 1, and "
+            f"{'allowed' if sample.allowed is not None else f'the temperature {sample.temperature:g}'}"
+        )
     if sample.allowed is None:
         return
     if sample.candidates is not None:
@@ -129,6 +134,12 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
         if loss.of == "values" and loss.per == "pair" and not float(sample.weights[-1]):
             raise DataError(
                 f"sample {index} has weight 0 at its last token, where the loss {loss.name!r} reads its score; set it to 1"
+            )
+        rows = None if loss.divergence is None else loss.divergence.weight
+        if rows is not None and sample.teacher_states.shape[1] != rows.shape[1]:
+            raise DataError(
+                f"sample {index} has teacher_states of {sample.teacher_states.shape[1]} numbers a token, and the teacher's "
+                f"output layer in the loss {loss.name!r} takes {rows.shape[1]}"
             )
         if "candidates" in loss.requires and sample.candidates is not None:
             bare = (sample.weights != 0) & (sample.candidates.ids < 0).all(1)

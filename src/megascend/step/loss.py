@@ -103,21 +103,30 @@ class MicroBatchLoss:
             coefficients = batch.weights * normalizer.token_factors(batch)
             total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
             return total, self._cross_entropy_metrics(batch, logprobs.detach()), logprobs
+        if loss.divergence is not None and batch.teacher_states is not None:  # dummy batches have none
+            logprobs, divergences = output.divergence(loss.divergence, batch.teacher_states)
+            return self._evaluate(batch, logprobs, divergence=divergences)
         return self._evaluate(batch, *output.logprobs(loss.entropy, batch.candidate_ids))
 
     def _evaluate(
-        self, batch: MicroBatch, tokens: Tensor, entropy: Tensor | None = None, candidates: Tensor | None = None
+        self,
+        batch: MicroBatch,
+        tokens: Tensor,
+        entropy: Tensor | None = None,
+        candidates: Tensor | None = None,
+        divergence: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Call the loss function on ``tokens`` [n], log-probabilities or values, and on what else it needs.
 
         Args:
             entropy: [n]; ``candidates``: log-probabilities of the micro batch's candidates [n, K].
+            divergence: [n], from the teacher of the loss.
         """
         loss, normalizer, result = self._loss, self._normalizer, None
         if not batch.dummy:
             factors = normalizer.token_factors(batch) if loss.per == "token" else normalizer.pair_factors(batch)
             result = normalizer.function.evaluate(
-                tokens, entropy, self._inputs(batch), factors, batch.padding, candidates
+                tokens, entropy, self._inputs(batch), factors, batch.padding, candidates, divergence
             )
         if result is None:  # the backward pass must still run, with zeros: other ranks communicate in it
             zero = torch.zeros_like(tokens).mul(tokens).sum()
@@ -128,6 +137,8 @@ class MicroBatchLoss:
             total = total + (result.entropy * entropy).sum()
         if candidates is not None and result.candidates is not None:
             total = total + (result.candidates * candidates).sum()
+        if divergence is not None and result.divergence is not None:
+            total = total + (result.divergence * divergence).sum()
         if loss.per == "token":
             return total, self._token_metrics(batch, result.metrics), tokens
         # Every context parallel rank has every pair, so each reports 1 / ranks of the sum, but takes the full gradient.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megascend.batch.micro_batch import MicroBatch
 from megascend.engines.base import Output
+from megascend.kernels.linear_divergence import TeacherDivergence
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ class MaskedOutput:
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         return self.output.logits(rows)
+
+    def logit_factors(self) -> tuple[Tensor, Tensor]:
+        return self.output.logit_factors()
+
+    def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("samples have a teacher's hidden states or a mask, not both")
 
 
 def policy_output(batch: MicroBatch, output: Output) -> Output:

@@ -194,6 +194,22 @@ class Step:
         )["values"]
 
     @torch.no_grad()
+    def divergences(self, samples: Sequence[Sample], loss: Loss, adapter: str | None = None) -> list[Tensor]:
+        """Compute the divergence from the teacher of a loss at every target; see ``Backend.divergences``."""
+        divergence = loss.divergence
+        assert divergence is not None
+
+        def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
+            if batch.teacher_states is None:  # a dummy batch, of this rank as of those that divide the vocabulary
+                return {"divergence": output.logprobs(False)[0]}
+            return {"divergence": output.divergence(divergence, batch.teacher_states)[1]}
+
+        call = f"divergences({loss.describe()})"
+        return self.token_scores(
+            call, samples, adapter, ("divergence",), scores, requires=("teacher_states",), loss=loss
+        )["divergence"]
+
+    @torch.no_grad()
     def top_logprobs(
         self, samples: Sequence[Sample], count: int, adapter: str | None = None
     ) -> list[tuple[Tensor, Tensor]]:
@@ -225,6 +241,7 @@ class Step:
         reference: bool = False,
         output: Literal["logprobs", "values"] = "logprobs",
         requires: Sequence[str] = (),
+        loss: Loss | None = None,
     ) -> dict[str, Any]:
         """Return under each of ``names`` a CPU tensor [length, ...] for every sample, with dropout off.
 
@@ -234,6 +251,7 @@ class Step:
                 for dummy batches, which only match other ranks' collectives.
             output: kind of output that the model's head must compute.
             requires: fields that all samples must have.
+            loss: whose fields micro batches are to have; default: those of a forward pass.
         """
         engine, trainable = self._engine, self._engine.trainable
         require_head(engine, output, call)
@@ -249,7 +267,7 @@ class Step:
             order = list(agreed.counts)
 
             def run_batches(contexts: ExitStack) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
-                batches = self._build(samples, plan, adapter_names, order, None)
+                batches = self._build(samples, plan, adapter_names, order, loss)
                 contexts.enter_context(engine.evaluating())
                 contexts.enter_context(trainable.applying(order))
                 return batches, engine.run(batches, stored_scores, forward_only=True)

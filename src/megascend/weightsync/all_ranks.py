@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from megascend.distributed.objects import from_rank_0, raise_on_all_ranks
 from megascend.errors import MegascendError, WeightSyncError
-from megascend.weightsync.delivery import Delivery, Update
+from megascend.weightsync.delivery import Delivery, Update, sync_error
 from weightwire.errors import WireError
 
 if TYPE_CHECKING:
@@ -91,5 +91,6 @@ def on_every_rank(function: Callable[[], T], groups: ProcessGroups, purpose: str
 
 def _sync_error(error: Exception, rank: int, failure: str = "") -> WeightSyncError:
     if isinstance(error, WireError):
-        return WeightSyncError(f"{failure}: {error}; all engines keep the old weights" if failure else str(error))
+        text = f"{failure}: {error}; all engines keep the old weights" if failure else str(error)
+        return sync_error([error], text)
     return WeightSyncError(f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}")

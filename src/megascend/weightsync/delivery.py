@@ -18,10 +18,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megascend.errors import ConfigError, WeightSyncError
+from megascend.errors import ConfigError, EngineFaultError, WeightSyncError
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread, call_all
-from weightwire.errors import BaseError, PlanError, TransportError, WireError
+from weightwire.errors import (
+    BaseError,
+    DeadlineError,
+    OwnerError,
+    PeerLostError,
+    PlanError,
+    TransportError,
+    UpdateError,
+    VersionError,
+    WireError,
+)
 from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
 from weightwire.offer import Offer, Seal, Sharding
@@ -360,6 +370,10 @@ class Delivery:
             for part, value in (seconds or {}).items():
                 name = f"commit.{part}"
                 update.parts[name] = max(update.parts.get(name, 0.0), value)
+        if failed:
+            # Open, it would keep them from the next one. A no-op on an engine that has committed it, or does so now.
+            engines = [engine for engine in update.engines if engine.name in failed]
+            self._drop(update, engines)
         active = f"; version {update.version} is active on {', '.join(committed)}" if committed else ""
         self._require_all(committed, failed, f"version {update.version} was not committed everywhere", active)
 
@@ -369,9 +383,12 @@ class Delivery:
             return
         if update.sender is not None:
             update.sender.close()
+        self._drop(update, update.engines)
+
+    def _drop(self, update: Update, engines: Sequence[InferenceEngine]) -> None:
         with contextlib.suppress(Exception):
             # Within the margin that other ranks grant this one for reporting a failure.
-            self._all(update.engines, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
+            self._all(engines, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:
         """Stop listening, and release the buckets. Engines keep their weights."""
@@ -463,8 +480,23 @@ class Delivery:
                 f"{name}: {error}" if type(error) is TimeoutError else f"{name}: {type(error).__name__}: {error}"
                 for name, error in failed.items()
             )
-            raise WeightSyncError(f"{description}: {reasons}{after}")
+            raise sync_error(failed.values(), f"{description}: {reasons}{after}")
         return answers
+
+
+def sync_error(causes: Iterable[Exception], message: str) -> WeightSyncError:
+    """Return the error of a push: an EngineFaultError unless an engine has refused it, or this process is at fault."""
+    return (EngineFaultError if all(map(_is_fault, causes)) else WeightSyncError)(message)
+
+
+def _is_fault(error: Exception) -> bool:
+    """Check for an error of one engine's state, which another engine, or the same one later, would not have."""
+    if isinstance(error, VersionError | OwnerError | BaseError):
+        return False
+    # The rest, neither an answer in time nor one of the contract: a process that hangs, is gone, or writes nonsense.
+    return isinstance(error, DeadlineError | PeerLostError | UpdateError) or not isinstance(
+        error, WireError | ConfigError
+    )
 
 
 def _members(counts: Mapping[str, int]) -> list[str]:

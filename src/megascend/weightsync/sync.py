@@ -121,7 +121,7 @@ class WeightSync:
         self._backend, self._groups = backend, backend.groups
         self._specs: tuple[TensorSpec, ...] | None = None  # of the model's tensors
         check_transport(transport, backend.groups.device.type)
-        self._timeout_s = _deadline(timeout_s, backend)
+        self.timeout_s = _deadline(timeout_s, backend)
         try:
             digests.require(digest)
         except WireError as error:
@@ -143,7 +143,7 @@ class WeightSync:
                 host=host,
                 bucket_bytes=bucket_bytes,
                 digest=digest,
-                timeout_s=self._timeout_s,
+                timeout_s=self.timeout_s,
                 overlap=overlap,
                 options=options,
                 run=run,
@@ -163,8 +163,9 @@ class WeightSync:
             alone: send only the adapter's factors; engines load them under its name.
 
         Raises:
-            WeightSyncError: on every rank. The message names the engine and its error, and which engines keep the old weights:
-                all of them, unless the commit failed. The next push works.
+            EngineFaultError: on every rank: an engine was too slow, was lost, or failed. The message names the engine and its
+                error, and which engines keep the old weights: all of them, unless the commit failed. The next push works.
+            WeightSyncError: on every rank: likewise, of an engine that refused, or a failure of the trainer's.
             ConfigError: unknown adapter, or ``alone`` without one.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """

@@ -203,6 +203,109 @@ def test_run_goes_on_without_an_engine_that_hangs(
     assert len(gap) > 3
 
 
+class Faulty(MortalEngine):
+    """Engine that reports its version, and from an update on hangs at a call, or answers it with nonsense and without effect.
+
+    Args:
+        fault: name of the call, its first number that fails, and ``hangs`` or ``nonsense``.
+        times: number of calls that fail.
+    """
+
+    def __init__(self, *arguments: Any, fault: tuple[str, int, str], times: int = 1000, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.fault, self.times = fault, times
+
+    async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+        name, first, kind = self.fault
+        if call != name or not first <= self.calls.count(call) + 1 < first + self.times:
+            return await super().ask(call, arguments, timeout_s)
+        self.calls.append(call)
+        if kind == "hangs":
+            await asyncio.sleep(DEADLINE_S)
+        return {"version": "newest", "locations": 3, "commit": ["soon"]}
+
+
+FAULTS = [
+    (call, kind)
+    for call in ("locations", "begin_update", "verify", "commit", "drop", "version")
+    for kind in ("hangs", "nonsense")
+]
+FAULTS_IN_CI = [("begin_update", "hangs"), ("verify", "nonsense"), ("commit", "hangs")]
+PHASE = {
+    "locations": "push: ",
+    "begin_update": r"was not (begun|sent)|waiting",
+    "verify": "was not (verified|committed everywhere)",
+    "commit": "was not committed everywhere",
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [pytest.param(*fault, marks=() if fault in FAULTS_IN_CI else pytest.mark.nightly) for fault in FAULTS],
+)
+def test_run_goes_on_without_an_engine_that_reports_its_version_and_takes_no_weights(
+    folder: Path,
+    call: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It holds up two updates, of which one is for it alone, and is named with phase, seconds and setting."""
+    monkeypatch.setattr("megascend.rollout.engine_pool.VERDICT_S", 1)
+    timeout_s = 3
+    config = settings(folder, f"faulty-{call}-{kind}", steps=12, rollout={"max_lag": 0}, sync={"timeout_s": timeout_s})
+    # An update is dropped where it has failed, and an engine is asked for its version where it has died.
+    other = {"drop": ("verify", 2, "before"), "version": ("generate", 3, "before")}.get(call, ("", 0, ""))
+    faulty = Faulty(folder / "model", name="faulty", fault=(call, 1 if call == "drop" else 2, kind), death=other)
+    sound = [MortalEngine(folder / "model", name=f"sound {number}", seed=number) for number in (1, 2)]
+    with caplog.at_level(logging.WARNING):
+        assert run(config, faulty, *sound).steps == 12
+    assert max(row["mismatch_max"] for row in rows(config)) < EXACT
+    learned = [line for line in rollouts(config) if line["outcome"] == "learned"]
+    late = {line["engine"] for line in learned if line["step"] > 6}
+    assert late == {"sound 1", "sound 2"} if call != "drop" else "sound 1" in late
+    # Not again and again: each failure takes its deadline, and the time in which an engine drops what it has.
+    assert sum(row["sync_s"] > 1 for row in rows(config)) <= 2
+    assert sum(row["sync_s"] for row in rows(config)) < 4 * timeout_s + 12
+    if call in PHASE:
+        message, *later = (message for message in caplog.messages if message.startswith("faulty is lost"))
+        # Nonsense holds up nothing, so that the engine is asked again soon.
+        assert kind == "nonsense" or not later
+        assert f"took no weights, twice (sync.timeout_s: {timeout_s})" in message
+        assert re.search(PHASE[call], message)
+        assert "faulty" in message.partition("twice")[2]
+        if kind == "hangs":
+            assert f"did not answer within {timeout_s} s" in message
+
+
+def test_engine_that_takes_weights_again_is_used_again(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("megascend.rollout.engine_pool.PATIENCE", 0)
+    config = settings(folder, "faulty-twice", steps=16, rollout={"max_lag": 0}, sync={"timeout_s": 2})
+    faulty = Faulty(folder / "model", name="faulty", fault=("commit", 2, "hangs"), times=2)
+    with caplog.at_level(logging.WARNING):
+        assert run(config, faulty, MortalEngine(folder / "model", name="sound", seed=1)).steps == 16
+    assert max(row["mismatch_max"] for row in rows(config)) < EXACT
+    assert sum(message.startswith("faulty is lost") for message in caplog.messages) == 1
+    assert "faulty" in {line["engine"] for line in rollouts(config) if line["step"] > 12}
+
+
+def test_run_whose_only_engine_takes_no_weights_ends_by_name(folder: Path) -> None:
+    config = settings(folder, "faulty-alone", rollout={"engines_lost_s": 2}, sync={"timeout_s": 2})
+    faulty = Faulty(folder / "model", name="faulty", fault=("commit", 2, "hangs"))
+    start = time.monotonic()
+    with pytest.raises(EngineLostError) as raised:
+        run(config, faulty)
+    assert time.monotonic() - start < 60
+    message = str(raised.value)
+    assert message.startswith("no rollout engine could be used for 2 s (rollout.engines_lost_s): faulty: ")
+    assert "took no weights, twice (sync.timeout_s: 2): version" in message
+    assert "was not committed everywhere: faulty: it did not answer within 2 s" in message
+
+
 @pytest.mark.parametrize("call", ["generate", "begin_update", "verify", "commit"])
 @pytest.mark.parametrize("engines", [1, 2])
 def test_engine_restarted_unnoticed_gives_no_sample_of_its_first_weights(

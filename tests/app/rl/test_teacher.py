@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,17 @@ import torch
 
 from app.rl.test_learn import recorded
 from megascend.app.rl.learn import learn
-from megascend.app.rl.teacher import TeacherScores, check_same_tokenizer
+from megascend.app.rl.teacher import Teacher, TeacherScores, TrainerTeacher, check_teacher
 from megascend.app.rl.train import train_rl
+from megascend.app.teacher_model import TeacherModel
 from megascend.batch.candidates import Candidates
 from megascend.config.rl import Objective, RlConfig, TeacherSettings
 from megascend.errors import ConfigError, EngineError
+from megascend.huggingface.info import inspect_checkpoint
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend
+from support.rl_runs import RecordedEngine
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 TRAJECTORIES = [trajectory for group in recorded() for trajectory in group.trajectories]
@@ -103,6 +108,60 @@ def test_step_on_recorded_rollouts_is_that_of_plain_pytorch(loss: str, models: t
             assert result == pytest.approx((float(expected.detach()), norm), rel=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "average"), [(1, "tokens"), (2, "responses")], ids=["one rank", "two ranks, by response"]
+)
+def test_step_with_whole_distributions_is_that_of_plain_pytorch(
+    world_size: int, average: Any, models: tuple[Path, Path]
+) -> None:
+    """Recorded trajectories have several turns; what the environment wrote counts nowhere."""
+    student, teacher = map(load, models)
+    losses, expected = ("policy", "forward_kl", "reverse_kl", "jsd"), {}
+    divergences = []
+    for name in losses:
+        terms = []
+        for trajectory in TRAJECTORIES:
+            p, mask = distributions(student, trajectory), torch.tensor(trajectory.mask)
+            with torch.no_grad():
+                q = distributions(teacher, trajectory)
+            tokens = torch.tensor(trajectory.tokens)[:, None]
+            engine = torch.tensor(trajectory.logprobs, dtype=torch.float64)
+            scores = q.gather(1, tokens)[:, 0]
+            m = (0.3 * q.exp() + 0.7 * p.exp()).log()
+            values = {
+                "policy": (p.gather(1, tokens)[:, 0] - engine).exp() * 0.5 * (engine - scores),
+                "forward_kl": (q.exp() * (q - p)).sum(1),
+                "reverse_kl": (p.exp() * (p - q)).sum(1),
+                "jsd": 0.3 * (q.exp() * (q - m)).sum(1) + 0.7 * (p.exp() * (p - m)).sum(1),
+            }[name][mask]
+            terms.append(values if average == "tokens" else values.mean()[None])
+            if name == "policy":
+                divergences.append((engine - scores)[mask])
+        student.zero_grad()
+        loss = torch.cat(terms).mean()
+        loss.backward()
+        norm = float(torch.nn.utils.get_total_norm([value.grad for value in student.parameters()]))
+        expected[name] = (float(loss.detach()), norm, float(torch.cat(divergences).mean()))
+    objective = Objective(loss="importance_sampling", correction="none", measure_every=0, average=average)
+
+    def on_rank() -> dict[str, tuple[float, float, float]]:
+        results = {}
+        still = Case("single", optimizer={"lr": 0.0, "weight_decay": 0.0})
+        with case_backend(still, models[0]) as backend:
+            model = TeacherModel(backend, models[1], "teacher.model")
+            for name in losses:
+                settings = TeacherSettings(engine="trainer", model=models[1], loss=name, coefficient=0.5, beta=0.3)
+                scores = TrainerTeacher(backend, settings, model).scores(recorded())
+                learned = learn(backend, recorded(), objective, measured=False, teacher=scores)
+                norm = backend.optimizer_step().grad_norm
+                results[name] = learned.result.loss, norm, scores.divergence(recorded())
+        return results
+
+    for rank in run_distributed(on_rank, world_size, init=False, timeout_s=240):
+        for name in losses:
+            assert rank[name] == pytest.approx(expected[name], rel=2e-4), name
+
+
 def test_engine_returns_the_likeliest_tokens_of_every_position(models: tuple[Path, Path]) -> None:
     tokens = [3, 50, 7, 7, 120]
     with torch.no_grad():
@@ -152,8 +211,12 @@ def settings(models: tuple[Path, Path], folder: Path, **changes: Any) -> dict[st
 
 @pytest.mark.parametrize(
     ("teacher", "responses", "bound"),
-    [({"loss": "policy"}, 16, 0.92), ({"loss": "reverse_kl", "top": 32}, 4, 0.7)],
-    ids=["policy", "reverse_kl"],
+    [
+        ({"loss": "policy"}, 16, 0.92),
+        ({"loss": "reverse_kl", "top": 32}, 4, 0.7),
+        ({"loss": "reverse_kl", "engine": "trainer"}, 4, 0.7),
+    ],
+    ids=["policy", "reverse_kl", "reverse_kl of whole distributions"],
 )
 def test_student_learns_a_teacher_without_rewards(
     teacher: dict[str, Any], responses: int, bound: float, models: tuple[Path, Path], tmp_path: Path
@@ -173,6 +236,45 @@ def test_student_learns_a_teacher_without_rewards(
     assert len(divergences) == 30
     assert sum(divergences[-5:]) < bound * sum(divergences[:5])
     assert all(row["equal"] == 0 for row in rows)
+
+
+def test_answers_that_overlap_the_step_change_no_figure(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare a run that asks as groups arrive with one that asks before each step: each trajectory is asked about once."""
+    requests: list[tuple[str, tuple[int, ...]]] = []
+    ask_ahead = Teacher.ask_ahead
+    early = 0
+
+    class Counting(LocalEngine):
+        async def top_logprobs(self, tokens: Any, count: int, adapter: str | None = None) -> Any:
+            requests.append((folder.name, tuple(tokens)))
+            return await super().top_logprobs(tokens, count, adapter)
+
+    def count_and_ask(teacher: Teacher, group: Any) -> None:
+        nonlocal early
+        early += threading.current_thread() is not threading.main_thread()
+        if folder.name == "ahead" or threading.current_thread() is threading.main_thread():
+            ask_ahead(teacher, group)
+
+    monkeypatch.setattr("megascend.rollout.engines.local.LocalEngine", Counting)
+    monkeypatch.setattr(Teacher, "ask_ahead", count_and_ask)
+    figures, names = {}, ("step", "loss", "grad_norm", "teacher_kl")
+    for name in ("ahead", "before"):
+        folder = tmp_path / name
+        folder.mkdir()
+        teacher = {"model": models[1], "loss": "forward_kl", "top": 8}
+        values = settings(models, folder, steps=6, teacher=teacher)
+        values["rollout"] |= {"in_order": True, "max_lag": 1}
+        config = RlConfig(**values)
+        train_rl(config, engines=lambda config: [RecordedEngine(config.model, name="engine", own_process=False)])
+        rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+        figures[name] = [{key: row[key] for key in names} for row in rows]
+    assert figures["ahead"] == figures["before"]
+    assert early >= 2 * 6 * 4  # groups of both runs
+    sequences = [tokens for name, tokens in requests if name == "before" and tokens != (0, 0)]
+    assert len(sequences) == 6 * 16
+    assert Counter(sequences) - Counter(tokens for name, tokens in requests if name == "ahead") == Counter()
 
 
 class Silent(LocalEngine):
@@ -197,18 +299,25 @@ def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], t
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(models[0])
-    check_same_tokenizer(TeacherSettings(model=models[1]), tokenizer)
-    tokenizer.add_tokens(["another"])
-    with pytest.raises(ConfigError, match=r"teacher has another vocabulary than the model"):
-        check_same_tokenizer(TeacherSettings(model=models[1]), tokenizer)
+    size = len(tokenizer.get_vocab())
+    for engine in ("local", "trainer"):
+        config = RlConfig(**settings(models, tmp_path, teacher={"model": models[1], "engine": engine}))
+        check_teacher(config, inspect_checkpoint(models[0]), AutoTokenizer.from_pretrained(models[0]))
+        tokenizer.add_tokens(["another"])
+        with pytest.raises(
+            ConfigError, match=rf"another vocabulary than the model \({size} tokens, the model {size + 1}\)"
+        ):
+            check_teacher(config, inspect_checkpoint(models[0]), tokenizer)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"teacher": {"engine": "local"}}, "set teacher.model with engine local"),
-        ({"teacher": {"engine": "http://h:1", "model": "m"}}, "set teacher.model with engine local, and only with it"),
-        ({"teacher": {"engine": "vllm"}}, "neither local nor the address of a server"),
+        ({"teacher": {"engine": "local"}}, "set teacher.model with engine local or trainer"),
+        ({"teacher": {"engine": "trainer"}}, "set teacher.model with engine local or trainer"),
+        ({"teacher": {"engine": "http://h:1", "model": "m"}}, "and only with these: a server has its model loaded"),
+        ({"teacher": {"engine": "vllm"}}, "neither local, trainer, nor the address of a server"),
+        ({"teacher": {"engine": "trainer", "model": "m", "top": 8}}, "teacher.top: 8 with engine trainer"),
         (
             {"teacher": {"model": "m", "loss": "jsd", "rewards": True}},
             "teacher.rewards: true needs teacher.loss: policy, got jsd",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megascend.app.rl.servers import owner_name
@@ -13,6 +15,7 @@ from megascend.errors import (
     ControllerError,
     ControllerLostError,
     EngineError,
+    EngineFaultError,
     EngineLostError,
     WeightSyncError,
 )
@@ -38,14 +41,15 @@ CLAIM_S = 120.0
 CONNECT_S = 5.0
 """Seconds for which rank 0 waits for engines at a time; in between, ranks see that all of them are there."""
 FAILURES = 2
-"""Failures of an update after which it is given up, not counting those of engines that were lost meanwhile."""
+"""Failures of updates in a row after which an engine counts as lost, not counting those that the loss of another explains."""
 
 
 class EngineUpdates:
     """Updates of the engines that answer. Every method is collective.
 
     An engine that is lost during an update is left out, and the update is repeated for the others that do not have it. One that
-    is back gets the current weights before it gets a prompt.
+    is back gets the current weights before it gets a prompt. If an update fails and no engine is lost, each engine gets it alone:
+    one that fails again counts as lost although it reports its version, and holds up no other from then on.
 
     Args:
         rollouts: whose collector knows the engines.
@@ -58,6 +62,7 @@ class EngineUpdates:
 
     def __init__(self, backend: Backend, rollouts: SharedRollouts, sync: WeightSync, adapter: str | None) -> None:
         self._backend, self._rollouts, self._sync, self._adapter = backend, rollouts, sync, adapter
+        self._failures: dict[InferenceEngine, int] = {}  # in a row, on rank 0; by engines of updates that failed
         self.offset = 0
 
     def begin(self) -> None:
@@ -83,7 +88,7 @@ class EngineUpdates:
             What was pushed; None if no engine is left to push to, or the engines that have not committed it are lost.
 
         Raises:
-            WeightSyncError: an engine that still answers has failed.
+            WeightSyncError: an engine has refused the weights, or the trainer cannot send them.
         """
         return self._push(step, returned=False)
 
@@ -98,29 +103,52 @@ class EngineUpdates:
                 self._rollouts.on_rank_0(lambda collector: collector.reject(self._sync.engines, problem))
 
     def _push(self, step: int, *, returned: bool) -> Pushed | None:
-        version, failures = step + self.offset, 0
+        version, pushed = step + self.offset, None
 
-        def choose(collector: RolloutCollector) -> int:
+        def choose(collector: RolloutCollector) -> tuple[int, bool]:
+            """Choose the engines of the next update; return their number, and whether others have to wait for another one."""
             # Only rank 0 has engines.
-            self._sync.engines = collector.targets(version, returned=returned)
-            return len(self._sync.engines)
+            engines = collector.targets(version, returned=returned)
+            sound = [engine for engine in engines if engine not in self._failures]
+            self._sync.engines = sound or engines[:1]
+            return len(self._sync.engines), len(self._sync.engines) < len(engines)
 
-        while self._rollouts.on_rank_0(choose) > 0:
+        while True:
+            count, incomplete = self._rollouts.on_rank_0(choose)
+            if not count:
+                return pushed
+            start = time.monotonic()
             try:
                 pushed = self._sync.push(version=version, adapter=self._adapter)
             except WeightSyncError as error:
-                changed = self._rollouts.on_rank_0(
-                    lambda collector: collector.update_failed(version, self._sync.engines)
-                )
-                failures += not changed
-                if failures == FAILURES:
+                seconds = time.monotonic() - start
+                if self._rollouts.on_rank_0(partial(self._failed, version=version, error=error, seconds=seconds)):
                     raise
-                if self._backend.rank == 0:
-                    log.warning("the update to version %d is repeated for the engines that need it: %s", version, error)
             else:
-                self._rollouts.on_rank_0(lambda collector: collector.updated(version, self._sync.engines))
-                return pushed
-        return None
+                self._rollouts.on_rank_0(lambda collector: self._succeeded(collector, version))
+                if not incomplete:
+                    return pushed
+
+    def _succeeded(self, collector: RolloutCollector, version: int) -> None:
+        for engine in self._sync.engines:
+            self._failures.pop(engine, None)
+        collector.updated(version, self._sync.engines)
+
+    def _failed(self, collector: RolloutCollector, version: int, error: WeightSyncError, seconds: float) -> bool:
+        """Find out which engines an update that failed is repeated for; return True if it ends the run. On rank 0."""
+        engines = collector.update_failed(version, self._sync.engines)
+        for engine in engines:
+            self._failures[engine] = self._failures.get(engine, 0) + 1
+        if len(engines) == 1 and self._failures[engines[0]] >= FAILURES:
+            if not isinstance(error, EngineFaultError):
+                return True
+            problem = EngineFaultError(
+                f"it reports its version and took no weights, twice (sync.timeout_s: {self._sync.timeout_s:g}): {error}"
+            )
+            collector.reject(engines, problem, seconds)
+            return False
+        log.warning("the update to version %d is repeated for the engines that need it: %s", version, error)
+        return False
 
 
 def make_engines(config: RlConfig, servers: EngineServers | None = None) -> list[InferenceEngine]:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,18 +24,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megascend.app.swapped_weights import SwappedWeights, difference_of_models
 from megascend.batch.losses import Loss, LossInputs
-from megascend.checkpoint.hf_slices import HfSlices, held_weights
-from megascend.checkpoint.slices import TensorSlices
-from megascend.checkpoint.staging import Staging
 from megascend.config.rl import BASE, ReferenceSettings, RlConfig
-from megascend.distributed.objects import raise_on_all_ranks
-from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.files import TensorHeader, tensor_headers
-from megascend.huggingface.info import ModelInfo, inspect_checkpoint
-from megascend.huggingface.quantised import read_tensor
-from megascend.kernels.reductions import out_of_range
+from megascend.errors import ConfigError
+from megascend.huggingface.files import tensor_headers
+from megascend.huggingface.info import ModelInfo
 from megascend.rollout.group import TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -47,19 +40,6 @@ logger = logging.getLogger(__name__)
 
 KL_WEIGHTS = "kl_weights"
 """Field of samples with the importance weight of each token's term in the loss."""
-FREE_KEYS = {
-    *(
-        "_name_or_path",
-        "architectures",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "initializer_range",
-    ),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "tie_word_embeddings"),
-}
-"""Keys of ``config.json`` that change no log-probability, or show in the names of the weights."""
 EDGE = 4096
 """Bytes at each end of a weight that its directory's fingerprint reads."""
 
@@ -109,25 +89,13 @@ class Reference:
         self._backend, self._settings = backend, settings
         engine = backend.engine
         self._directory = engine.model_dir if settings.model == BASE else Path(settings.model)
-        page_locked = backend.platform.page_locks_memory
-        self._staging, self._policy_staging = Staging(page_locked=page_locked), Staging(page_locked=page_locked)
-        self._weights: dict[str, TensorSlices] | None = None
+        self._weights: SwappedWeights | None = None
         self.fingerprint = ""
         if engine.trainable.frozen:
             return
-        self._weights = self._staging.copy(engine.weight_state())
-        if not self._weights:
-            raise ConfigError(f"reference: engine {engine.kind} does not show its weights (Engine.weight_state)")
+        self._weights = SwappedWeights(backend, "reference")
         if settings.model != BASE:
-            problem = None
-            try:
-                # Raises on every rank or on none.
-                slices = engine.hf_slices()
-                headers = inspect_checkpoint(self._directory, mtp=engine.info.mtp).tensors
-                read_weights(self._weights, slices, headers, engine.dtype)
-            except CheckpointError as error:
-                problem = CheckpointError(f"reference.model: {self._directory}: {error}")
-            raise_on_all_ranks(problem, backend.groups, f"whether {self._directory} could be read")
+            self._weights.read(self._directory, "reference.model")
 
     @property
     def in_reward(self) -> bool:
@@ -160,18 +128,8 @@ class Reference:
         samples = [replace(sample, routed_experts=None) for sample in samples]
         if self._weights is None:
             return self._backend.forward(samples, reference=True).logprobs
-        with self._in_place_of_policy(self._weights):
+        with self._weights.in_place():
             return self._backend.forward(samples).logprobs
-
-    @contextmanager
-    def _in_place_of_policy(self, weights: Mapping[str, TensorSlices]) -> Iterator[None]:
-        live = self._backend.engine.weight_state()
-        policy = self._policy_staging.copy(live)
-        try:
-            _write(live, weights)
-            yield
-        finally:
-            _write(live, policy)
 
     def penalised(
         self,
@@ -248,13 +206,6 @@ def _differences(sample: Sample, policy: Tensor, reference: Tensor) -> Tensor:
     return policy.cpu().double()[sampled] - reference.cpu().double()[sampled]
 
 
-@torch.no_grad()
-def _write(targets: Mapping[str, TensorSlices], sources: Mapping[str, TensorSlices]) -> None:
-    for name, tensor in targets.items():
-        for (_, target), (_, source) in zip(tensor.slices, sources[name].slices, strict=True):
-            target.copy_(source)
-
-
 @functools.cache
 def with_kl(loss: Loss, estimator: str, coefficient: float) -> Loss:
     """Return a loss plus ``coefficient`` times an estimate of KL(policy || reference) of each token.
@@ -282,42 +233,6 @@ def with_kl(loss: Loss, estimator: str, coefficient: float) -> Loss:
 
 
 # --- a reference of its own directory ---
-
-
-def read_weights(
-    weights: Mapping[str, TensorSlices], slices: HfSlices, headers: Mapping[str, TensorHeader], dtype: torch.dtype
-) -> None:
-    """Fill tensors in host memory from a checkpoint's files; rows that only pad a vocabulary are left as they are.
-
-    Args:
-        weights: a rank's tensors.
-        slices: Hugging Face slices that an engine's tensors consist of.
-        headers: tensors of the checkpoint.
-        dtype: precision of the model.
-
-    Raises:
-        CheckpointError: a tensor is missing, incomplete, damaged, or beyond the range of ``dtype``.
-    """
-    files: dict[Path, Any] = {}
-    for name, tensor in weights.items():
-        read = 0
-        for weight, offsets, target in held_weights({name: tensor}, slices):
-            if weight not in headers:
-                raise CheckpointError(f"it has no {weight}")
-            index = tuple(slice(start, start + size) for start, size in zip(offsets, target.shape, strict=True))
-            try:
-                values = read_tensor(weight, headers[weight], files, index)
-            except (OSError, RuntimeError) as error:
-                raise CheckpointError(f"{weight} cannot be read: {error}") from error
-            if problem := out_of_range(weight, values, dtype):
-                raise CheckpointError(problem)
-            if values.is_floating_point() and bool(values.isnan().any()):
-                raise CheckpointError(f"{weight} contains NaN")
-            target.copy_(values.view(target.shape))
-            read += target.numel()
-        size = sum(values.numel() for _, values in tensor.slices)
-        if read != size and not tensor.may_differ:
-            raise CheckpointError(f"it has only {read} of the {size} values of {name} that this rank needs")
 
 
 def fingerprint(model_dir: Path) -> str:
@@ -357,20 +272,5 @@ def check_reference(config: RlConfig, info: ModelInfo, *, warns: bool) -> None:
     directory = Path(settings.model)
     if not directory.is_dir():
         raise ConfigError(f"reference.model: {directory} is not a directory: name a Hugging Face checkpoint, or {BASE}")
-    shapes, expected = (
-        {name: tuple(header.shape) for name, header in tensors.items()}
-        for tensors in (inspect_checkpoint(directory, mtp=config.mtp).tensors, info.tensors)
-    )
-    if different := sorted(name for name, _ in shapes.items() ^ expected.items()):
-        raise ConfigError(
-            f"reference.model: {directory} is not a model like {config.model}: {different[0]} has shape "
-            f"{shapes.get(different[0], 'none')}, there {expected.get(different[0], 'none')}"
-        )
-    # Shapes do not show how a model computes, and the policy's configuration computes both.
-    values, policy = (transformers_config(path).to_dict() for path in (directory, config.model))
-    for key in sorted((values.keys() | policy.keys()) - FREE_KEYS):
-        if values.get(key) != policy.get(key):
-            raise ConfigError(
-                f"reference.model: {directory} has {key}: {values.get(key)!r} in config.json and {config.model} has "
-                f"{policy.get(key)!r}: the engine of the policy would compute another model"
-            )
+    if difference := difference_of_models(directory, config.model, info, config.mtp):
+        raise ConfigError(f"reference.model: {difference}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from megascend.app.rl.rollouts import SLICE_S
+from megascend.app.teacher_model import TeacherModel, check_teacher_model, check_vocabulary
 from megascend.batch.candidates import Candidates
 from megascend.batch.losses import BUILT_IN, Loss
 from megascend.batch.sample import Sample
-from megascend.config.rl import RlConfig, TeacherSettings
-from megascend.errors import ConfigError, EngineError
+from megascend.config.rl import TRAINER, RlConfig, TeacherSettings
+from megascend.errors import EngineError
+from megascend.huggingface.info import ModelInfo
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from weightwire.engine import TopLogprobs
 from weightwire.engine_calls import LoopThread
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 CONCURRENCY = 64
 """Trajectories that the teacher is asked about at a time."""
+Row = tuple[Tensor, Candidates | None]
+"""A teacher's log-probabilities and candidates of all tokens of a sequence but the first."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,16 @@ class TeacherScores:
     Attributes:
         settings: how they are learned.
         logprobs: float32 [tokens], log-probabilities of the tokens after each prompt.
-        candidates: candidates for these tokens; None for the loss ``policy``.
+        candidates: candidates for these tokens; None for the loss ``policy``, and with ``states``.
+        states: the teacher's hidden states [targets, h] of the trajectories of this data parallel rank, by number.
+        vocabulary_loss: the divergence over the whole vocabulary; with ``states``.
     """
 
     settings: TeacherSettings
     logprobs: list[Tensor]
     candidates: list[Candidates] | None
+    states: Mapping[int, Tensor] | None = None
+    vocabulary_loss: Loss | None = None
 
     def taught(self, samples: Sequence[Sample]) -> list[Sample]:
         """Set the samples' candidates, or their advantages to those of the teacher: -(log p_engine - log p_teacher).
@@ -55,6 +64,9 @@ class TeacherScores:
         """
         for index, (sample, logprobs) in enumerate(zip(samples, self.logprobs, strict=True)):
             prompt = len(sample) - len(logprobs)  # targets in the prompt
+            if self.states is not None:
+                sample.teacher_states = self.states.get(index)
+                continue
             if self.candidates is not None:
                 response = self.candidates[index]
                 width = response.ids.shape[1]
@@ -71,6 +83,8 @@ class TeacherScores:
 
     def loss(self, policy: Loss) -> Loss:
         """Return the loss of the step; ``policy``: that of advantages."""
+        if self.vocabulary_loss is not None:
+            return self.vocabulary_loss
         if self.candidates is None:
             return policy
         loss = BUILT_IN[self.settings.loss]
@@ -88,16 +102,54 @@ class TeacherScores:
         return total / count
 
 
+class TrainerTeacher:
+    """The teacher of a run on the trainer's ranks. All methods are collective."""
+
+    def __init__(self, backend: Backend, settings: TeacherSettings, model: TeacherModel) -> None:
+        self._backend, self._settings, self._model = backend, settings, model
+
+    def close(self) -> None:
+        """Close the model."""
+        self._model.close()
+
+    def check(self) -> None:
+        """Do nothing: the teacher has been built."""
+
+    def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
+        """Return the teacher's scores of all trajectories, and on each rank hidden states of its share."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        samples = [Sample.causal([*part.prompt_tokens, *part.tokens], len(part.prompt_tokens)) for part in trajectories]
+        # The share that a step gives to this rank: it depends on lengths only.
+        numbers, shard = {id(sample): number for number, sample in enumerate(samples)}, self._backend.shard(samples)
+        outputs = dict(zip((numbers[id(sample)] for sample in shard), self._model.outputs(shard), strict=True))
+        local = {
+            number: output.logprobs[len(trajectories[number].prompt_tokens) - 1 :] for number, output in outputs.items()
+        }
+        rows = {number: part for parts in self._backend.gather_by_data_rank(local) for number, part in parts.items()}
+        logprobs = [rows[number] for number in range(len(samples))]
+        settings = self._settings
+        check_possible(logprobs, trajectories, f"teacher.model: {settings.model}")
+        if settings.loss == "policy":
+            return TeacherScores(settings, logprobs, None)
+        states = {number: output.states for number, output in outputs.items()}
+        return TeacherScores(settings, logprobs, None, states, self._model.loss(settings.loss, settings.beta))
+
+
 class Teacher:
     """The teacher of a run. Rank 0 asks its engine; :meth:`scores` and :meth:`check` are collective.
 
     Args:
         engine: None on all ranks but rank 0.
+        max_lag: steps after which a group that was sampled is not learned from.
     """
 
-    def __init__(self, backend: Backend, settings: TeacherSettings, engine: InferenceEngine | None) -> None:
-        self._backend, self._settings, self._engine = backend, settings, engine
+    def __init__(
+        self, backend: Backend, settings: TeacherSettings, engine: InferenceEngine | None, max_lag: int
+    ) -> None:
+        self._backend, self._settings, self._engine, self._max_lag = backend, settings, engine, max_lag
         self._loop = None if engine is None else LoopThread("teacher")
+        self._slots = asyncio.Semaphore(CONCURRENCY)
+        self._requests: dict[int, tuple[TrajectoryGroup, list[Future[Row]]]] = {}  # by the group's number
 
     def close(self) -> None:
         """Close the engine."""
@@ -109,20 +161,29 @@ class Teacher:
 
     def check(self) -> None:
         """Ask for a sequence of two tokens: a teacher that does not answer is found before the first rollout."""
-        self._collect([[0, 0]])
+
+        def ask() -> list[Future[Row]]:
+            assert self._loop is not None
+            return [self._loop.submit(self._ask([0, 0]))]
+
+        self._collect(ask)
+
+    def ask_ahead(self, group: TrajectoryGroup) -> None:
+        """Ask about a group's trajectories, which will be learned from, while the trainer is in a step. On rank 0."""
+        assert self._loop is not None
+        rows = [self._loop.submit(self._ask(sequence_of(trajectory))) for trajectory in group.trajectories]
+        self._requests[group.number] = group, rows
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
-        """Return the teacher's scores of all trajectories, on every rank.
+        """Return the teacher's scores of all trajectories, on every rank; those of :meth:`ask_ahead` are waited for.
 
         Raises:
             EngineError: the teacher failed, did not answer in time, or gave a sampled token the probability 0.
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        rows = self._collect([[*trajectory.prompt_tokens, *trajectory.tokens] for trajectory in trajectories])
+        rows = self._collect(lambda: self._futures(groups))
         logprobs = [_response(part, trajectory) for (part, _), trajectory in zip(rows, trajectories, strict=True)]
-        for trajectory, part in zip(trajectories, logprobs, strict=True):
-            if not bool(part[torch.tensor(trajectory.mask)].isfinite().all()):
-                raise EngineError(f"teacher.engine: {self._settings.engine} gave a sampled token a probability of 0")
+        check_possible(logprobs, trajectories, f"teacher.engine: {self._settings.engine}")
         candidates = None
         if self._settings.loss != "policy":
             candidates = [
@@ -132,40 +193,74 @@ class Teacher:
             ]
         return TeacherScores(self._settings, logprobs, candidates)
 
-    def _collect(self, sequences: list[list[int]]) -> list[tuple[Tensor, Candidates | None]]:
-        """Return on every rank the teacher's log-probabilities and candidates of all tokens but each sequence's first."""
-        running: list[Future[list[tuple[Tensor, Candidates | None]]]] = []
+    def _futures(self, groups: Sequence[TrajectoryGroup]) -> list[Future[Row]]:
+        """Return the requests about the groups' trajectories, and forget those about groups that are too old. On rank 0."""
+        futures: list[Future[Row]] = []
+        for group in groups:
+            entry = self._requests.get(group.number)
+            if entry is None or list(map(sequence_of, entry[0].trajectories)) != list(
+                map(sequence_of, group.trajectories)
+            ):
+                # Of a checkpoint: they arrived before this process began.
+                self.ask_ahead(group)
+            futures += self._requests.pop(group.number)[1]
+        newest = max(group.version for group in groups)
+        for number, (group, late) in list(self._requests.items()):
+            if group.version + self._max_lag < newest:
+                del self._requests[number]
+                for future in late:
+                    future.cancel()
+        return futures
+
+    def _collect(self, ask: Callable[[], list[Future[Row]]]) -> list[Row]:
+        """Return on every rank the teacher's log-probabilities and candidates of all tokens but each sequence's first.
+
+        Args:
+            ask: returns the requests, on rank 0.
+        """
+        pending: list[Future[Row]] = []
+        rows: list[Row] = []
         # The others wait in a collective, whose deadline a slow teacher must not reach.
         slice_s = min(SLICE_S, self._backend.groups.timeout_s / 4)
 
-        def wait() -> list[tuple[Tensor, Candidates | None]] | None:
-            assert self._loop is not None
-            if not running:
-                running.append(self._loop.submit(self._ask(sequences)))
-            try:
-                return running[0].result(slice_s)
-            except NotYet:
-                if running[0].done():  # the engine's own timeout, of the same class as that of this wait
-                    raise
-                return None
+        def wait() -> list[Row] | None:
+            if not pending:
+                pending.extend(ask())
+            end = time.monotonic() + slice_s
+            while len(rows) < len(pending):
+                future = pending[len(rows)]
+                try:
+                    rows.append(future.result(max(0.0, end - time.monotonic())))
+                except NotYet:
+                    if future.done():  # the engine's own timeout, of the same class as that of this wait
+                        raise
+                    return None
+            return rows
 
         with self._backend.groups.monitor.phase("teacher"):
-            while (rows := self._backend.from_rank_0(wait)) is None:
+            while (answer := self._backend.from_rank_0(wait)) is None:
                 pass
-        return rows
+        return answer
 
-    async def _ask(self, sequences: list[list[int]]) -> list[tuple[Tensor, Candidates | None]]:
-        slots = asyncio.Semaphore(CONCURRENCY)
+    async def _ask(self, tokens: list[int]) -> Row:
+        assert self._engine is not None
+        async with self._slots:
+            if self._settings.loss == "policy":
+                return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
+            top = await self._engine.top_logprobs(tokens, self._settings.top)
+            return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
 
-        async def ask(tokens: list[int]) -> tuple[Tensor, Candidates | None]:
-            assert self._engine is not None
-            async with slots:
-                if self._settings.loss == "policy":
-                    return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
-                top = await self._engine.top_logprobs(tokens, self._settings.top)
-                return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
 
-        return list(await asyncio.gather(*map(ask, sequences)))
+def sequence_of(trajectory: Trajectory) -> list[int]:
+    """Return all tokens of a trajectory."""
+    return [*trajectory.prompt_tokens, *trajectory.tokens]
+
+
+def check_possible(logprobs: Sequence[Tensor], trajectories: Sequence[Trajectory], teacher: str) -> None:
+    """Raise EngineError if a sampled token has the probability 0."""
+    for trajectory, part in zip(trajectories, logprobs, strict=True):
+        if not bool(part[torch.tensor(trajectory.mask)].isfinite().all()):
+            raise EngineError(f"{teacher} gave a sampled token a probability of 0")
 
 
 def _candidates(top: TopLogprobs) -> Candidates:
@@ -180,38 +275,33 @@ def _response(values: Any, trajectory: Trajectory) -> Tensor:
     return values[len(trajectory.prompt_tokens) - 1 :]
 
 
-def make_teacher(
-    config: RlConfig, backend: Backend, tokenizer: PreTrainedTokenizerBase, *, main_rank: bool
-) -> Teacher | None:
-    """Build the teacher that the settings name, and see that it answers. Collective.
+def make_teacher(config: RlConfig, backend: Backend, *, main_rank: bool) -> Teacher | None:
+    """Build the client of the teacher's engine that the settings name; None without one. Collective.
 
     Raises:
-        ConfigError: the teacher's directory has another tokenizer.
         EngineError: it does not answer.
     """
     settings = config.teacher
-    if settings is None:
+    if settings is None or settings.engine == TRAINER:
         return None
     engines: list[InferenceEngine] = []
-
-    def make() -> None:
-        if settings.model is not None:
-            check_same_tokenizer(settings, tokenizer)
-        engines.append(teacher_engine(config, settings))
-
-    backend.from_rank_0(make)
-    return Teacher(backend, settings, engines[0] if main_rank else None)
+    backend.from_rank_0(lambda: engines.append(teacher_engine(config, settings)))
+    return Teacher(backend, settings, engines[0] if main_rank else None, config.rollout.max_lag)
 
 
-def check_same_tokenizer(settings: TeacherSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if the teacher's directory has a tokenizer with another vocabulary: its scores would mean nothing."""
-    from transformers import AutoTokenizer
+def check_teacher(config: RlConfig, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the teacher's directory has the model's vocabulary, and that the trainer can hold it. Local.
 
-    teacher: Any = AutoTokenizer.from_pretrained(settings.model, local_files_only=True)
-    if teacher.get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(
-            f"teacher.model: {settings.model} has another vocabulary than the model; a teacher scores the model's own token ids"
-        )
+    Raises:
+        ConfigError, CheckpointError: it has another one, or the trainer's engine cannot.
+    """
+    settings = config.teacher
+    if settings is None or settings.model is None:
+        return
+    if settings.engine == TRAINER:
+        check_teacher_model(config, settings.model, "teacher.model", info, tokenizer)
+    else:
+        check_vocabulary(settings.model, "teacher.model", tokenizer)
 
 
 def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngine:

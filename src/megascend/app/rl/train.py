@@ -21,7 +21,7 @@ from megascend.app.rl.records import (
     reference_figures,
 )
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
-from megascend.config.rl import RlConfig
+from megascend.config.rl import TRAINER, RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import DataError, EngineError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.servers import EngineServers
     from megascend.app.rl.set_up import PromptData
-    from megascend.app.rl.teacher import Teacher
+    from megascend.app.rl.teacher import Teacher, TrainerTeacher
     from megascend.app.rl.trial import EpisodeTrial
     from megascend.app.run_log import RunLog
     from megascend.rollout.buffer import Counts
@@ -137,7 +137,7 @@ class ReinforcementLearning(Training[RlConfig]):
     def __init__(self, engines: EngineFactory | None = None) -> None:
         self._make_engines = engines
         self._servers: EngineServers | None = None
-        self._teacher: Teacher | None = None
+        self._teacher: Teacher | TrainerTeacher | None = None
         self.totals = Totals()
         self._version = 0
         self._since = 0.0
@@ -169,12 +169,14 @@ class ReinforcementLearning(Training[RlConfig]):
     def prepare(self, world: World[RlConfig]) -> RlConfig:
         from megascend.app.rl.reference import check_reference
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
+        from megascend.app.rl.teacher import check_teacher
         from megascend.weightsync.sync import check_transport
 
         plan, config = world.plan, world.plan.config
         config = config.ending_with(config.steps)
         check_objective(config.objective, reference=config.reference is not None)
         check_reference(config, plan.info, warns=world.launch.rank == 0)
+        check_teacher(config, plan.info, plan.tokenizer)
         check_transport(config.sync.transport, world.runtime.platform.device_type)
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
@@ -195,11 +197,17 @@ class ReinforcementLearning(Training[RlConfig]):
         return make_episodes(config, self._tokenizer, self._grader, self._max_length, located)
 
     def after_build(self, run: Run[RlConfig]) -> None:
-        """Keep the weights of the reference, which are not those of a checkpoint."""
+        """Keep the weights of the reference, which are not those of a checkpoint, and load a teacher of the trainer's."""
         from megascend.app.rl.reference import Reference
+        from megascend.app.rl.teacher import TrainerTeacher
+        from megascend.app.teacher_model import TeacherModel
 
         if run.config.reference is not None:
             self._reference = Reference(run.backend, run.config.reference)
+        teacher = run.config.teacher
+        if teacher is not None and teacher.engine == TRAINER and teacher.model is not None:
+            model = TeacherModel(run.backend, teacher.model, "teacher.model")
+            self._teacher = TrainerTeacher(run.backend, teacher, model)
 
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
         """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
@@ -236,7 +244,10 @@ class ReinforcementLearning(Training[RlConfig]):
             run.stack.callback(collector.close)
             if progress is not None:
                 collector.load_state_dict(progress["rollouts"])
-        self._teacher = make_teacher(config, backend, self._tokenizer, main_rank=run.main_rank)
+        if self._teacher is None:
+            self._teacher = teacher = make_teacher(config, backend, main_rank=run.main_rank)
+            if collector is not None and teacher is not None:
+                collector.on_finished = teacher.ask_ahead
         if self._teacher is not None:
             run.stack.callback(self._teacher.close)
             self._teacher.check()
@@ -293,8 +304,8 @@ class ReinforcementLearning(Training[RlConfig]):
         interval = config.objective.measure_every
         # Measured before the step: afterwards the weights are not those that the log-probabilities belong to.
         measured = interval > 0 and number % interval == 0
-        scores = None if self._teacher is None else self._teacher.scores(batch)
         with self._engines_asleep():
+            scores = None if self._teacher is None else self._teacher.scores(batch)
             learned = learn(
                 backend,
                 batch,

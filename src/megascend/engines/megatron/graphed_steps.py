@@ -25,6 +25,7 @@ from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.engines.base import OnOutput, Output
 from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, StepWork, write
 from megascend.engines.megatron.output_head import OutputHead
+from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.lora.grouped import kernel_of
 from megascend.lora.layers import AdapterManager
 from megascend.lora.stacked_adapters import StackedAdapters
@@ -208,6 +209,8 @@ class GraphedSteps:
             return "micro batches of sizes beside whose captures memory ran out"
         if batch.candidate_ids is not None:
             return "micro batches with candidates of a teacher"
+        if batch.teacher_states is not None:
+            return "micro batches with hidden states of a teacher"
         if batch.allowed is not None or batch.temperature != 1:
             return "micro batches of a policy with a temperature or a sampling mask"
         if batch.segments is not None and batch.segments.keys is not None:
@@ -292,9 +295,19 @@ class _GraphedOutput:
         return outputs[0], outputs[1] if entropy else None, None
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
+        return self._steps._head.logits(self._states(), rows=rows)
+
+    def logit_factors(self) -> tuple[Tensor, Tensor]:
+        return self._steps._head.logit_factors(self._states())
+
+    def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("micro batches with hidden states of a teacher are not captured")
+
+    def _states(self) -> Tensor:
+        """Return the last hidden states [1, n, h], which the next micro batch overwrites."""
         if self._hidden is None:
             (self._hidden,) = self._steps.step(self._batch, "hidden").forward()
-        return self._steps._head.logits(self._hidden.flatten(0, 1)[: self._count].unsqueeze(0), rows=rows)
+        return self._hidden.flatten(0, 1)[: self._count].unsqueeze(0)
 
 
 class _Differentiable(torch.autograd.Function):

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 
 from megascend.changes import patch
+from megascend.kernels.linear_divergence import TeacherDivergence, linear_divergence
 from megascend.kernels.linear_logprobs import LowRank, VocabShard, gather_logits, linear_cross_entropy, linear_logprobs
 
 
@@ -104,6 +105,25 @@ class OutputHead:
         states, down = self._split(hidden, lora_delta)
         return gather_logits(states, self.weight, self.shard, down, lora_delta, rows)[:, : self.vocab_size]
 
+    def logit_factors(self, hidden: Tensor, lora_delta: LowRank | None = None) -> tuple[Tensor, Tensor]:
+        """Return hidden states [n, h] and this rank's rows of tokens of the weight, whose product is the model's own logits."""
+        states, _ = self._split(hidden.detach(), lora_delta)
+        return states, self.weight.detach()[: self.shard.rows]
+
+    def divergence(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        divergence: TeacherDivergence,
+        teacher_states: Tensor,
+        lora_delta: LowRank | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute fp32 [n] log-probabilities, and divergences from a teacher by its last hidden states [n, its h]."""
+        states, down = self._split(hidden, lora_delta)
+        return linear_divergence(
+            states, self.weight, targets, self.shard, teacher_states, divergence, self._direct, down, lora_delta
+        )
+
     def _split(self, hidden: Tensor, lora_delta: LowRank | None) -> tuple[Tensor, Tensor | None]:
         """Split into hidden states [n, h] and the columns that adapters have appended [n, r]."""
         rows = hidden.flatten(0, 1)
@@ -146,3 +166,9 @@ class HeadOutput:
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         return self.head.logits(self.hidden, self.lora_delta, rows)
+
+    def logit_factors(self) -> tuple[Tensor, Tensor]:
+        return self.head.logit_factors(self.hidden, self.lora_delta)
+
+    def divergence(self, divergence: TeacherDivergence, states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head.divergence(self.hidden, self.targets, divergence, states, self.lora_delta)

@@ -1,0 +1,161 @@
+"""A teacher on the trainer's ranks: its last hidden states of samples, and losses over its whole distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megascend.app.swapped_weights import SwappedWeights, difference_of_models
+from megascend.batch.losses import Loss, teacher_loss
+from megascend.config import TrainerConfig
+from megascend.errors import ConfigError
+from megascend.huggingface.files import read_config
+from megascend.huggingface.info import ModelInfo, ModelShape
+from megascend.kernels.linear_divergence import DivergenceKind, TeacherDivergence
+from megascend.step.step import Step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megascend.backend import Backend
+    from megascend.batch.micro_batch import MicroBatch
+    from megascend.batch.sample import Sample
+    from megascend.engines.base import Engine, Output
+
+
+@dataclass(frozen=True)
+class TeacherOutput:
+    """A teacher's output for one sample.
+
+    Attributes:
+        logprobs: fp32 [length], log-probabilities of the targets, at temperature 1 over the whole vocabulary.
+        states: [length, h], last hidden states in the teacher's precision, on the CPU.
+    """
+
+    logprobs: Tensor
+    states: Tensor
+
+
+class TeacherModel:
+    """A teacher on the ranks, in the layout and in the precision of the student.
+
+    A teacher of the student's architecture has its weights in host memory, and takes the student's place on the device for one
+    forward pass a step; another one, and that of an adapter, is a second model on the device. Either way what is kept of a pass
+    are hidden states: :meth:`loss` computes logits of both models from theirs, a chunk of tokens at a time. Each rank keeps a
+    copy of the rows of the teacher's output layer that it needs.
+
+    To be built before a checkpoint is loaded. Collective.
+
+    Args:
+        setting: name of the setting with ``directory``, for messages.
+
+    Raises:
+        CheckpointError: on every rank: the weights in ``directory`` cannot be read.
+        ConfigError: the engine can hold neither; see :func:`check_teacher_model`.
+    """
+
+    def __init__(self, backend: Backend, directory: Path, setting: str) -> None:
+        self._weights: SwappedWeights | None = None
+        self._engine: Engine | None = None
+        self._projection: Tensor | None = None
+        engine = backend.engine
+        if can_swap(directory, engine.model_dir, engine.info, frozen=engine.trainable.frozen):
+            self._weights = SwappedWeights(backend, setting)
+            self._weights.read(directory, setting)
+            self._step = Step(engine)
+        else:
+            self._engine = backend.frozen_engine(directory)
+            self._step = Step(self._engine)
+
+    def close(self) -> None:
+        """Close the second model, if there is one."""
+        if self._engine is not None:
+            self._engine.close()
+
+    @torch.no_grad()
+    def outputs(self, samples: Sequence[Sample]) -> list[TeacherOutput]:
+        """Compute the teacher's output for this rank's samples. Collective.
+
+        Router replay is for the student: the teacher chooses experts itself.
+        """
+        plain = [
+            replace(sample, routed_experts=None, temperature=1.0, allowed=None, teacher_states=None, adapter=None)
+            for sample in samples
+        ]
+        if self._weights is None:
+            return self._outputs(plain)
+        with self._weights.in_place():
+            return self._outputs(plain)
+
+    def _outputs(self, samples: Sequence[Sample]) -> list[TeacherOutput]:
+        def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
+            logprobs, *_ = output.logprobs(False)
+            states, rows = output.logit_factors()
+            if self._projection is None:
+                # A copy: the rows may be gathered for this pass only, or be the student's in the next moment.
+                self._projection = rows.clone()
+            return {"logprobs": logprobs, "states": states.clone()}
+
+        tensors: dict[str, Any] = self._step.token_scores(
+            "teacher", samples, None, ("logprobs", "states"), scores, reference=True
+        )
+        return [TeacherOutput(*pair) for pair in zip(tensors["logprobs"], tensors["states"], strict=True)]
+
+    def loss(self, kind: DivergenceKind, beta: float) -> Loss:
+        """Return the divergence as a loss of samples with ``teacher_states``; after the first :meth:`outputs`."""
+        return teacher_loss(TeacherDivergence(kind, self._projection, beta))
+
+
+def can_swap(directory: Path, model: Path, info: ModelInfo, *, frozen: bool) -> bool:
+    """Check whether a teacher can take the student's place: it has the same architecture, and the student is no adapter."""
+    return not frozen and difference_of_models(directory, model, info, info.mtp) is None
+
+
+def check_teacher_model(
+    config: TrainerConfig, directory: Path, setting: str, info: ModelInfo, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that a teacher and the student have one vocabulary, and that their engine can hold the teacher. Local.
+
+    Args:
+        setting: name of the setting with ``directory``.
+        info: description of the student's checkpoint.
+
+    Raises:
+        ConfigError, CheckpointError: they do not, or it cannot.
+    """
+    check_vocabulary(directory, setting, tokenizer)
+    size, expected = ModelShape.from_hf_config(read_config(directory)).vocab_size, info.shape.vocab_size
+    if size != expected:
+        raise ConfigError(
+            f"{setting}: {directory} has a vocabulary of {size} tokens, and {config.model} one of {expected}: whole "
+            "distributions are compared token by token"
+        )
+    if config.engine in ("single", "fsdp"):
+        return
+    adapter = config.lora is not None
+    reason = "the model of an adapter" if adapter else difference_of_models(directory, config.model, info, config.mtp)
+    if reason is not None:
+        raise ConfigError(
+            f"{setting}: engine {config.engine} holds one model to a process, and only a teacher of its architecture can take "
+            f"its place ({'lora is set' if adapter else reason}): use engine fsdp, or a teacher served by an engine"
+        )
+
+
+def check_vocabulary(directory: Path, setting: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError if a teacher's directory has a tokenizer with another vocabulary: its scores would mean nothing."""
+    from transformers import AutoTokenizer
+
+    if not directory.is_dir():
+        raise ConfigError(f"{setting}: {directory} is not a directory: name a Hugging Face checkpoint")
+    teacher: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    sizes = len(teacher.get_vocab()), len(tokenizer.get_vocab())
+    if teacher.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{setting}: {directory} has another vocabulary than the model ({sizes[0]} tokens, the model {sizes[1]}); a teacher "
+            "scores the model's own token ids"
+        )
