@@ -362,7 +362,7 @@ class Backend:
             loss: :func:`megascend.batch.losses.teacher_loss`.
             adapter: as for :meth:`forward`.
         """
-        with self._freeing():
+        with self._freeing_memory_on_oom():
             return self._step.divergences(samples, loss, adapter)
 
     def frozen_engine(self, model: str | Path) -> Engine:
