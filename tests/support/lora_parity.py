@@ -87,6 +87,7 @@ def peft_reference(
     max_grad_norm: float = MAX_GRAD_NORM,
     learning_rates: Sequence[float] | None = None,
     fields: Sequence[dict[str, Any]] = (),
+    dtype: str = "float32",
 ) -> PeftTrajectory:
     """Train ``adapter`` with peft and torch AdamW. Kept in ``folder`` for the next caller with the same job.
 
@@ -99,6 +100,7 @@ def peft_reference(
         lr, weight_decay, max_grad_norm: of AdamW over all factors; a norm of 0 switches clipping off.
         learning_rates: of every step, in place of ``lr``.
         fields: of each sample beside its tokens: ``weights``, and of pictures ``image_token``, ``pixel_values`` and ``grids``.
+        dtype: of all parameters.
 
     Raises:
         DistributedTestError: the reference failed; the message holds its output.
@@ -121,6 +123,7 @@ def peft_reference(
         "weight_decay": weight_decay,
         "max_grad_norm": max_grad_norm,
         "learning_rates": None if learning_rates is None else list(learning_rates),
+        "dtype": dtype,
     }
     tensors = load_file(reference(folder, Path(__file__).with_name("peft_reference.py"), job))
     config = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))

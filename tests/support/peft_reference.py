@@ -3,9 +3,10 @@
     python peft_reference.py JOB.json RESULT.safetensors
 
 JOB names a checkpoint, a PEFT adapter directory, samples (token ids and prompt lengths) and optimizer settings; with
-``steps`` 0 nothing is trained. RESULT holds the first logits of every sample, the losses and gradient norms of every step,
-and as ``adapter.KEY`` the adapter's tensors after the last step, under the names that peft saves them by; as ``gradient.KEY`` the
-gradients of the first step after clipping, and with ``gradients`` as ``gradients.KEY`` those before.
+``steps`` 0 nothing is trained; all parameters are of ``dtype``, by default float32. RESULT holds the first logits of every
+sample, the losses and gradient norms of every step, and as ``adapter.KEY`` the adapter's tensors after the last step, under the
+names that peft saves them by; as ``gradient.KEY`` the gradients of the first step after clipping, and with ``gradients`` as
+``gradients.KEY`` those before.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main(job_path: str, result_path: str) -> None:
     torch.set_num_threads(1)
     with open(job_path, encoding="utf-8") as file:
         job = json.load(file)
-    model = load(job["checkpoint"], job["adapter"])
+    model = load(job["checkpoint"], job["adapter"], getattr(torch, job.get("dtype", "float32")))
     samples = job["samples"]
     result: dict[str, Tensor] = {}
     model.eval()
@@ -63,14 +64,16 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return saved
 
 
-def load(checkpoint: str, adapter: str) -> Any:
-    """Load the model in fp32 with the adapter's factors, the only trainable parameters."""
+def load(checkpoint: str, adapter: str, dtype: torch.dtype) -> Any:
+    """Load the model with the adapter's factors, the only trainable parameters."""
     if Version(peft.__version__) < Version("0.20"):
         keep_keys()
     takes_pictures = hasattr(AutoConfig.from_pretrained(checkpoint), "vision_config")
     loader = AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
-    base = loader.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager", local_files_only=True)
-    return PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    # torch's grouped product of experts has no float64.
+    eager = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    base = loader.from_pretrained(checkpoint, dtype=dtype, attn_implementation="eager", local_files_only=True, **eager)
+    return PeftModel.from_pretrained(base, adapter, is_trainable=True).to(dtype)
 
 
 def keep_keys() -> None:
