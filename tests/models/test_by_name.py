@@ -20,7 +20,9 @@ CHATS = ROOT / "examples" / "quickstart" / "chat.jsonl"
 STEPS = 2
 IN_CI = ("deepseek_v3", "gpt_oss")
 """A whole family and one that Megatron-Core does not divide by tensor parallelism alone."""
-WHOLE_SEQUENCES = r"TopologyError: \w+: parallel.context=2: linear attention .* needs whole sequences, .* set context to 1, .+"
+WHOLE_SEQUENCES = (
+    r"TopologyError: \w+: parallel.context=2: linear attention .* needs whole sequences, .* set context to 1, .+"
+)
 NO_EXPERTS = r"TopologyError: parallel\.expert=2, but the model has no experts; .+"
 BIASES = (
     r"TopologyError: parallel\.expert_tensor=2 .+ does not divide experts that have biases; set expert_tensor to 1, .+"
