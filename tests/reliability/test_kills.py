@@ -47,7 +47,10 @@ ENGINES = 2
 DEADLINE_S = 120
 STEPS_A_KILL = 8
 TIMEOUT_S = 30
-"""Deadline of the ranks' collectives: within it, the others must have noticed that a rank is gone."""
+"""Deadline of the ranks' collectives."""
+ENDED_S = TIMEOUT_S + 15
+"""Seconds within which the others must have ended: docs/reliability.md promises the deadline and a few seconds, in which the hang
+monitor of a rank whose wait raises nothing looks at its peers."""
 LAYOUTS = {"": Parallel(), "DP2": Parallel(), "TP2": Parallel(tensor=2)}
 ENVIRONMENT = '''
 import asyncio, os, subprocess, sys, threading
@@ -240,15 +243,15 @@ class World:
         killed.join(DEADLINE_S)
         self.kills["trainer"] += 1
         for name, process in zip(names[1:], survivors, strict=True):
-            process.join(TIMEOUT_S)
+            process.join(ENDED_S)
             if process.exitcode in (None, 0):
-                self.problems.append(f"{name} has ended with {process.exitcode} within {TIMEOUT_S} s")
+                self.problems.append(f"{name} has ended with {process.exitcode} within {ENDED_S} s")
         rank = self._trainers.index(names[0])
         if not wait_until(lambda: not is_running(tool), 20):
             self.problems.append(f"the tool of the environment is left, process {tool}")
         output = "".join(path.read_bytes()[size:].decode() for path, size in logs.items())
         # Rank 0 of ranks without a launcher serves their records.
-        if ("Rank 1 is gone: its process has ended" if rank else "is gone") not in output:
+        if ("rank 1 is gone: its process has ended" if rank else "is gone") not in output.lower():
             self.problems.append(f"rank {rank} is not named: {output[-3000:]}")
         self._start_trainers()
 
