@@ -64,7 +64,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return saved
 
 
-def load(checkpoint: str, adapter: str, dtype: torch.dtype) -> Any:
+def load(checkpoint: str, adapter: str, dtype: torch.dtype = torch.float32) -> Any:
     """Load the model with the adapter's factors, the only trainable parameters."""
     if Version(peft.__version__) < Version("0.20"):
         keep_keys()
