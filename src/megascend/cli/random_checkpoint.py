@@ -168,6 +168,11 @@ def _particular(size: ModelSize) -> dict[str, Any]:
         settings[width] = size.ffn or size.hidden
     if LatentAttention.from_config(settings) is not None:
         settings["num_key_value_heads"] = size.heads
+    rope = settings.get("rope_parameters", {})
+    if rope.get("rope_type") == "yarn":  # transformers warns of a factor that is not the ratio of the two lengths
+        settings["rope_parameters"] = rope | {
+            "original_max_position_embeddings": max(1, size.context // int(rope["factor"]))
+        }
     return settings
 
 
