@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,8 +22,12 @@ from megascend.testing import tiny_config
 from megascend.topology.topology import (
     ATTENTION_AXES,
     EXPERT_AXES,
+    GROUP_AXES,
     Topology,
+    participants,
     plan,
+    rank_lists,
+    route,
 )
 
 DENSE = ModelShape.from_hf_config(tiny_config("qwen3", num_attention_heads=8, num_key_value_heads=4))
@@ -208,3 +216,40 @@ def test_padded_vocabulary() -> None:
     assert plan(Parallel(), 1, model).padded_vocab() == 321
     assert plan(Parallel(tensor=2), 2, model).padded_vocab() == 322
     assert plan(Parallel(tensor=2), 2, model).padded_vocab(128) == 512
+
+
+def function_calls(function: Callable[[], object]) -> int:
+    """Count the calls of Python and built-in functions: a measure of work that does not depend on the machine."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def large(world_size: int) -> Topology:
+    return plan(Parallel(tensor=8, pipeline=16, expert=64, expert_tensor=1), world_size)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda topology: [topology.group_of(rank, *axes) for rank in (0, 1000) for axes in GROUP_AXES.values()],
+        lambda topology: [route(topology, 1000, {0}, expert=expert) for expert in (False, True)],
+        lambda topology: rank_lists(topology),
+        lambda topology: participants(topology, {0}),
+    ],
+    ids=["group of a rank", "routes of a rank", "groups to create", "participants"],
+)
+def test_work_of_a_rank_does_not_outgrow_the_world(work: Callable[[Topology], object]) -> None:
+    small, large_world = (function_calls(partial(work, large(world_size))) for world_size in (1024, 16384))
+    # Groups that every rank creates are as many as ranks; a group of one rank has no more members than the world.
+    assert large_world <= 20 * small
+    assert large_world < 200_000

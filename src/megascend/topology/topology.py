@@ -97,6 +97,21 @@ class Topology:
 
         Groups are ordered by first rank; ranks ascend, which is Megatron's order.
         """
+        grid = self._grid(axes)
+        others = self._offsets(grid, [axis for axis in grid if axis not in axes])
+        members = self._offsets(grid, axes)
+        return [[first + offset for offset in members] for first in others]
+
+    def group_of(self, rank: int, *axes: str) -> list[int]:
+        """Return the group of :meth:`groups` that contains ``rank``, in time proportional to its size."""
+        coordinates = self.coordinates(rank)
+        grid = self._grid(axes)
+        steps = self._steps(grid)
+        first = rank - sum(getattr(coordinates, axis) * steps[axis] for axis in axes)
+        return [first + offset for offset in self._offsets(grid, axes)]
+
+    def _grid(self, axes: Collection[str]) -> tuple[str, ...]:
+        """Return the grid that has all of ``axes``."""
         for axis in axes:
             self.size(axis)  # raises for an unknown axis
         grid = next((grid for grid in (ATTENTION_AXES, EXPERT_AXES) if set(axes) <= set(grid)), None)
@@ -105,17 +120,22 @@ class Topology:
                 f"{' and '.join(axes)} are not axes of one grid: a group is in the attention grid "
                 f"({', '.join(ATTENTION_AXES)}) or in the expert grid ({', '.join(EXPERT_AXES)})"
             )
-        other_axes = [axis for axis in grid if axis not in axes]
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            coordinates = self.coordinates(rank)
-            members.setdefault(tuple(getattr(coordinates, axis) for axis in other_axes), []).append(rank)
-        return list(members.values())
+        return grid
 
-    def group_of(self, rank: int, *axes: str) -> list[int]:
-        """Return the group of :meth:`groups` that contains ``rank``."""
-        self.coordinates(rank)
-        return next(group for group in self.groups(*axes) if rank in group)
+    def _steps(self, grid: tuple[str, ...]) -> dict[str, int]:
+        """Return the distance in ranks between neighbours along each axis of a grid."""
+        steps, step = {}, 1
+        for axis in grid:
+            steps[axis], step = step, step * self.size(axis)
+        return steps
+
+    def _offsets(self, grid: tuple[str, ...], axes: Collection[str]) -> list[int]:
+        """Return the ranks, ascending, that differ from rank 0 along ``axes`` only."""
+        steps, offsets = self._steps(grid), [0]
+        for axis in grid:  # fastest first: each further axis repeats the offsets behind those before
+            if axis in axes:
+                offsets = [steps[axis] * index + offset for index in range(self.size(axis)) for offset in offsets]
+        return offsets
 
     def padded_vocab(self, divisor: int = 1) -> int:
         """Round up the vocabulary size so that every tensor rank has the same multiple of ``divisor`` rows."""
