@@ -1,4 +1,4 @@
-"""A process and its environment: the user's home, which may be missing, packages that are installed, the parent process."""
+"""A process and its environment: the user's home, which may be missing, packages, open files, the parent process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import getpass
 import importlib.util
 import os
+import resource
 import signal
 import socket
 import sys
@@ -77,6 +78,17 @@ def process_lives(host: object, pid: object, since: object) -> bool | None:
         return False
     except psutil.Error:
         return None
+
+
+def open_file_limit(required: int) -> int:
+    """Return how many files and sockets this process may have open, after raising the limit to ``required`` as far as allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Infinity is -1 on Linux.
+    if soft == resource.RLIM_INFINITY or soft >= required:
+        return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+    raised = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    return raised
 
 
 def home() -> Path:

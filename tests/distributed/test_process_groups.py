@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -19,7 +20,14 @@ from megascend.config import Parallel
 from megascend.distributed import process_groups
 from megascend.distributed.launch import Launch
 from megascend.distributed.objects import all_reduce_numbers
-from megascend.distributed.process_groups import CARRIERS, backend_for, initialize
+from megascend.distributed.process_groups import (
+    CARRIERS,
+    OTHER_FILES,
+    WORLD_GROUPS,
+    backend_for,
+    gloo_sockets,
+    initialize,
+)
 from megascend.distributed.rendezvous import wait_for_all
 from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
 from megascend.testing import run_distributed
@@ -142,6 +150,55 @@ def test_waiting_for_a_rank_prints_nothing(capfd: pytest.CaptureFixture[str]) ->
         assert wait_for_all(stores[1], 1, 2, 60.0) == []
         assert waiting.result(60) == []
     assert "waitForInput" not in capfd.readouterr().err
+
+
+def open_sockets() -> int:
+    links = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.lexists(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"expert": 4}, {}])
+def test_counted_sockets_cover_those_that_groups_open(runtime: Runtime, parallel: dict[str, Any]) -> None:
+    topology = plan(Parallel(**parallel), 4)
+
+    def sockets() -> tuple[int, int]:
+        groups = initialize(topology, runtime.platform, 30)
+        for number in range(WORLD_GROUPS):
+            groups.new_gloo(f"group {number}")
+        counted = gloo_sockets(topology, groups.rank, device_groups=True)
+        dist.barrier()
+        opened = open_sockets()
+        dist.barrier()  # a peer that ends would close its side
+        groups.destroy()
+        return counted, opened
+
+    for counted, opened in run_distributed(sockets, 4, init=False):
+        # The store has at most four: a server's and its clients', or a client's.
+        assert opened - 8 <= counted <= opened
+
+
+def test_limit_of_open_files_is_raised_as_far_as_needed(runtime: Runtime) -> None:
+    def start() -> int:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        # Less than what is open already: the first group would fail with "Too many open files".
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+        open_groups(runtime, 2).destroy()
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    assert run_distributed(start, 2, init=False) == [(WORLD_GROUPS + 2) * 2 + OTHER_FILES] * 2
+
+
+def test_hard_limit_of_open_files_is_named_before_groups_are_created(runtime: Runtime) -> None:
+    def start() -> str:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+        with pytest.raises(ProcessGroupError) as caught:
+            open_groups(runtime, 2)
+        assert not dist.is_initialized()
+        return str(caught.value)
+
+    for rank, message in enumerate(run_distributed(start, 2, init=False)):
+        assert message.startswith(f"rank {rank}: in a world of 2 ranks a process has up to")
+        assert "allows 200 (ulimit -Hn)" in message
 
 
 def test_missing_ranks_are_named_within_the_timeout(runtime: Runtime) -> None:

@@ -115,19 +115,20 @@ def reconcile(reports: Sequence[RankReport], topology: Topology) -> Agreement:
         rank, problem = problems[0]
         suffix = f" ({len(problems)} ranks have problems)" if len(problems) > 1 else ""
         raise DataError(f"rank {rank}: {problem}{suffix}")
-    leaders: dict[int, int] = {}
-    for rank, entry in enumerate(reports):
+    replicas = topology.groups("tensor", "context", "pipeline")
+    for leader, *ranks in replicas:
         # The lowest rank of each replica stands for it; the replica's other ranks must have the same samples.
-        leader = leaders.setdefault(topology.coordinates(rank).data, rank)
-        first, second = reports[leader].checksums, entry.checksums
-        different = [label for label in {**first, **second} if first.get(label) != second.get(label)]
-        if different:
-            raise DataError(
-                f"ranks {leader} and {rank} differ only in tensor, pipeline or context parallelism but were given different "
-                f"samples (their {', '.join(different)} differ); pass the same list on both (backend.shard picks a data "
-                "parallel rank's share of a global list)"
-            )
-    shares = [reports[rank] for rank in leaders.values()]
+        first = reports[leader].checksums
+        for rank in ranks:
+            second = reports[rank].checksums
+            if first != second:
+                different = [label for label in {**first, **second} if first.get(label) != second.get(label)]
+                raise DataError(
+                    f"ranks {leader} and {rank} differ only in tensor, pipeline or context parallelism but were given different "
+                    f"samples (their {', '.join(different)} differ); pass the same list on both (backend.shard picks a data "
+                    "parallel rank's share of a global list)"
+                )
+    shares = [reports[leader] for leader, *_ in replicas]
     if not any(share.counts for share in shares):
         raise DataError("the batch is empty on every rank")
     # Ranks with fewer split theirs, or add dummies (split_to).

@@ -25,6 +25,8 @@ MAX_LISTED = 8
 # Magic; the part that must be equal on all ranks (number, step, digests of call and kind); flags and lengths.
 _HEAD = struct.Struct("<4s q q 8s 8s ? ? I H H")
 _EQUAL = slice(4, 4 + 8 + 8 + 8 + 8)
+_STRAY = struct.calcsize("<4s q q 8s 8s ?")
+"""Offset of the flag of a stray frame."""
 _SEPARATOR = "\x1f"  # ASCII unit separator: does not occur in names, paths or messages
 _LIMITS = {"kind": 80, "group": 20, "purpose": 260, "phase": 60}
 """Maximum characters of each text in a frame. Ranks compare digests of the full texts, so cutting loses no difference."""
@@ -169,7 +171,8 @@ def encode_stray(position: Position, pending: Sequence[Pending]) -> bytes:
 def pending_of(frames: Sequence[bytes]) -> list[Pending]:
     """Return the collectives in deadlock that stray frames list."""
     pending: dict[Pending, None] = {}
-    for frame in map(decode, frames):
+    # By the flag first: stray frames are rare, and a large world has many others in every step.
+    for frame in (decode(frame) for frame in frames if frame[_STRAY]):
         if frame is not None and frame.stray and frame.content:
             pending |= dict.fromkeys(Pending(*fields) for fields in json.loads(frame.content))
     return list(pending)

@@ -30,10 +30,16 @@ from megascend.distributed.rendezvous import (
     wait_for_all,
 )
 from megascend.errors import CollectiveTimeoutError, ProcessGroupError, TopologyError
-from megascend.topology.topology import Topology, rank_lists
+from megascend.surroundings import open_file_limit
+from megascend.topology.topology import GROUP_AXES, Topology, axes_of, rank_lists
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+WORLD_GROUPS = 3
+"""Further Gloo groups of all ranks, which are created when they are needed: of checkpoints, and of one more thread."""
+OTHER_FILES = 256
+"""Open files and sockets of a rank besides those of Gloo groups: the store, data, logs, libraries, devices."""
 
 
 class CommunicationPlatform(Protocol):
@@ -84,6 +90,7 @@ def initialize(
             f"rank {launch.rank}: the topology is for {topology.world_size} ranks, but {launch.world_size} "
             f"were started (WORLD_SIZE); start {topology.world_size} processes or plan for {launch.world_size}"
         )
+    _check_open_files(topology, launch.rank, platform)
     # Selects the device before any group exists: NCCL and HCCL create their communicators on the current device.
     device = platform.device(launch.local_rank)
     owns_default = not dist.is_initialized()
@@ -124,6 +131,33 @@ def initialize(
             dist.destroy_process_group()
         raise
     return groups
+
+
+def gloo_sockets(topology: Topology, rank: int, *, device_groups: bool) -> int:
+    """Count the sockets of a rank's Gloo groups, each of which connects it to every member and has one that listens. Pure.
+
+    Args:
+        device_groups: those for tensors are on Gloo, too.
+    """
+    kinds = [CARRIERS, tuple(GROUP_AXES)] if device_groups else [CARRIERS]
+    distinct = [{tuple(topology.group_of(rank, *axes_of(name))) for name in names} for names in kinds]
+    return WORLD_GROUPS * topology.world_size + sum(
+        len(ranks) for groups in distinct for ranks in groups if len(ranks) > 1
+    )
+
+
+def _check_open_files(topology: Topology, rank: int, platform: CommunicationPlatform) -> None:
+    """Raise this process's limit of open files to what the groups need, or ProcessGroupError if the host forbids it."""
+    if topology.world_size == 1:
+        return
+    required = gloo_sockets(topology, rank, device_groups=platform.backend == "gloo") + OTHER_FILES
+    limit = open_file_limit(required)
+    if limit < required:
+        raise ProcessGroupError(
+            f"rank {rank}: in a world of {topology.world_size} ranks a process has up to {required} open files and sockets, as "
+            f"Gloo connects all ranks of a group with each other, and {socket.gethostname()} allows {limit} (ulimit -Hn): "
+            "raise the hard limit (limits.conf, LimitNOFILE of systemd, docker run --ulimit nofile)"
+        )
 
 
 def _open(launch: Launch, timeout_s: float) -> tuple[dist.Store, dist.Store | None]:

@@ -30,17 +30,18 @@ def wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> 
     Returns:
         The ranks that did not arrive within ``timeout_s``.
     """
-    keys = [f"started/{number}" for number in range(world_size)]
-    store.set(keys[rank], "")
+    # Counted, not looked up key by key: every rank of a large world asking for every key would occupy the store's server.
+    # A rank that waits a second time has been counted.
+    count = store.add("started", 1 if store.add(f"started/{rank}", 1) == 1 else 0)
     deadline = time.monotonic() + timeout_s
     # Polled: whenever Store.wait() times out, torch writes two warnings to the terminal.
-    # A check carries a key for every rank; longer pauses in a large world bound the load of the rank that serves the store.
-    pause_s, longest_s = 0.002, max(0.05, world_size / 2000)
-    while not store.check(keys):
+    pause_s, longest_s = 0.002, max(0.05, world_size / 20_000)  # bounds the load of the rank that serves the store
+    while count < world_size:
         if time.monotonic() >= deadline:
-            return [number for number, key in enumerate(keys) if not store.check([key])]
+            return [number for number in range(world_size) if not store.check([f"started/{number}"])]
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)
+        count = store.add("started", 0)
     return []
 
 

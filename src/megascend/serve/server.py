@@ -7,7 +7,6 @@ import errno
 import importlib
 import logging
 import os
-import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from megascend.serve.api import keys as api_keys
 from megascend.serve.samplers.vllm import VllmSampling, vllm_servers
 from megascend.serve.scheduler.commands import Outcome
 from megascend.serve.served_model import ServedModel, allowed_targets
+from megascend.surroundings import open_file_limit
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 log = logging.getLogger("megascend.serve")
@@ -235,13 +235,8 @@ MAX_CONNECTIONS = 4096
 
 def _max_connections() -> int:
     """Return the maximum number of connections, after raising this process's limit of open files as far as allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required = MAX_CONNECTIONS + 1024
-    if soft != resource.RLIM_INFINITY and soft < required:
-        soft = required if hard == resource.RLIM_INFINITY else min(required, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     # The rest is for files, the database and the sockets between ranks.
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MAX_CONNECTIONS, soft - 512))
+    return max(64, min(MAX_CONNECTIONS, open_file_limit(MAX_CONNECTIONS + 1024) - 512))
 
 
 def _listen(settings: ServeConfig) -> socket.socket:
