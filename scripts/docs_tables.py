@@ -415,6 +415,15 @@ def engine_pushes() -> str:
     return " ".join(legend) + "\n\n" + table([*header, "tokens in 2 s", "first, s"], lines)
 
 
+def large_worlds() -> str:
+    """Format what scripts/simulate_ranks.py has computed."""
+    [stored] = stored_figures("large_worlds")
+    first, *names = stored["rows"][0]
+    header = [first, *(f"{row[first]:,}" for row in stored["rows"])]
+    rows = [[name, *(f"{row[name]:,}" for row in stored["rows"])] for name in names]
+    return f"Layout {stored['layout']}; {stored['device']}.\n\n" + table(header, rows)
+
+
 def ratio_text(entry: dict[str, float] | None) -> str:
     """Format a stored ratio; empty if there is none."""
     return "" if entry is None else f"{entry['ratio']:.3f}"
@@ -438,6 +447,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed of families": family_speed,
     "router replay": router_replay,
     "pushes to an engine": engine_pushes,
+    "large worlds": large_worlds,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }

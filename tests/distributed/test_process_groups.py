@@ -165,16 +165,34 @@ def test_counted_sockets_cover_those_that_groups_open(runtime: Runtime, parallel
         groups = initialize(topology, runtime.platform, 30)
         for number in range(WORLD_GROUPS):
             groups.new_gloo(f"group {number}")
-        counted = gloo_sockets(topology, groups.rank, device_groups=True)
+        bound = gloo_sockets(topology, groups.rank, device_groups=True)
         dist.barrier()
         opened = open_sockets()
         dist.barrier()  # a peer that ends would close its side
         groups.destroy()
-        return counted, opened
+        return bound, opened
 
-    for counted, opened in run_distributed(sockets, 4, init=False):
+    for bound, opened in run_distributed(sockets, 4, init=False):
         # The store has at most four: a server's and its clients', or a client's.
-        assert opened - 8 <= counted <= opened
+        assert opened - 8 <= bound <= opened
+
+
+def test_large_world_connects_ranks_when_they_communicate(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "LAZY_CONNECTIONS_ABOVE", 3)
+
+    def start() -> tuple[int, int, int, list[float]]:
+        groups = open_groups(runtime, 4)
+        opened = open_sockets()
+        totals = all_reduce_numbers([groups.rank], "world", groups)
+        dist.all_reduce(torch.ones(1), group=groups.device_group("dp"))
+        connected = open_sockets()
+        dist.barrier()  # a peer that ends would close its side
+        groups.destroy()
+        return opened, connected, gloo_sockets(groups.topology, groups.rank, device_groups=True), totals
+
+    for opened, connected, bound, totals in run_distributed(start, 4, init=False):
+        assert opened < connected <= bound
+        assert totals == [6.0]
 
 
 def test_limit_of_open_files_is_raised_as_far_as_needed(runtime: Runtime) -> None:

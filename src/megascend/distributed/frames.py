@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 from megascend import errors
@@ -117,11 +118,15 @@ def decode(frame: bytes) -> Frame | None:
     if magic != MAGIC:
         return None
     start = _HEAD.size + text_size
+    position = _position(number, step, frame[_HEAD.size : start], refused)
+    return Frame(position, length, frame[start : start + inside], stray)
+
+
+@lru_cache(maxsize=64)  # most ranks are at the same position
+def _position(number: int, step: int, text: bytes, refused: bool) -> Position:
     # The two empty strings stand in for a refusal that did not fit.
-    kind, group, purpose, phase, *rest = (*frame[_HEAD.size : start].decode(errors="replace").split(_SEPARATOR), "", "")
-    refusal = (rest[0], rest[1]) if refused else None
-    content = frame[start : start + inside]
-    return Frame(Position(kind, group, number, step, purpose, phase, refusal), length, content, stray)
+    kind, group, purpose, phase, *rest = (*text.decode(errors="replace").split(_SEPARATOR), "", "")
+    return Position(kind, group, number, step, purpose, phase, (rest[0], rest[1]) if refused else None)
 
 
 def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:

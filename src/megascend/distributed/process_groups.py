@@ -36,6 +36,9 @@ from megascend.topology.topology import GROUP_AXES, Topology, axes_of, rank_list
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+LAZY_CONNECTIONS_ABOVE = 2048
+"""Ranks above which Gloo connects two ranks when they first communicate. Before that each rank stores something for every other,
+and reads what all have stored: 8 n^3 bytes for a group of n ranks, 70 GB for 2048."""
 WORLD_GROUPS = 3
 """Further Gloo groups of all ranks, which are created when they are needed: of checkpoints, and of one more thread."""
 OTHER_FILES = 256
@@ -91,6 +94,8 @@ def initialize(
             f"were started (WORLD_SIZE); start {topology.world_size} processes or plan for {launch.world_size}"
         )
     _check_open_files(topology, launch.rank, platform)
+    if topology.world_size > LAZY_CONNECTIONS_ABOVE:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch has no argument for it
     # Selects the device before any group exists: NCCL and HCCL create their communicators on the current device.
     device = platform.device(launch.local_rank)
     owns_default = not dist.is_initialized()

@@ -98,9 +98,9 @@ class Topology:
         Groups are ordered by first rank; ranks ascend, which is Megatron's order.
         """
         grid = self._grid(axes)
-        others = self._offsets(grid, [axis for axis in grid if axis not in axes])
+        starts = self._offsets(grid, [axis for axis in grid if axis not in axes])
         members = self._offsets(grid, axes)
-        return [[first + offset for offset in members] for first in others]
+        return [[first + offset for offset in members] for first in starts]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
         """Return the group of :meth:`groups` that contains ``rank``, in time proportional to its size."""
