@@ -359,7 +359,7 @@ class HangMonitor:
         if peers is None:
             reason = (
                 f"the store for the ranks' records does not answer; the process that serves it{self._heartbeat.store_address} "
-                "is gone, or the network to it is down"
+                "is gone or overloaded, or the network to it is down"
             )
             return Diagnosis(PeerVerdict.GONE, blamed, (reason,), "The ranks' phases are unknown")
         local = self._describe(stack, 0, waiting=self._waits_on_host)
