@@ -83,7 +83,7 @@ class Receiver:
         self.serving = True
         """False after a commit that could be neither completed nor undone: the engine must not answer."""
         self._device = torch.device(device)
-        self._check, self._most_bytes = check, max_bytes
+        self._check, self._max_bytes = check, max_bytes
         self._versions: dict[str, int] = {} if version is None else {"model": version}
         self._update: IncomingUpdate | None = None
         self._memory = StagingMemory(self._device)
@@ -356,9 +356,9 @@ class Receiver:
                 f"weights are staged on {self._device} here; transports for {self._device.type}: "
                 f"{', '.join(transports_for(self._device.type))}"
             )
-        if self._most_bytes is not None and manifest.nbytes > self._most_bytes:
+        if self._max_bytes is not None and manifest.nbytes > self._max_bytes:
             raise ManifestError(
-                f"{self.name}: {manifest.nbytes} bytes are offered; at most {self._most_bytes} are taken"
+                f"{self.name}: {manifest.nbytes} bytes are offered; at most {self._max_bytes} are taken"
             )
         self._check(manifest)
 

@@ -444,7 +444,7 @@ class HangMonitor:
         error = getattr(sys, "last_value", None)
         if error is not None and self._failure is None and os.getpid() == self._process.pid:
             last = phase_text(self._main.last, self.step)
-            self._failure = PhaseFailure(f"what follows {last}", "", _summarize(error), False)
+            self._failure = PhaseFailure(f"the code after {last}", "", _summarize(error), False)
         self.close()
 
 

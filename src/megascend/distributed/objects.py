@@ -161,7 +161,7 @@ def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, pu
 
     Args:
         problem: this rank's error; its text names the rank where that matters.
-        purpose: the attempted operation, for errors of the exchange itself: ``"whether PATH can be read"``.
+        purpose: the attempted operation, a noun, for errors of the exchange itself: ``"the read of PATH"``.
 
     Raises:
         MegascendError: the problem of the first rank that has one.

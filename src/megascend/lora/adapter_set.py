@@ -191,7 +191,7 @@ class AdapterSet:
                 write(path, saved, base_model, list(self.registry.adaptable))
             except CheckpointError as error:
                 problem = CheckpointError(f"{error} (rank 0)")
-        raise_on_all_ranks(problem, self._groups, f"whether {path} could be written")
+        raise_on_all_ranks(problem, self._groups, f"the write of {path}")
 
     def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None, replace: bool = False) -> None:
         """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
@@ -221,7 +221,7 @@ class AdapterSet:
                 peft_format.check_complete(path, saved.values, self.registry.adaptable)
         except (CheckpointError, OSError) as error:
             problem = CheckpointError(f"{error} (rank {self._groups.rank})")
-        raise_on_all_ranks(problem, self._groups, f"whether {path} can be read")
+        raise_on_all_ranks(problem, self._groups, f"the read of {path}")
         assert saved is not None
         settings = settings_of(saved, lora, self.registry.projections, path)
         adapter = None
@@ -234,7 +234,7 @@ class AdapterSet:
         except OutOfDeviceMemoryError as error:
             problem = error
         # Only now: until all ranks have reported, none may raise, or the others would wait in the next collective.
-        raise_on_all_ranks(problem, self._groups, f"whether {path} fits")
+        raise_on_all_ranks(problem, self._groups, f"the check of {path}")
         assert adapter is not None
         return adapter
 

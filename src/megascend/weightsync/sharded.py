@@ -18,7 +18,7 @@ from megascend.distributed.objects import broadcast_object, collect_objects, fro
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.kernels.reductions import out_of_range
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank
-from megascend.weightsync.delivery import Delivery, Planned, Ticket, Update
+from megascend.weightsync.delivery import Delivery, PlanRecord, Ticket, Update
 from weightwire.errors import PlanError
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
@@ -75,7 +75,7 @@ class ShardedSync:
         self._differences = self._rest = 0  # pushes of differences in a row; complete pushes still to come in mode auto
         self._specs: tuple[TensorSpec, ...] = ()
         self._share: Share | None = None
-        self._planned: Planned | None = None
+        self._record: PlanRecord | None = None
         self._refusal: tuple[tuple[str, ...], str] | None = None
         self._refused_pushes = 0
         self._logged = ""
@@ -105,10 +105,10 @@ class ShardedSync:
             if self._refusal is not None and self._refusal[0] == names and self._refused_pushes < RETRY:
                 self._refused_pushes += 1
                 return True, self._refusal[1]
-            valid = self._planned is not None and tuple(self._planned.engines) == names and self._specs == specs
+            valid = self._record is not None and tuple(self._record.engines) == names and self._specs == specs
             return valid, ""
 
-        valid, reason = from_rank_0(state, self._groups, "whether there is a plan of the transfer")
+        valid, reason = from_rank_0(state, self._groups, "the state of the transfer plan")
         if valid:
             return reason
         self.forget()
@@ -127,10 +127,10 @@ class ShardedSync:
                 return problems[0], []
             pieces = [[Region(*row) for row in rank_rows] for rank_rows, _, _ in collected]
             try:
-                self._planned = self._plan(engines, pieces, [memory for _, memory, _ in collected], delivery)
+                self._record = self._plan(engines, pieces, [memory for _, memory, _ in collected], delivery)
             except (PlanError, ConfigError) as error:
                 return str(error), []
-            return "", self._planned.shares
+            return "", self._record.shares
 
         reason, shares = self._ranks.call(make, "the plan of the transfer")
         if reason:
@@ -146,7 +146,7 @@ class ShardedSync:
 
     def _plan(
         self, engines: Sequence[InferenceEngine], slices: list[list[Region]], places: list[Location], delivery: Delivery
-    ) -> Planned:
+    ) -> PlanRecord:
         counts, needs = delivery.ask_needs(engines, self._specs)
         all_pieces = complete(self._specs)
         silent = [name for name, answer in needs.items() if answer is None]
@@ -163,7 +163,7 @@ class ShardedSync:
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
         transport = delivery.check_pairs(engines, places)
         result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
-        return Planned(counts, result.shares(), transport, keep=self._history is not None)
+        return PlanRecord(counts, result.shares(), transport, keep=self._history is not None)
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
@@ -193,18 +193,18 @@ class ShardedSync:
 
     def begin(self, update: Update) -> None:
         """Offer the update to the engines, and join its group on every rank."""
-        planned, specs = self._planned, self._specs
+        record, specs = self._record, self._specs
 
         def offer(delivery: Delivery) -> Ticket:
-            assert planned is not None
-            return delivery.begin_sharded(update, specs, planned, self._base())
+            assert record is not None
+            return delivery.begin_sharded(update, specs, record, self._base())
 
         def connect() -> None:
             update.sender = self._connect(ticket)
 
-        ticket = self._ranks.call(offer, "whether the engines receive")
+        ticket = self._ranks.call(offer, "the offer to the engines")
         failure = f"version {update.version} was not begun"
-        on_every_rank(connect, self._groups, "whether all ranks have joined", failure)
+        on_every_rank(connect, self._groups, "joining the group of the update", failure)
 
     def _connect(self, ticket: Ticket) -> ShardSender:
         assert self._share is not None
@@ -225,29 +225,29 @@ class ShardedSync:
 
     def _base(self) -> int | None:
         """Return the version from which to send differences; on rank 0, whose decision all ranks follow."""
-        if self._history is None or self._planned is None or self._differences >= self._full_every or self._rest > 0:
+        if self._history is None or self._record is None or self._differences >= self._full_every or self._rest > 0:
             return None
         # Decided by the dtype, without a trial: differences of fp32 weights are as large as the weights.
         if self._mode == "auto" and not mostly_16_bit(self._specs):
             return None
-        return self._history.base(self._planned.identity)
+        return self._history.base(self._record.identity)
 
     def transfer(self, update: Update) -> None:
         """Send this rank's slices; set the update's seal and amounts on rank 0."""
         sender = update.sender
         assert isinstance(sender, ShardSender)
         digests = on_every_rank(
-            lambda: self._send(sender), self._groups, "how the transfer went", "the model was not sent"
+            lambda: self._send(sender), self._groups, "the outcome of the transfer", "the model was not sent"
         )
         # Only now: other members may still read the last messages from this process. Rank 0 leaves last.
         if self._groups.rank != 0:
             sender.close()
         row = digests, sender.traffic.nbytes, sender.traffic.content
         collected = collect_objects(row, "world", self._groups, "digests of the chunks")
-        if collected is None or self._planned is None:
+        if collected is None or self._record is None:
             return
         sender.close()
-        shares, senders = self._planned.shares, len(collected)
+        shares, senders = self._record.shares, len(collected)
         by_member = digests_by_worker(shares, senders, [values for values, _, _ in collected])
         update.seal = Seal(update.name, update.version, sender.manifest.identity, (), by_member)
         update.nbytes = max(share.nbytes for share in shares[senders:])
@@ -273,8 +273,8 @@ class ShardedSync:
 
     def succeeded(self, version: int, base: int | None, share: float) -> None:
         """Note a push that all engines have committed."""
-        if self._planned is not None:
-            self._planned.provisioned = set(self._planned.engines)
+        if self._record is not None:
+            self._record.provisioned = set(self._record.engines)
         if self._history is None or self._share is None:
             return
         self._history.note(self._share.plan, version)
@@ -287,7 +287,7 @@ class ShardedSync:
 
     def forget(self) -> None:
         """Forget the plan and what was sent, after a failure: engines may have been restarted. Local."""
-        self._planned = self._share = self._refusal = None
+        self._record = self._share = self._refusal = None
         self._differences = 0
         if self._history is not None:
             self._history.forget()

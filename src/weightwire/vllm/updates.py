@@ -24,7 +24,7 @@ from weightwire.plan import Region, Share
 from weightwire.receiver import Receiver
 from weightwire.reception import COMMITTED, RECEIVING
 from weightwire.vllm import contract
-from weightwire.vllm.checkpoint import Expected
+from weightwire.vllm.checkpoint import ExpectedTensors
 from weightwire.vllm.in_place import Exchange, NotInPlaceError, Recording, learn
 from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
 from weightwire.vllm.needs import worker_needs
@@ -51,7 +51,7 @@ class WorkerUpdates:
         # Staging on the device needs room for a second model; the host is the way out.
         device = os.environ.get(contract.STAGING) or next(model().parameters()).device
         name = f"worker {self._number} of {config.model}"
-        check = Expected(config.model, config.hf_config).check
+        check = ExpectedTensors(config.model, config.hf_config).check
         self.receiver = Receiver(name, device=device, check=check, needs=self.needs)
         self._needs: tuple[Sequence[TensorSpec], tuple[Region, ...]] | None = None
         self._offer: Offer | None = None

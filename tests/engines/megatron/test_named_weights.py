@@ -376,7 +376,7 @@ def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder
         return (
             {name: tensor.clone() for name, tensor in backend.named_weights()},
             {name: tensor.clone() for name, tensor in backend.named_weights("a", receivers="main")},
-            dict(backend.named_weights("a", alone=True, receivers={1})),
+            dict(backend.named_weights("a", adapter_only=True, receivers={1})),
             [(name, tensor.shape, tensor.device.type) for name, tensor in backend.named_weights("a", device="meta")],
         )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.rollout.collector import RolloutCollector
     from megascend.weightsync import WeightSync
-    from megascend.weightsync.sync import Pushed
+    from megascend.weightsync.sync import PushResult
     from weightwire.engine import InferenceEngine
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class EngineUpdates:
         # Also after a resume: engines may have been restarted with the checkpoint's first weights.
         self._push(steps, returned=True)
 
-    def push(self, step: int) -> Pushed | None:
+    def push(self, step: int) -> PushResult | None:
         """Give the weights after ``step`` to all engines that have earlier ones of this run.
 
         Returns:
@@ -102,7 +102,7 @@ class EngineUpdates:
                 problem = error
                 self._rollouts.on_rank_0(lambda collector: collector.reject(self._sync.engines, problem))
 
-    def _push(self, step: int, *, returned: bool) -> Pushed | None:
+    def _push(self, step: int, *, returned: bool) -> PushResult | None:
         version, pushed = step + self.offset, None
 
         def choose(collector: RolloutCollector) -> tuple[int, bool]:

@@ -327,7 +327,7 @@ class ReinforcementLearning(Training[RlConfig]):
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
             eval_reward = self.totals.reward_after = self._evaluate(number)
-        dropped = self._rollouts.dropped()
+        dropped = self._rollouts.take_dropped()
         if self._records is not None:
             self._records.write(number, batch, dropped, self._evaluated, learned.penalised)
         self._evaluated = []

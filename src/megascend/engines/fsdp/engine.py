@@ -140,7 +140,7 @@ class FsdpEngine(TransformersEngine):
             read = shards.load(self._shards, sources, self.info.tensors, fresh, self.dtype)
         except CheckpointError as error:
             problem = error
-        raise_on_all_ranks(problem, self.groups, f"whether {self.model_dir} could be loaded")
+        raise_on_all_ranks(problem, self.groups, f"the load of {self.model_dir}")
         return read
 
     def scales(self, micro_batches: int) -> tuple[float, float]:

@@ -122,7 +122,7 @@ def load(
     failed = None if problem is None else CheckpointError(f"{model_dir}: {problem} (rank {groups.rank})")
     # First the ranks' own errors: a rank that has failed has not read its tensors, and the check below would name
     # those.
-    raise_on_all_ranks(failed, groups, f"whether {model_dir} could be loaded")
+    raise_on_all_ranks(failed, groups, f"the load of {model_dir}")
 
     names = list(tensors)
     # Each rank reads its own layers and experts, so a tensor counts as unused only if no rank has read it.

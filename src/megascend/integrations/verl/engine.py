@@ -323,7 +323,7 @@ class MegascendEngine(BaseEngine):
 
         # In the form that verl's rollout passes on to vLLM.
         config = build_peft_config_for_vllm(self.model_config.lora)
-        return self.backend.named_weights(ADAPTER if base_sync_done else None, alone=base_sync_done), config
+        return self.backend.named_weights(ADAPTER if base_sync_done else None, adapter_only=base_sync_done), config
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -361,7 +361,7 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
             asyncio.run(check(servers, probe, backend.max_length, settings.timeout_s / 2))
         except MegascendError as error:
             problem = error
-    raise_on_all_ranks(problem, backend.groups, "whether the vLLM servers have this model")
+    raise_on_all_ranks(problem, backend.groups, "the model check of the vLLM servers")
     return servers
 
 
