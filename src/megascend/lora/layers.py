@@ -36,7 +36,7 @@ from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry, AdapterSettings
 from megascend.lora.segments import ExpertAdapterRows, TokenSegments, by_expert_and_adapter
 from megascend.lora.target_maps import find_target_modules
-from megascend.lora.target_modules import ModelLayout, TargetModule, Untargeted, check_untied
+from megascend.lora.target_modules import ModelLayout, RefusedTargets, TargetModule, check_untied
 from megascend.topology.topology import Topology
 
 
@@ -58,7 +58,7 @@ class AdapterManager(MixedAdapters):
         *,
         vocab_size: int,
         model_dir: Path,
-        tower: tuple[list[TargetModule], Untargeted | None] = ([], None),
+        tower: tuple[list[TargetModule], RefusedTargets | None] = ([], None),
         merge: int | None = None,
     ) -> None:
         """Freeze the model, and add hooks to its layers. Collective.
@@ -79,8 +79,8 @@ class AdapterManager(MixedAdapters):
         local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
         parts = gather_objects((local_names, tower[1]), "world", groups, "layers")
         all_names = sorted({name for names, _ in parts for name in names})
-        untargeted = next((names for _, names in parts if names is not None), None)
-        registry = AdapterRegistry.for_model(targets, all_names, settings, untargeted)
+        refused_targets = next((names for _, names in parts if names is not None), None)
+        registry = AdapterRegistry.for_model(targets, all_names, settings, refused_targets)
         self.layers = AdapterLayers(
             chunks,
             registry.shape_groups,

@@ -25,7 +25,7 @@ from megascend.lora.applied_adapters import AppliedAdapters, start_graph
 from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry, check_limits
 from megascend.lora.segments import ExpertAdapterRows, by_expert_and_adapter
-from megascend.lora.target_modules import EMBEDDING, TargetModule, Untargeted, check_untied, matches
+from megascend.lora.target_modules import EMBEDDING, RefusedTargets, TargetModule, check_untied, matches
 from megascend.lora.transformers_targets import (
     divided_tower,
     drawn_as,
@@ -178,7 +178,7 @@ class FsdpAdapters(MixedAdapters):
         context: EngineContext,
         targets: Sequence[TargetModule],
         share: ExpertShare | None,
-        untargeted: Untargeted | None = None,
+        refused_targets: RefusedTargets | None = None,
     ) -> None:
         settings = adapter_settings(spec, context.groups.device)
         # Before the registry exists, which allocates factors by each target's number of experts.
@@ -186,7 +186,7 @@ class FsdpAdapters(MixedAdapters):
         names = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in names if matches(name, settings.limits.targets)]
         drawn_targets = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
-        registry = AdapterRegistry.for_model(drawn_targets, names, settings, untargeted)
+        registry = AdapterRegistry.for_model(drawn_targets, names, settings, refused_targets)
         self.layers = FsdpAdapterLayers(model, registry.shape_groups, divided=share is not None)
         self.transposed = {target.slices[0].name for target in targets if is_transposed(target)}
         super().__init__(
@@ -202,11 +202,11 @@ class FsdpAdapters(MixedAdapters):
 
 def adapter_targets(
     model: Any, limits: Adapters, images: Images | None = None, trained: VisionTower = "frozen", *, tied: bool
-) -> tuple[list[TargetModule], Untargeted | None]:
+) -> tuple[list[TargetModule], RefusedTargets | None]:
     """Return every layer of a model, which may be on ``meta``, that adapters could act on; and those that peft could.
 
     Args:
-        images: of a model that takes pictures.
+        images: declaration of a model's pictures; None: it takes none.
         trained: ``train`` if adapters may act on its vision tower.
     """
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
@@ -217,10 +217,10 @@ def adapter_targets(
             f"engine fsdp: adapters.targets is all-linear, but {ungated} of {type(model).__name__} has no gate, and such "
             "experts are not adapted; name the other layers in adapters.targets"
         )
-    tower_layers, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
+    tower_layers, refused_targets = divided_tower(None if images is None else tower(model, images), images, trained)
     targets = layer_targets(model) + ([] if tied else embedding_and_output(model)) + tower_layers
-    check_limits(limits, [target.slices[0].name for target in targets], untargeted)
-    return targets, untargeted
+    check_limits(limits, [target.slices[0].name for target in targets], refused_targets)
+    return targets, refused_targets
 
 
 def _local_experts(target: TargetModule, share: ExpertShare | None) -> TargetModule:

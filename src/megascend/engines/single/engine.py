@@ -234,9 +234,9 @@ def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
     check_router_loss(model, spec.moe, frozen=frozen, recomputed=recomputed)
     if spec.adapters is None:
         return []
-    modules, untargeted = adapter_targets(model, info.architecture.inputs, spec.vision_tower)
+    modules, refused_targets = adapter_targets(model, info.architecture.inputs, spec.vision_tower)
     targets = [target.slices[0].name for target in modules]
-    check_limits(spec.adapters, targets, untargeted)
+    check_limits(spec.adapters, targets, refused_targets)
     return targets
 
 
