@@ -127,7 +127,7 @@ class MicroBatch:
         segments: per-token adapter segments for the layers (``megascend.lora``'s ``TokenSegments``), or None.
         routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
-        mtp: what a head for multi-token prediction is trained on; None: the head does not run.
+        mtp: inputs and targets of a head for multi-token prediction; None: the head does not run.
         images: pictures of the samples, or None.
         candidate_ids: int64 [n, K], a teacher's candidates, -1 at unused slots; None unless all samples have them.
         teacher_logprobs: float32 [n, K], its log-probabilities of them.

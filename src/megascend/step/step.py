@@ -251,7 +251,7 @@ class Step:
                 for dummy batches, which only match other ranks' collectives.
             output: kind of output that the model's head must compute.
             requires: fields that all samples must have.
-            loss: whose fields micro batches are to have; default: those of a forward pass.
+            loss: loss whose fields the micro batches need; default: those of a forward pass.
         """
         engine, trainable = self._engine, self._engine.trainable
         require_head(engine, output, call)

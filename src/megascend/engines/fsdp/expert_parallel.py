@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megascend.engines.fsdp.experts import Experts, SpreadRows, permutation
 from megascend.errors import ConfigError
-from megascend.kernels.token_rows import Moved
+from megascend.kernels.token_rows import Permutation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,7 +63,7 @@ class TokenExchange:
     def to_experts(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens [n, ...] and routing weights [n, k]; return this rank's rows [m, ...] and their weights [m]."""
         rows: Any = SpreadRows.apply(values, self._order, self._inverse, self._count)
-        row_weights: Any = Moved.apply(weights.flatten(), self._order, self._inverse)
+        row_weights: Any = Permutation.apply(weights.flatten(), self._order, self._inverse)
         # In one autograd node with the weights, see _AllToAll.
         rows, row_weights = _exchange(self._send_counts, self._receive_counts, self._group, rows, row_weights)
         return rows, row_weights
@@ -76,7 +76,7 @@ class TokenExchange:
     def to_tokens(self, rows: Tensor) -> Tensor:
         """Send the experts' results [m, ...] back; return the results of each token's experts [n, k, ...]."""
         (results,) = _exchange(self._receive_counts, self._send_counts, self._group, rows)
-        by_token: Any = Moved.apply(results, self._inverse, self._order)
+        by_token: Any = Permutation.apply(results, self._inverse, self._order)
         return by_token.unflatten(0, (-1, self._count))
 
 

@@ -147,7 +147,7 @@ class _Collector:
     """mcore-bridge's export with other communication, on a copy of the bridge; the original is not changed.
 
     Args:
-        names: of the checkpoint's tensors, in an order that all ranks share.
+        names: names of the checkpoint's tensors, in an order that all ranks share.
     """
 
     def __init__(
