@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 AnyConfig = TypeVar("AnyConfig", bound=TrainerConfig)
 
 PROCESSES_PER_CORE = 4
-"""With more, processes on CPUs mostly wait for each other."""
+"""Largest number of processes per core: with more, processes on CPUs mostly wait for each other."""
 CHECKPOINT_BYTES = 14
 """Size of a parameter in a checkpoint: the weight in bf16, the fp32 original and two moments."""
 

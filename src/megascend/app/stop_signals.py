@@ -21,7 +21,7 @@ schedulers send before a job's time is over (Slurm's ``--signal``), a limit of p
 it for SIGHUP, stays ignored, and one that somebody else handles stays theirs."""
 STOPPING = (*ALWAYS, *BY_DEFAULT)
 SAME_S = 2.0
-"""Under a launcher one Ctrl-C arrives twice, from the terminal and from torchrun, within so many seconds."""
+"""Seconds within which two SIGINTs count as one: under a launcher a Ctrl-C arrives from the terminal and from torchrun."""
 
 
 def stopping() -> tuple[signal.Signals, ...]:

@@ -39,7 +39,7 @@ class Episodes(ABC):
         name: the reward function or the environment, for messages.
         completed: episodes that have ended, those of evaluations included.
         timed_out, failed: episodes that have ended without a trajectory: cancelled at their deadline, or by an exception.
-        last_failure: what the last of these did.
+        last_failure: description of the last of these failures.
     """
 
     name: str

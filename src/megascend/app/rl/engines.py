@@ -52,7 +52,7 @@ class EngineUpdates:
     one that fails again counts as lost although it reports its version, and holds up no other from then on.
 
     Args:
-        rollouts: whose collector knows the engines.
+        rollouts: rollouts whose collector knows the engines.
         adapter: adapter to merge into the weights.
 
     Attributes:

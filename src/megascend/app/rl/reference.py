@@ -144,8 +144,8 @@ class Reference:
         Collective.
 
         Args:
-            samples: of all trajectories, in order.
-            shard: those of this data parallel rank; the same objects.
+            samples: samples of all trajectories, in order.
+            shard: the samples of this data parallel rank; the same objects.
             policy, reference: log-probabilities of their targets, [length] each.
         """
         estimate, order = ESTIMATORS[self._settings.kl_estimator], {id(sample): i for i, sample in enumerate(samples)}
@@ -189,7 +189,7 @@ class Reference:
         """Return the estimates over the sampled tokens of all data parallel ranks. Collective.
 
         Args:
-            samples: of this rank.
+            samples: samples of this rank.
             policy, reference: log-probabilities of their targets, [length] each.
         """
         local = Divergence()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megascend.rollout.collector import RolloutCollector
 
 SLICE_S = 5.0
-"""How long rank 0 waits for an engine at a time. In between, ranks see that all of them are there, and whether one is to stop."""
+"""Seconds that rank 0 waits for engines at a time. In between, ranks check that none is lost, and for stop signals."""
 
 T = TypeVar("T")
 

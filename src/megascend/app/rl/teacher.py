@@ -44,7 +44,7 @@ class TeacherScores:
     """A teacher's scores of a batch's trajectories, in the order of groups and trajectories.
 
     Attributes:
-        settings: how they are learned.
+        settings: settings of the teacher, with the loss that learns from the scores.
         logprobs: float32 [tokens], log-probabilities of the tokens after each prompt.
         candidates: candidates for these tokens; None for the loss ``policy``, and with ``states``.
         states: the teacher's hidden states [targets, h] of the trajectories of this data parallel rank, by number.
@@ -201,7 +201,7 @@ class Teacher:
             if entry is None or list(map(sequence_of, entry[0].trajectories)) != list(
                 map(sequence_of, group.trajectories)
             ):
-                # Of a checkpoint: they arrived before this process began.
+                # A group of a checkpoint: it arrived before this process began, so it was not asked about.
                 self.ask_ahead(group)
             futures += self._requests.pop(group.number)[1]
         newest = max(group.version for group in groups)

@@ -48,7 +48,7 @@ class EpisodeTrial:
     Attributes:
         source: file and line of the prompt.
         turns: responses.
-        reward: of the first trajectory, with its parts by name.
+        reward: reward of the first trajectory, with its parts by name.
         seconds: duration, which an episode with a real engine has in addition to sampling.
     """
 
