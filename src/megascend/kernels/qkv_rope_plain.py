@@ -64,7 +64,7 @@ class QkvRopeCase(NamedTuple):
     trained: bool
 
 
-class Trusted:
+class VerifiedKernel:
     """A kernel that is used only after it agreed with plain torch on this device; plain torch is the fallback.
 
     The first call of each kind runs a trial on random numbers, which synchronizes with the device.

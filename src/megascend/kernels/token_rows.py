@@ -97,7 +97,7 @@ class Combine(torch.autograd.Function):
         return grads[0].index_select(0, *ctx.saved_tensors), None, None
 
 
-class Moved(torch.autograd.Function):
+class Permutation(torch.autograd.Function):
     """Permutation ``values[order]``; ``inverse`` is that of ``order``."""
 
     @staticmethod
