@@ -84,7 +84,7 @@ def add_modules(
 
     Args:
         origin: module of megascend that makes them, for their ``__spec__``.
-        modules: where they are added.
+        modules: mapping that they are added to.
         packages: False: they cannot have submodules.
     """
     for name, attributes in contents.items():

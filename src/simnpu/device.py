@@ -230,12 +230,12 @@ def install_accelerator() -> None:
     for kind, simulated in makers.items():
         original = getattr(torch, kind)
         metaclass: Any = type(original)  # e.g. that of torch.Generator, which a subclass's must extend
-        meta = Redirected if metaclass is type else type("Redirected", (Redirected, metaclass), {})
+        meta = DeviceRedirect if metaclass is type else type("DeviceRedirect", (DeviceRedirect, metaclass), {})
         body = {"__module__": "torch", "original": original, "simulated": staticmethod(simulated), "devices": (DEVICE,)}
         setattr(torch, kind, meta(kind, (original,), body))
 
 
-class Redirected(type):
+class DeviceRedirect(type):
     """The type of a class of PyTorch's that makes instances of another one for the simulated device.
 
     ``simulated`` among its attributes makes them, for the device types ``devices``; their class extends ``original``.

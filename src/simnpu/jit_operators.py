@@ -118,10 +118,10 @@ def install() -> None:
     if MODULE in sys.modules:
         replace(sys.modules[MODULE])
     else:
-        sys.meta_path.insert(0, WhenImported())
+        sys.meta_path.insert(0, LoadHook())
 
 
-class WhenImported(importlib.abc.MetaPathFinder):
+class LoadHook(importlib.abc.MetaPathFinder):
     """Finds the module as ever, and has its ``load`` replaced once it has run."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:

@@ -314,7 +314,7 @@ class Receiver:
 
     @property
     def keeps_memory(self) -> bool:
-        """Check whether memory is kept for the next update."""
+        """True if memory is kept for the next update."""
         return self._memory.spare is not None
 
     def release(self) -> None:
@@ -410,7 +410,7 @@ class Receiver:
         with self._lock:
             if not update.is_open:
                 return
-            # Of an update that has not arrived the transport may still write into its memory: that is freed, not kept.
+            # The transport may still write to the memory of an update that has not arrived: it is freed, not kept.
             if update.state != RECEIVING:
                 self._memory.keep(update.staging, adapter=update.is_adapter)
             # The first problem stays: those after it follow from it.
@@ -471,7 +471,7 @@ class Receiver:
 
     def _note_arrival(self, update: IncomingUpdate) -> None:
         with self._lock:
-            # It may have been dropped while the last bucket arrived.
+            # The update may have been dropped while its last bucket arrived.
             if update.state == RECEIVING:
                 update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
                 update.arrived.set()

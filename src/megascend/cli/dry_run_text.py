@@ -23,7 +23,7 @@ PIECE = 400
 PIECES = 24
 """Pieces of a sample's beginning and of its end that are shown."""
 LAYOUT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False}
-"""Of tables: columns divided by two spaces, without lines."""
+"""Layout of tables: columns divided by two spaces, without lines."""
 
 
 @dataclass(frozen=True)

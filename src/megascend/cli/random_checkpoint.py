@@ -175,7 +175,7 @@ def byte_tokenizer(context: int, pictures: Images | None = None) -> PreTrainedTo
     """Build a tokenizer of one token per UTF-8 byte (token id = byte) and special tokens; any text round-trips.
 
     Args:
-        pictures: of a model that takes them: its special tokens follow ChatML's.
+        pictures: declaration of a model's pictures, whose special tokens follow ChatML's; None: it takes none.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

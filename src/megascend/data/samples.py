@@ -82,7 +82,7 @@ class Encoder:
         """Collect what is left out or cut in ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
 
         Args:
-            pictures: of a model that takes them; samples then have :class:`PictureSources`, which it loads.
+            pictures: loads the pictures of samples (:class:`PictureSources`); None: the model takes none.
         """
         self._pictures = pictures
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings

@@ -27,7 +27,7 @@ TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64"
 PICTURES, PICTURE_INDEX = "pictures.bin", "pictures.int64"
 CANDIDATE_IDS, CANDIDATE_LOGPROBS = "candidates.int32", "candidates.float32"
 PATH, CONTENT = 0, 1
-"""What the store has of a picture: its path, or the picture itself."""
+"""Kinds of entries of a picture: its path, or the picture itself."""
 NO_PAIR = -1
 REJECTED, CHOSEN = 0, 1
 BLOCK = 1024
@@ -38,7 +38,7 @@ class SampleStore(Sequence[Sample]):
     """Samples in a directory of :func:`write_store`, each read on access.
 
     Args:
-        processor: of the model's pictures, which are decoded on access; None: of a model of text.
+        processor: decodes pictures on access; None: the model takes none.
 
     Attributes:
         fingerprint: digest of all samples, see :func:`megascend.data.order.fingerprint_of`.

@@ -42,7 +42,7 @@ from weightwire.liveness import Identity
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from megascend.diagnostics.faults import Armed
+    from megascend.diagnostics.faults import ArmedFaults
 
 logger = logging.getLogger(__name__)
 
@@ -460,14 +460,14 @@ def _summarize(error: BaseException) -> str:
     return shorten(f"{text}: {'; '.join(map(_summarize, members))}") if members else text
 
 
-def _armed_faults(rank: int, attempt: int) -> Armed | None:
+def _armed_faults(rank: int, attempt: int) -> ArmedFaults | None:
     """Return the faults to inject, for tests; no other code reads them from the environment."""
     text = os.environ.get("MEGASCEND_FAULTS")
     if not text:
         return None
     from megascend.diagnostics import faults
 
-    armed = faults.Armed.from_text(text, rank, attempt)
+    armed = faults.ArmedFaults.from_text(text, rank, attempt)
     if armed is not None:
         logger.warning("rank %d: FAULTS ARE ARMED (MEGASCEND_FAULTS): %s", rank, armed)
     return armed

@@ -101,7 +101,7 @@ class _LinearBase(ReferenceModule):
             get_rng_state_tracker,
             rng_tracker_name,
         )
-        # Of every mode: Transformer Engine marks the weights of duplicated layers as sharded, too.
+        # In every mode: Transformer Engine marks the weights of duplicated layers as sharded, too.
         mark_tensor_parallel(weight, 1 if parallel_mode == "row" else 0)
         if bias:
             parameter = self._add_parameter("bias", (self.out_features,), torch.nn.init.zeros_, dtype, device)

@@ -74,7 +74,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         path, sampler = _save_target(model, options, kind, number)
         if options.kind != "snapshot":
             raise ConfigError(f"kind {str(options.kind)[:40]!r}: this server saves snapshots only")
-        # Of what is there: the size of this one is unknown, so a tenant can exceed its limit by one checkpoint.
+        # Stored checkpoints only: the size of this one is unknown, so a tenant can exceed its limit by one checkpoint.
         used = service.checkpoints.total_bytes(model.tenant)
         if used > service.settings.limits.storage_bytes:
             raise ConfigError(

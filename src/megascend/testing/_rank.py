@@ -84,7 +84,7 @@ def run_rank(
             faulthandler.enable(sys.stderr)  # a crash shows its stack in this rank's output
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             outcome = _outcome_of(call, files, world_size, backend, timeout_s)
-            # By a rename: the parent reads the file as soon as it exists.
+            # Written by a rename: the parent reads the file as soon as it exists.
             with replacing(files.outcome) as fresh:
                 fresh.write_bytes(pickle.dumps(outcome))
             sys.stdout.flush()
@@ -115,7 +115,7 @@ def _outcome_of(
 
 
 def _set_environment(files: RankFiles, world_size: int) -> None:
-    # Of a launcher around the tests: torch would connect to its store.
+    # Left by a launcher around the tests: torch would connect to its store.
     for stale in ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(stale, None)
     os.environ.update(

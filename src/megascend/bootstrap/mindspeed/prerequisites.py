@@ -209,4 +209,4 @@ PREREQUISITES = (
     Prerequisite("Transformer Engine", _look_at_transformer_engine),
     Prerequisite("Megatron tree", _look_at_megatron),
 )
-"""In this order, because the failure of one explains those of later ones."""
+"""Prerequisites in the order of checking: the failure of one explains those of later ones."""

@@ -221,7 +221,7 @@ class Pool:
                 return result
             finally:
                 self._pending[index] -= 1
-        # Of the first failure's class: the later ones may only be its consequence.
+        # The class of the first failure: the later ones may only be its consequence.
         raise type(problems[0])("; ".join(map(str, problems)))
 
     async def _respond_with(self, index: int, request: SampleRequest, directories: Mapping[str, str]) -> SampleResult:

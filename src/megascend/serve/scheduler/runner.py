@@ -88,7 +88,7 @@ def work(
         inbox: rank 0's inbox; None on other ranks.
         report: called on every rank with outcomes.
         generate: samples responses in slices; collective.
-        pictures: of a model that takes them.
+        pictures: decodes pictures of commands; None: the model takes none.
     """
     queue = AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED)
     runner = CommandRunner(backend, queue, generate, pictures)
@@ -274,7 +274,7 @@ class CommandRunner:
             entries[0].since = entries[0].since or (self._units, now)
 
     def _take_finished(self, adapter: str) -> list[_Entry]:
-        # From the head only: a request that failed validation is done at once, but clients expect answers in order.
+        # Only from the head of the queue: a request that failed validation is done at once, but clients expect answers in order.
         entries = self._unfinished[adapter]
         finished = []
         while entries and entries[0].future.done():
