@@ -43,7 +43,7 @@ from weightwire.transports.choice import AUTO, Location, check, choose, choose_p
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
+RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to completion, from a thread without an event loop."""
 MARGIN_S = EXPLAIN_S + 2.0
 """Seconds past a deadline that this process may need to report a failure to others."""
@@ -170,7 +170,7 @@ def run_phases(
     begin: Callable[[Update], object],
     transfer: Callable[[Update], object],
 ) -> None:
-    """Run an update's phases, and note their seconds.
+    """RunCoroutine an update's phases, and note their seconds.
 
     Any error, of a rank or an engine, ends the update for all engines. Until the commit it is dropped, and they keep the old
     weights; a commit that failed on some engines cannot be dropped on the others.
@@ -224,7 +224,7 @@ class Delivery:
         digest: str = "multilinear64",
         overlap: bool = True,
         options: Mapping[str, Any] | None = None,
-        run: Run | None = None,
+        run: RunCoroutine | None = None,
     ) -> None:
         self._transport, self._device, self._options = transport, device, dict(options or {})
         self._bucket_bytes, self._digest = bucket_bytes, digest
@@ -237,7 +237,7 @@ class Delivery:
         if run is None:
             self._loop = LoopThread("megascend-weightsync")
             run = self._loop.run
-        self._run: Run = run
+        self._run: RunCoroutine = run
 
     def push(self, engines: Sequence[InferenceEngine], version: int, tensors: Mapping[str, Tensor]) -> Update:
         """Update all engines to ``version``: begin, transfer, verify and commit.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.distributed.objects import agree, from_rank_0
 from megascend.errors import ConfigError, MegascendError
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank, on_rank_0
-from megascend.weightsync.delivery import MARGIN_S, Delivery, Run, Update, run_phases
+from megascend.weightsync.delivery import MARGIN_S, Delivery, RunCoroutine, Update, run_phases
 from megascend.weightsync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine
@@ -115,7 +115,7 @@ class WeightSync:
         sharded: bool | None = None,
         mode: Mode = "full",
         full_every: int = 50,
-        run: Run | None = None,
+        run: RunCoroutine | None = None,
     ) -> None:
         self.engines = list(engines)
         self._backend, self._groups = backend, backend.groups
