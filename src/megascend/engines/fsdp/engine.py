@@ -20,7 +20,7 @@ from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
 from megascend.engines.fsdp.attention import HeadExchange, check_heads
-from megascend.engines.fsdp.expert_parallel import ExpertShare, keep_own_experts
+from megascend.engines.fsdp.expert_parallel import ExpertShare, keep_local_experts
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.output_head import LossHead, more_than_product
 from megascend.engines.fsdp.router_loss import RouterLoss, router_recorder
@@ -297,7 +297,7 @@ def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform:
         spec.model, checked.model.config, longest_sample(spec, info), subject, runs_forward=spec.self_check
     )
     if topology.expert > 1:
-        keep_own_experts(checked.model, topology.expert, transformers_api.is_fused_experts)
+        keep_local_experts(checked.model, topology.expert, transformers_api.is_fused_experts)
     return [target.slices[0].name for target in checked.adapter_targets]
 
 

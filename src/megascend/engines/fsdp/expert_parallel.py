@@ -68,7 +68,7 @@ class TokenExchange:
         rows, row_weights = _exchange(self._send_counts, self._receive_counts, self._group, rows, row_weights)
         return rows, row_weights
 
-    def along(self, values: Tensor) -> Tensor:
+    def send_numbers(self, values: Tensor) -> Tensor:
         """Send a number for each token, int64 [n]; return those of this rank's rows [m]."""
         (numbers,) = _exchange(self._send_counts, self._receive_counts, self._group, values[self._order // self._count])
         return numbers
@@ -80,25 +80,26 @@ class TokenExchange:
         return by_token.unflatten(0, (-1, self._count))
 
 
-def computed_where_experts_are(
+def compute_on_expert_ranks(
     module: Any,
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
     share: ExpertShare,
     compute: Experts,
-    along: Tensor | None = None,
+    token_adapters: Tensor | None = None,
 ) -> Tensor:
     """Compute experts by ``compute`` on the ranks that hold them; see :data:`megascend.engines.fsdp.experts.Experts`.
 
     Args:
         module: this rank's experts.
         index: int64 [n, k], numbered over all ranks.
-        along: int64 [n], sent with the tokens; ``compute`` gets the values of its rows as ``along``.
+        token_adapters: int64 [n], sent with the tokens; ``compute`` gets those of its rows as ``row_adapters``.
     """
     exchange = TokenExchange(index, share, module.num_experts)
     rows, row_weights = exchange.to_experts(hidden, weights)
-    expert, options = exchange.expert, {} if along is None else {"along": exchange.along(along)}
+    options = {} if token_adapters is None else {"row_adapters": exchange.send_numbers(token_adapters)}
+    expert = exchange.expert
     idle = not len(rows)
     if idle:
         # A row of zeros, so that autograd reaches the parameters: reducing their gradients is collective.
@@ -108,7 +109,7 @@ def computed_where_experts_are(
     return exchange.to_tokens(outputs[:0] if idle else outputs).sum(1).to(hidden.dtype)
 
 
-def keep_own_experts(model: nn.Module, shares: int, is_experts: Callable[[nn.Module], bool]) -> None:
+def keep_local_experts(model: nn.Module, shares: int, is_experts: Callable[[nn.Module], bool]) -> None:
     """Replace the experts of a model on ``meta`` by one of ``shares`` equal parts of them; on ``meta`` all parts are the same."""
     modules: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules() if is_experts(module)]
     for name, module in modules:
