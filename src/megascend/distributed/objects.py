@@ -247,7 +247,7 @@ class _Collective:
             received = channel.exchange(frames.encode(position, content), timeout_s, lambda: self._look(position))
         # Before the frames are judged, which raises: this rank may be the only one that can release the rest of a deadlock.
         self._release(frames.pending_of(received), position)
-        return frames.contents(received, channel.ranks, self._groups.rank)
+        return frames.aligned_frames(received, channel.ranks, self._groups.rank)
 
     def _look(self, position: Position) -> None:
         """Check for a deadlock between groups that involves this rank, and resolve it."""
