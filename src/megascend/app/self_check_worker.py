@@ -30,8 +30,8 @@ from megascend.selfcheck.trial_inputs import choose_samples, description, differ
 from megascend.surroundings import die_with_parent
 
 HIDDEN_PACKAGES = ("torch_npu", *reference_fla.PACKAGES, *packages())
-"""Packages hidden from a check on the CPU even where they are installed, because transformers imports those that it finds. Without
-the kernels of linear attention, which run on GPUs only, it computes in plain PyTorch."""
+"""Packages hidden from a check on the CPU even if installed: transformers imports those that it finds. Without the
+kernels of linear attention, which run on GPUs only, it computes in plain PyTorch."""
 
 
 def main() -> None:
