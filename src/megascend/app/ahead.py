@@ -58,6 +58,7 @@ class SelfCheckPrefetch:
                     examine(*question, window_in_force=False, worker=worker)
                 process.mark_checked(config.model, config.batching.max_length)
 
+        # A daemon: a run that fails meanwhile must not wait for the check.
         self.thread = threading.Thread(target=ask, name="megascend-self-check-ahead", daemon=True)
         self.thread.start()
 

@@ -52,6 +52,7 @@ class SignalRecorder(ABC):
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        # Python sets signal handlers in the main thread only, and raises elsewhere.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._record) for number in stopping()}
         return self

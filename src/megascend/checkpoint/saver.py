@@ -149,6 +149,7 @@ class Saver:
         self._group: Any = None
         self._pending: PendingSave | None = None
         self._process = os.getpid()
+        # The writer is a daemon: without this the interpreter would end in the middle of a write.
         atexit.register(self._at_exit)
 
     def prepare(self, state: dict[str, Any]) -> None:

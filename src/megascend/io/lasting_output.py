@@ -90,6 +90,7 @@ class LastingOutput:
             elif isinstance(stream, io.TextIOWrapper):
                 raw = getattr(stream.buffer, "raw", stream.buffer)
                 if isinstance(raw, io.FileIO):
+                    # The stream may be lost already; what it had buffered is lost with it.
                     with contextlib.suppress(OSError):
                         stream.flush()
                     file = LastingFile(raw.fileno(), name)

@@ -100,6 +100,7 @@ class _LinearDivergence(torch.autograd.Function):
             value = divergence.beta * sums[1] + (1 - divergence.beta) * sums[2]
         ctx.save_for_backward(hidden, weight, down, local_targets, states, log_sums, sums[-1])
         ctx.divergence, ctx.shard, ctx.direct, ctx.lora_delta = divergence, shard, direct, lora_delta
+        # Copies: both are views of ``sums``, a row of which is saved for the backward pass.
         return sums[0].clone(), value.clone()
 
     @staticmethod

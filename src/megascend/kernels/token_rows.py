@@ -81,6 +81,7 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Autograd may pass an expanded gradient, that of a sum for example.
         return gather_sum(grads[0].contiguous(), *ctx.saved_tensors), None, None
 
 

@@ -79,6 +79,7 @@ class _LinearBase(ReferenceModule):
             raise ConfigError(f"parallel_mode must be one of {PARALLEL_MODES}, got {parallel_mode!r}")
         self._set_tp(tp_group, tp_size)
         self.parallel_mode = parallel_mode
+        # A single rank has all tokens: there is nothing to gather, and no gradient to sum over ranks.
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.in_features = in_features
         self.out_features = out_features
@@ -258,6 +259,7 @@ class GroupedLinear(ReferenceModule):
         self.in_features = in_features
         self.out_features = out_features
         self.parallel_mode = parallel_mode
+        # As in linear layers: a single rank has all tokens.
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.use_bias = bias
         self.return_bias = return_bias

@@ -164,6 +164,7 @@ class Graders:
         future: Future[T] = Future()
         self._calls.put((prompt, grade, future))
         if len(self._started) < self._threads:
+            # Daemons: a reward function that never returns must not keep the process alive.
             self._started.append(threading.Thread(target=self._work, name="reward", daemon=True))
             self._started[-1].start()
         return future

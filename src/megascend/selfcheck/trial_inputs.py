@@ -126,6 +126,7 @@ def rounding(model: torch.nn.Module, samples: list[Tensor], logits: list[Tensor]
     largest = max(float(values.abs().max()) for values in logits)
     change = 0.0
     with torch.no_grad():
+        # Every rounding starts from the same values, which are restored at the end.
         exact = [parameter.clone() for parameter in parameters]
         for _ in range(ROUNDINGS):
             for parameter, value in zip(parameters, exact, strict=True):

@@ -486,6 +486,7 @@ class Step:
         """Return one unpadded CPU tensor per sample from the tokens of all context parallel ranks."""
         padded = values.new_zeros((sum(batch.padded_lengths), *values.shape[1:]))
         padded.index_copy_(0, batch.token_index.to(values.device), values)
+        # Copies: a view of one sample would keep the values of the whole micro batch alive.
         return [tensor.clone() for tensor in unpack(self._over_context(padded), batch)]
 
     def _over_context(self, values: Tensor) -> Tensor:

@@ -212,6 +212,7 @@ def attention(
     sinks: Tensor | None = options.get("s_aux")
     if lengths.cached is not None:
         mixed = cached_attention(module, query, key, value, lengths, scaling, sliding_window, sinks)
+        # Contiguous, as transformers' own attention functions return it.
         return mixed.contiguous(), None
     if lengths.exchange is None:
         mixed = _sample_attention(query, key, value, lengths, scaling, dropout, sliding_window, sinks)

@@ -148,6 +148,7 @@ class _AllToAll(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup) -> Tensor:
     out = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    # Collectives read memory in order: gradients may arrive as expanded or transposed views.
     dist.all_to_all_single(out, rows.contiguous(), receive_counts, send_counts, group=group)
     return out
 

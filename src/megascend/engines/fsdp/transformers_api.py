@@ -213,6 +213,7 @@ def _switches_not_computed(model: nn.Module) -> list[str]:
             model.get_buffer(name).fill_(start)
         for owner in owners:
             _initialise_buffers(model, model.get_submodule(owner))
+        # A copy: the next pass overwrites the buffers.
         outcomes.append([model.get_buffer(name).clone() for name in names])
     return [name for name, first, second in zip(names, *outcomes, strict=True) if not torch.equal(first, second)]
 

@@ -114,6 +114,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        # Autograd may pass an expanded gradient, that of a sum for example.
         grad, weights, segments = grads[0].contiguous(), ctx.weights, ctx.segments
         input_grad = product(grad, weights.stacked, segments) if ctx.needs_input_grad[0] else None
         (rows,) = ctx.saved_tensors

@@ -105,6 +105,7 @@ def members(session: int) -> list[int]:
 
 
 def send(process: int, number: int) -> None:
+    # A process may end, or its number may pass to another user's, after it was listed.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process, number)
 

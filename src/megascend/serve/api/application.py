@@ -304,6 +304,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             yield
         finally:
             task.cancel()
+            # Raised by the cancellation above, which is not an error.
             with suppress(asyncio.CancelledError):
                 await task
             # In a thread, as it waits for the disk.
