@@ -342,7 +342,7 @@ def test_stalled_reader_is_named_in_time(parity_folder, tmp_path):
         return str(raised.value)
 
     message = run_distributed(on_rank, 2, init=False, timeout_s=180, expect_lost=())[1]
-    assert "Rank 0 has not come" in message
+    assert "Rank 0 has not arrived" in message
 
 
 def test_unexpected_tensors_raise_for_the_reader(parity_folder):
