@@ -19,7 +19,7 @@ from megascend.sampling.request import SampledSequence, SampleRequest, SampleRes
 from megascend.serve.api.application import make_application, sweep
 from megascend.serve.api.keys import Keys, digest_of
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.runner import work
+from megascend.serve.scheduler.runner import run_commands
 from megascend.serve.served_model import ServedModel
 from megascend.serve.service import Service
 from megascend.serve.store.recovery import keep_state
@@ -231,7 +231,9 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
         def report(outcomes: list[Any]) -> None:
             client.portal.call(service.finish, outcomes)  # type: ignore[union-attr]
 
-        worker = threading.Thread(target=work, args=(backend, config.batch_tokens, inbox, report, backend.generate))
+        worker = threading.Thread(
+            target=run_commands, args=(backend, config.batch_tokens, inbox, report, backend.generate)
+        )
         worker.start()
         try:
             yield Served(service, backend, client, clock)

@@ -145,7 +145,7 @@ class CheckpointPolicy:
         self._event_log.event("saved", checkpoint=path.name)
 
     def _settle(self) -> None:
-        """Wait for the checkpoint under way, if there is one, and take note of how it has ended: alike on every rank."""
+        """Wait for the checkpoint that is being written, if any, and record its outcome, the same on every rank."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

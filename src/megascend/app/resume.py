@@ -215,7 +215,7 @@ def begin(
         return present, bool(present and run_files(output))
 
     present, holds_run = backend.from_rank_0(earlier_files)
-    # Files of an attempt that has not completed a step are removed at once: nobody would miss them.
+    # Files of an attempt that has not completed a step are removed at once: they hold no result.
     directory = OutputDirectory(config, backend, event_log, present, waiting=holds_run and EVENTS in start.clear)
     if backend.rank == 0 and start.remark:
         print(start.remark, flush=True)

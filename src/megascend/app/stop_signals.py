@@ -41,7 +41,7 @@ def stopping() -> tuple[signal.Signals, ...]:
 class SignalRecorder(ABC):
     """Context manager that records :data:`STOPPING` signals instead of ending the process.
 
-    Outside the main thread, where Python lets nobody handle signals, nothing is changed.
+    Outside the main thread, where Python allows no signal handlers, nothing is changed.
 
     Attributes:
         received: the first signal that came, or None. It is what a run reports as its reason.

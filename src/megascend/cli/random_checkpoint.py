@@ -154,7 +154,7 @@ def _particular(size: ModelSize) -> dict[str, Any]:
     for name, value in settings.items():
         if not isinstance(value, list) or not value:
             continue
-        # One entry a layer: the last kind of MLP goes on, other patterns repeat, and fewer layers are the pattern's last ones.
+        # One entry a layer: the last kind of MLP repeats, other patterns restart, and fewer layers are the pattern's last ones.
         if name != "mlp_layer_types" and size.layers < len(value):
             settings[name] = value[-size.layers :]
         else:

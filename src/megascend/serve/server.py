@@ -47,14 +47,14 @@ def serve(
     from megascend.app.stop_signals import StopSignals
     from megascend.data.pictures import PictureProcessor
     from megascend.serve.scheduler.inbox import Inbox
-    from megascend.serve.scheduler.runner import work
+    from megascend.serve.scheduler.runner import run_commands
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
-        servers = vllm_servers(settings, backend)  # collective: before the other ranks enter work()
+        servers = vllm_servers(settings, backend)  # collective: before the other ranks enter run_commands()
         generate = sampler(settings, backend).in_slices
         pictures = PictureProcessor.for_model(settings.model, settings.pictures)
         if backend.rank != 0:
-            work(backend, settings.batch_tokens, None, lambda outcomes: None, generate, pictures)
+            run_commands(backend, settings.batch_tokens, None, lambda outcomes: None, generate, pictures)
             return
         inbox = Inbox(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
@@ -68,7 +68,7 @@ def serve(
         memory = device.memory
         with http_server(settings, keys, base, inbox, lambda: (device.name, memory()), vllm) as (address, report):
             ready(address)
-            work(backend, settings.batch_tokens, inbox, report, generate, pictures)
+            run_commands(backend, settings.batch_tokens, inbox, report, generate, pictures)
 
 
 def make_backend(settings: ServeConfig) -> Any:

@@ -98,7 +98,7 @@ class EngineUpdates:
             try:
                 self._push(self._backend.step_count, returned=True)
             except (WeightSyncError, ConfigError) as error:
-                # On every rank; the others go on sampling.
+                # On every rank; the other engines keep sampling.
                 problem = error
                 self._rollouts.on_rank_0(lambda collector: collector.reject(self._sync.engines, problem))
 
@@ -231,7 +231,7 @@ def make_engine(config: RlConfig, index: int, address: str, servers: EngineServe
             name=f"local engine {index}",
             timeout_s=config.rollout.timeout_s,
             precision=config.precision,
-            # With one seed, engines would draw alike for requests that have none of their own.
+            # With one seed, engines would draw the same numbers for requests without a seed.
             seed=config.seed + index,
         )
     if address == VLLM:

@@ -86,7 +86,7 @@ def learn(
     if reference is not None:
         reference_logprobs = reference.logprobs(shard)
         if reference.in_reward and trainer is not None:
-            penalised = reference.penalised(groups, samples, shard, trainer, reference_logprobs)
+            penalised = reference.penalise(groups, samples, shard, trainer, reference_logprobs)
             # Lengths are the same, and so is this rank's share.
             shard = backend.shard(step_samples(penalised, objective, teacher))
         shard, loss = reference.attached(shard, reference_logprobs), reference.with_kl(loss)
@@ -132,7 +132,7 @@ def step_samples(
             if objective.average == "responses":
                 sample.weights = sample.weights / trajectory.sampled_tokens
             samples.append(sample)
-    return samples if teacher is None else teacher.taught(samples)
+    return samples if teacher is None else teacher.add_to(samples)
 
 
 def allowed_rows(before: int, allowed: Sequence[Sequence[int]]) -> torch.Tensor:

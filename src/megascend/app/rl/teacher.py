@@ -57,7 +57,7 @@ class TeacherScores:
     states: Mapping[int, Tensor] | None = None
     vocabulary_loss: Loss | None = None
 
-    def taught(self, samples: Sequence[Sample]) -> list[Sample]:
+    def add_to(self, samples: Sequence[Sample]) -> list[Sample]:
         """Set the samples' candidates, or their advantages to those of the teacher: -(log p_engine - log p_teacher).
 
         That is the policy gradient of the reverse divergence KL(model || teacher) with each token's own term as its reward.

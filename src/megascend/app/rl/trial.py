@@ -77,7 +77,7 @@ def try_episode(
     finally:
         episodes.close()
     if not trajectories:
-        # The reason stands in a warning of the run's, which goes on with other prompts; here it is the result.
+        # In a run the reason is a warning, and the run continues with other prompts; here it is the result.
         raise DataError(f"{source}: {episodes.last_failure}; the response was {CANNED!r}")
     first = trajectories[0]
     return EpisodeTrial(source, first.turns, first.reward, first.rewards, time.monotonic() - start)

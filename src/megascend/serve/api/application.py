@@ -290,7 +290,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async def ticking() -> None:
+        async def run_periodically() -> None:
             returned = service.clock()
             while True:
                 await asyncio.sleep(TICK_S)
@@ -299,7 +299,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
                     returned = service.clock()
                     await asyncio.to_thread(return_freed)
 
-        task = asyncio.create_task(ticking())
+        task = asyncio.create_task(run_periodically())
         try:
             yield
         finally:
