@@ -231,7 +231,7 @@ class Group:
         peers, prefix = self._peers, f"{self.member(self.rank)}, {activity}"
         deadline, before = time.monotonic() + EXPLAIN_S, peers.beats()
         while time.monotonic() < deadline and not peers.halted():
-            peers.look()
+            peers.poll()
             if peers.lost is not None and peers.at_fault:
                 return PeerLostError(f"{prefix}: {peers.lost}")
             # Two further heartbeats of every member: the first may have been sent before the error.

@@ -200,7 +200,7 @@ def _handle(text: bytes) -> list[Any]:
     try:
         fields = json.loads(text)
         values = [fields[name] for name in HANDLE_FIELDS]
-        # The store is not authenticated, and these values go on to PyTorch's C++ code.
+        # The store is not authenticated, and these values are passed to PyTorch's C++ code.
         if len(fields) != len(kinds) or [type(value) for value in values] != list(kinds):
             raise ValueError("fields of other types")
         return [base64.b64decode(value, validate=True) if isinstance(value, str) else value for value in values]
