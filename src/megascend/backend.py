@@ -368,10 +368,10 @@ class Backend:
     def frozen_engine(self, model: str | Path) -> Engine:
         """Build the engine of another model on the ranks and groups of this one, for forward passes. Collective.
 
-        This engine's layout and settings are used; dropout is drawn anew from the seed. The caller closes it.
+        This engine's layout and settings are used; dropout starts again from the seed. The caller closes it.
 
         Raises:
-            ConfigError: this backend's engine is one to a process.
+            ConfigError: a process can hold only one engine of this kind.
         """
         raise ConfigError(f"engine {self.engine.kind} cannot hold a second model beside {self._model_dir}")
 

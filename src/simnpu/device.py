@@ -14,7 +14,7 @@ PyTorch's guard for such a device counts one, and knows no stream and no memory.
 - backward passes: PyTorch's engine has a thread for each device that the guard counts. Once a process has used another
   device than ``npu:0``, they run in the thread that calls them; before, on the engine's thread, as on hardware;
 - ``untyped_storage()``: creating and resizing. The memory behind a storage cannot grow; ``resize_(0)``, by which Megatron
-  frees an activation that it will recompute, keeps the memory but overwrites it, so that whoever reads it too early gets NaN.
+  frees an activation that it will recompute, keeps the memory but overwrites it, so that code that reads it too early gets NaN.
 
 The first backward pass of a process, even one on CPU tensors, starts autograd's thread for the device. Processes forked
 after that cannot run a backward pass ("Unable to handle autograd's threading in combination with fork-based

@@ -414,7 +414,7 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
         if header.shape == (shape.vocab_size, shape.hidden_size) and not LAYER.search(name)
     ]
     if OUTPUT not in tables:
-        tied = _says_tied(config, model_dir)
+        tied = _declares_tied(config, model_dir)
         if not tied and len(tables) == 1:
             raise CheckpointError(
                 f"{model_dir}: config.json says tie_word_embeddings: false, and no file holds {OUTPUT}, which transformers would "
@@ -429,12 +429,12 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
             f"{model_dir} holds {OUTPUT} and no embedding (model.embed_tokens.weight): store the tensor under the name of the "
             "embedding, or fetch what is missing"
         )
-    return _says_tied(config, model_dir) and equal_tensors(
+    return _declares_tied(config, model_dir) and equal_tensors(
         tensors[embeddings[0]], tensors[OUTPUT], embeddings[0], OUTPUT
     )
 
 
-def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
+def _declares_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
     """Return ``tie_word_embeddings`` of a configuration, or its architecture's default."""
     for part in (config, config.get("text_config") or {}):
         if part.get("tie_word_embeddings") is not None:

@@ -143,7 +143,7 @@ class ProgramServer:
         at_start = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
         if self._process is None or self._owner != os.getpid() or self._environment != at_start:
             self.close()
-            # Registered anew, so that it runs once, and in the process that started the server.
+            # Registered again, so that it runs once, and in the process that started the server.
             atexit.unregister(self.close)
             atexit.register(self.close)
             self._owner, self._environment = os.getpid(), at_start

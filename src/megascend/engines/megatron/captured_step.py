@@ -231,7 +231,7 @@ class StepCounts:
     dropped: int = 0
     eager: dict[str, int] = field(default_factory=dict)
 
-    def tell(self, problem: str) -> None:
+    def note_eager(self, problem: str) -> None:
         """Count a micro batch that runs without a CUDA graph; log the first one for each reason."""
         if problem not in self.eager:
             logger.warning("not in a CUDA graph: %s", problem)
@@ -284,7 +284,7 @@ class CapturedStep:
             self._replay_forward()
             return self._static_outputs
         if self._refused:
-            self._counts.tell(f"micro batches of {self._shape}, which could not be captured")
+            self._counts.note_eager(f"micro batches of {self._shape}, which could not be captured")
         else:
             self._counts.first += 1
         self._has_run = True

@@ -190,7 +190,7 @@ class GraphedSteps:
         problem = self._not_captured_because(batch)
         if problem is None:
             return _GraphedOutput(self, batch, forward_only)
-        self._counts.tell(problem)
+        self._counts.note_eager(problem)
         with self._mode(forward_only):
             return self._with_room(lambda: self._eager(batch))
 

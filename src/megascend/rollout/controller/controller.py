@@ -49,7 +49,7 @@ class ControllerLimits:
 
 
 class ClosedOnce(ABC):
-    """Asynchronous context that runs ``_close`` once, whoever closes it and how often.
+    """Asynchronous context that runs ``_close`` once, however often it is closed.
 
     Attributes:
         closed: the closing, once it has begun.
@@ -195,7 +195,7 @@ class Controller(ClosedOnce):
                 raise ControllerLostError("the controller is closing") from None
             raise
         finally:
-            # For a caller that has gone: the engine must not sample for nobody.
+            # If the caller has gone, the engine must not keep sampling for it.
             task.cancel()
             self._sampling[number] -= n
         self._availability.succeeded(number)
@@ -205,7 +205,7 @@ class Controller(ClosedOnce):
         """Cancel operations, drop updates, resume paused engines, fail rollouts in flight."""
         if self._timer is not None:
             self._timer.cancel()
-        # First of all: an operation that goes on could pause engines after they were resumed below.
+        # First: an operation that continues could pause engines after they were resumed below.
         for operation in list(self._operations):
             operation.cancel()
         await asyncio.gather(*self._operations, return_exceptions=True)

@@ -170,7 +170,7 @@ class ControllerServer(ClosedOnce):
                 self._withdraw()
                 raise ConfigError(f"the controller's HTTP server did not start: {self._serving.exception()}")
             await asyncio.sleep(0.005)
-        # After it listens: whoever reads the file may connect at once.
+        # After it listens: a reader of the file may connect at once.
         self.address = Address(self._advertise or host, port, self.controller.instance)
         if self._published is not None:
             self._published.publish(self.address)

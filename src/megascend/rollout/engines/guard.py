@@ -28,7 +28,7 @@ def main() -> None:
     if between == 0:
         # Out of the program's session, which the watcher ends.
         os.setsid()
-        # Orphaned: whoever kills the owner's children and theirs does not find the watcher among them.
+        # Orphaned, so that a program that kills the owner's process tree does not find the watcher in it.
         if os.fork() == 0:
             watch(owner, pipe, session)
         os._exit(0)
