@@ -92,7 +92,7 @@ def make_backend(settings: ServeConfig) -> Any:
     values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}
     if settings.vision_tower != "frozen":
         values["vision_tower"] = settings.vision_tower
-    if "parallel" in backends.settings_of(settings.engine) or settings.parallel != type(settings.parallel)():
+    if "parallel" in backends.accepted_settings(settings.engine) or settings.parallel != type(settings.parallel)():
         values["parallel"] = settings.parallel
     return backends.make_backend(settings.engine, model=settings.model, **values)
 
@@ -165,7 +165,7 @@ def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[st
     if settings.durable and environment.get("RANK", "0") == "0":
         return api_keys.load_or_create(settings.storage / "made_key.sha256")
     key = api_keys.new_key()
-    return {api_keys.digest_of(key): "local"}, key
+    return {api_keys.key_digest(key): "local"}, key
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.integrations.skyrl.batches import Pass, pass_of, sample_output, sample_request_of
 from megascend.integrations.skyrl.ranks import Ranks
-from megascend.integrations.skyrl.settings import BackendConfig, settings_of
-from megascend.serve.api.bodies import adam_of
+from megascend.integrations.skyrl.settings import BackendConfig, serve_settings
+from megascend.serve.api.bodies import parse_adam
 from megascend.serve.scheduler.commands import (
     Command,
     Create,
@@ -53,7 +53,7 @@ class MegascendBackend(AbstractBackend):
         self.config = config
         # Read by SkyRL's engine, so it has to exist, but megascend reports per request.
         self.metrics = types.EngineMetrics()
-        self.settings: ServeConfig = settings_of(base_model, config)
+        self.settings: ServeConfig = serve_settings(base_model, config)
         self._ranks = Ranks(self.settings)
         self._adapters: dict[str, str] = {}
         self._samplers: dict[str, str] = {}
@@ -145,7 +145,7 @@ class MegascendBackend(AbstractBackend):
         Raises:
             MegascendError: a setting is invalid, or a forward_backward of this step failed.
         """
-        adam, adapter = adam_of(request_data.adam_params.model_dump()), self._adapters[model_id]
+        adam, adapter = parse_adam(request_data.adam_params.model_dump()), self._adapters[model_id]
         step = self._run_one(lambda number: OptimizerStep(number, adapter, adam)).value
         figures = {"grad_norm": step.grad_norm, "learning_rate": step.lr, "skipped": float(step.skipped)}
         return types.OptimStepOutput(metrics=figures)
