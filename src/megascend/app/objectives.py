@@ -237,7 +237,7 @@ class PreferenceObjective:
         return batch
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Mean of ``-log sigmoid(beta * (margin of the chosen - margin of the rejected))`` over the pairs."""
+        """Return the mean of ``-log sigmoid(beta * (margin of the chosen - margin of the rejected))`` over the pairs."""
         total = count = 0.0
         for start in range(0, self.units(samples), batch):
             units = range(start, min(start + batch, self.units(samples)))
@@ -267,7 +267,7 @@ class PreferenceObjective:
 
 
 def weighted_sum(values: torch.Tensor, sample: Sample) -> float:
-    """``sum(weight * value)`` over a sample, in float64."""
+    """Return ``sum(weight * value)`` over a sample, in float64."""
     weights = sample.weights.double()
     # where, not a product: 0 times a log-probability of -inf is NaN.
     return float(torch.where(weights > 0, weights * values.double().cpu(), 0.0).sum())

@@ -408,7 +408,7 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
     # The run file has these two under other names.
     defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
-    accepted = backends.settings_of(config.engine)
+    accepted = backends.accepted_settings(config.engine)
     return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}
 
 
@@ -420,7 +420,12 @@ def model_line(config: TrainerConfig, backend: Backend) -> str:
 
 
 def too_many_skips(config: TrainerConfig, step: int, in_a_row: int, batch: Path | None) -> NonFiniteError:
-    """Make the error that ends a run whose gradients stay non-finite; ``batch``: where the last one was kept."""
+    """Make the error that ends a run whose gradients stay non-finite.
+
+    Args:
+        in_a_row: number of consecutive skipped steps.
+        batch: file with the samples of the last one; None: they were not written.
+    """
     remedy = "lower optimizer.lr" if config.precision == "fp32" else "lower optimizer.lr, or use a wider precision"
     return NonFiniteError(
         f"{in_a_row} steps in a row, up to step {step}, had non-finite gradients and were skipped on all ranks; the "

@@ -284,7 +284,11 @@ def check_shared(backend: Backend, output: Path) -> None:
 
 
 def not_shared(output: Path, reports: list[tuple[str, bool]]) -> str | None:
-    """Return what is wrong if a rank does not see rank 0's file; ``reports``: host and whether it does, by rank. Pure."""
+    """Return what is wrong if a rank does not see rank 0's file. Pure.
+
+    Args:
+        reports: by rank, its host and True if it sees the file.
+    """
     blind: dict[str, list[int]] = {}
     for rank, (host, sees) in enumerate(reports):
         if not sees:

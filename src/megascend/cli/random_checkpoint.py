@@ -106,7 +106,7 @@ class ModelSize:
 
 
 def hf_settings(size: ModelSize) -> dict[str, Any]:
-    """Keyword arguments of the architecture's transformers config class."""
+    """Return the keyword arguments of the architecture's transformers config class."""
     im_end, end_of_text = 256 + SPECIAL_TOKENS.index(IM_END), 256 + SPECIAL_TOKENS.index(END_OF_TEXT)
     settings = {
         "hidden_size": size.hidden,

@@ -254,12 +254,15 @@ class SampleSubset(Sequence[Sample]):
     """Some samples of a store, in its order.
 
     Attributes:
-        fingerprint: tells them from others.
+        fingerprint: digest that distinguishes these samples from others.
         sources: files and settings that the samples were made from, see :class:`SampleStore`.
     """
 
     def __init__(self, store: SampleStore, chosen: np.ndarray, fingerprint: str) -> None:
-        """``chosen``: bool [samples of the store]."""
+        """
+        Args:
+            chosen: bool [samples of the store], True for the members.
+        """
         self._store, self._indices = store, np.flatnonzero(chosen)
         self.fingerprint = fingerprint
         self.has_pairs, self.has_candidates = store.has_pairs, store.has_candidates

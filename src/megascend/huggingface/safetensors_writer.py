@@ -49,7 +49,11 @@ class SafetensorsWriter:
     """``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index, in a directory that exists."""
 
     def __init__(self, folder: Path, names: Collection[str], file_bytes: int = FILE_BYTES) -> None:
-        """``names``: of all tensors, which bound the size of a header; a further file is begun after ``file_bytes``."""
+        """
+        Args:
+            names: names of all tensors, which bound the size of a header.
+            file_bytes: size after which a further file is begun.
+        """
         self._folder, self._file_bytes = folder, file_bytes
         self._room = sum(len(json.dumps(name)) + _ENTRY for name in names) + 64
         # The data starts at a multiple of 16 bytes, so that aligned offsets stay aligned in the file.

@@ -232,7 +232,11 @@ class ExpertRows:
         self.adapter_index, self._grouped = adapter_index, None
 
     def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
-        """Return the rows by expert and adapter; ``counts``: rows of each expert, or segments of sizes unknown to the CPU."""
+        """Group rows by expert and adapter.
+
+        Args:
+            counts: number of rows of each expert, or segments whose sizes the host does not know.
+        """
         if self._grouped is None:
             self._grouped = self._group(counts, adapters, experts, device)
         return self._grouped

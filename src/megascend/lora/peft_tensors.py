@@ -133,7 +133,11 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
 def _fused_experts(
     experts: str, layers: Mapping[int, Factors], rank: int, target_parameters: list[str]
 ) -> dict[str, Factors]:
-    """Unfold and name the pairs of one ``experts`` module; ``layers``: by depth of nesting, 0 outermost."""
+    """Unfold and name the pairs of one ``experts`` module.
+
+    Args:
+        layers: pairs by depth of nesting, 0 outermost.
+    """
     names = [f"{experts}.{p}" for p in EXPERT_PARAMETERS if matches(f"{experts}.{p}", target_parameters)]
     if sorted(layers) != list(range(len(names))):
         raise CheckpointError(

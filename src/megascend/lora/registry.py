@@ -73,7 +73,9 @@ class AdapterRegistry(Mapping[str, Adapter]):
     ) -> AdapterRegistry:
         """Build the registry of a model's adapters.
 
-        ``targets``: this rank's possible targets; ``all_names``: weights in the targets of all ranks.
+        Args:
+            targets: possible targets on this rank.
+            all_names: names of the weights in the targets of all ranks.
         """
         check_limits(settings.limits, all_names, refused_targets)
         allowed = settings.limits.targets

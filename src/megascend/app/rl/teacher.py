@@ -82,7 +82,11 @@ class TeacherScores:
         return list(samples)
 
     def loss(self, policy: Loss) -> Loss:
-        """Return the loss of the step; ``policy``: that of advantages."""
+        """Return the loss of the step.
+
+        Args:
+            policy: loss by policy gradient, for ``teacher.loss: policy``.
+        """
         if self.vocabulary_loss is not None:
             return self.vocabulary_loss
         if self.candidates is None:
@@ -171,7 +175,7 @@ class Teacher:
     def ask_ahead(self, group: TrajectoryGroup) -> None:
         """Ask about a group's trajectories, which will be learned from, while the trainer is in a step. On rank 0."""
         assert self._loop is not None
-        rows = [self._loop.submit(self._ask(sequence_of(trajectory))) for trajectory in group.trajectories]
+        rows = [self._loop.submit(self._ask(all_tokens(trajectory))) for trajectory in group.trajectories]
         self._requests[group.number] = group, rows
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
@@ -198,8 +202,8 @@ class Teacher:
         futures: list[Future[Row]] = []
         for group in groups:
             entry = self._requests.get(group.number)
-            if entry is None or list(map(sequence_of, entry[0].trajectories)) != list(
-                map(sequence_of, group.trajectories)
+            if entry is None or list(map(all_tokens, entry[0].trajectories)) != list(
+                map(all_tokens, group.trajectories)
             ):
                 # A group of a checkpoint: it arrived before this process began, so it was not asked about.
                 self.ask_ahead(group)
@@ -251,7 +255,7 @@ class Teacher:
             return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
 
 
-def sequence_of(trajectory: Trajectory) -> list[int]:
+def all_tokens(trajectory: Trajectory) -> list[int]:
     """Return all tokens of a trajectory."""
     return [*trajectory.prompt_tokens, *trajectory.tokens]
 

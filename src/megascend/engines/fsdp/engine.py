@@ -353,7 +353,11 @@ class FsdpSubject(TransformersSubject):
 
 
 def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -> None:
-    """Raise ConfigError for settings that this engine does not support; ``npu``: the run is on NPUs."""
+    """Raise ConfigError for settings that this engine does not support.
+
+    Args:
+        npu: the run is on NPUs.
+    """
     fsdp, recompute, moe, batching, adapters = spec.fsdp, spec.recompute, spec.moe, spec.batching, spec.adapters
     if fsdp.compile and npu:
         raise ConfigError(

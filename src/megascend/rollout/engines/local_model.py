@@ -132,7 +132,7 @@ class LocalModel(InferenceEngine):
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
-        """Context of each forward pass: wait for the end of a pause, and keep the weights unchanged."""
+        """Surround each forward pass: wait for the end of a pause, and keep the weights unchanged."""
         with self._resumed:
             # A loop: the pause may be renewed while this waits.
             while (remaining := self._paused_until - time.monotonic()) > 0:
