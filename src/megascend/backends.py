@@ -364,8 +364,7 @@ class MegatronBackend(EngineBackend):
         model_dir, max_length, worker = spec.model, spec.batching.max_length, None
         # Early only while this process still has to import Megatron; later the check starts its own process.
         if spec.self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
-            # On rank 0 only: the other ranks learn the verdict from it, and the check costs a process and seconds of
-            # CPU.
+            # On rank 0 only: the other ranks learn the verdict from it, and the check costs a process and seconds of CPU.
             worker = process.start_worker(model_dir, max_length)
         if worker is None:
             yield None

@@ -143,8 +143,7 @@ class Receiver:
         """
         with self._lock:
             self._require_none_open(offer)
-            # The trainer repeats an offer whose answer was lost on the way; a second thread would join the group
-            # twice.
+            # The trainer repeats an offer whose answer was lost on the way; a second thread would join the group twice.
             if self._update is not None and self._update.offer.update == offer.update:
                 if self._update.is_open:
                     return
@@ -248,8 +247,7 @@ class Receiver:
             update.state, update.previous_versions = COMMITTING, dict(self._versions)
             update.restore, update.refill = restore, refill
             try:
-                # Loaders may only queue copies. An error on the device has to appear here, where it can still be
-                # undone.
+                # Loaders may only queue copies. An error on the device has to appear here, where it can still be undone.
                 assert update.staging is not None
                 load(update.layout.tensors(update.staging))
                 _synchronise(self._device)

@@ -238,8 +238,7 @@ class Sender(MemberSender[Transport]):
         """
         with self._reporting(self._activity):
             self._send(weights)
-            # A send that completed locally may still be in a buffer of the network: only receivers know what has
-            # arrived.
+            # A send that completed locally may still be in a buffer of the network: only receivers know what has arrived.
             with self.traffic.timed("receivers"):
                 self._group.await_receivers(RECEIVED, self._timeout_s)
         return Seal(

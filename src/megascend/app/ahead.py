@@ -121,6 +121,7 @@ def compiling_kernels(plan: RunPlan, launch: Launch) -> Iterator[None]:
                 compiler.wait()
             elif compiler is not None and code:
                 errors.seek(0)
+                # A compiler's output may hold bytes that are not UTF-8, or end in the middle of a character.
                 end = " ".join(errors.read().decode(errors="replace").split())[-600:]
                 logger.warning("kernels could not be compiled ahead, so %s (exit code %d): %s", late, code, end)
 

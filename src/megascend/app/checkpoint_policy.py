@@ -65,8 +65,7 @@ class CheckpointPolicy:
             stop: this rank was told to stop after this step.
         """
         running = self._pending is not None and not self._pending.done
-        # One exchange for both: ranks must agree on a stop, and on whether the last save has ended, before any of
-        # them acts.
+        # One exchange for both: ranks must agree on a stop, and on whether the last save has ended, before any of them acts.
         stopping, running = self._backend.any_rank(stop, running)
         if not running:
             self._settle()

@@ -66,9 +66,8 @@ class SequenceLayout:
         if self.contiguous:
             size = length // self.context_size
             return [slice(self.context_rank * size, (self.context_rank + 1) * size)]
-        # Two chunks a rank, one from each end: with causal attention a token's cost grows with its position, and so
-        # every rank has the same work. It is the division that Megatron's and Transformer Engine's ring attention
-        # expect.
+        # Two chunks a rank, one from each end: with causal attention a token's cost grows with its position, and so every rank
+        # has the same work. It is the division that Megatron's and Transformer Engine's ring attention expect.
         chunk = length // (2 * self.context_size)
         first, second = self.context_rank, 2 * self.context_size - 1 - self.context_rank
         return [slice(first * chunk, (first + 1) * chunk), slice(second * chunk, (second + 1) * chunk)]

@@ -148,6 +148,7 @@ class Saver:
         self._staging = Staging(page_locked=page_locked)
         self._group: Any = None
         self._pending: PendingSave | None = None
+        # A forked child inherits the exit handler, but not the thread that writes.
         self._process = os.getpid()
         # The writer is a daemon: without this the interpreter would end in the middle of a write.
         atexit.register(self._at_exit)

@@ -223,7 +223,7 @@ class Encoder:
         return processor.encode(sources, folder_of(source))
 
     def _completion(self, prompt: str, completion: str, source: str) -> tuple[list[int], list[float]]:
-        """Return the token ids of both together, closed by the end of sequence; the prompt has weight 0, unless it is learned, too."""
+        """Return the token ids of both together, closed by the end of sequence; the prompt has weight 0 unless it is learned."""
         tokens, offsets = self._ids(prompt + completion, offsets=True)
         if not self._train_on_prompt and lies_within_a_token(offsets, [len(prompt)]):
             self._findings.remark(SHARED_TOKEN, source)

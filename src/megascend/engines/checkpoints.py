@@ -80,8 +80,7 @@ def checkpoint_state(engine: Engine, manifest: CheckpointManifest, base_model: s
         try:
             slices = engine.hf_slices()
         except CheckpointError as error:
-            # Saved as a reason: this engine can still resume the checkpoint, engines of other kinds report why they
-            # cannot.
+            # Saved as a reason: this engine can still resume the checkpoint, engines of other kinds report why they cannot.
             slices = str(error)
     return CheckpointState(
         state={**engine.state(everything=False), _random_key(engine): random_state(engine)},

@@ -165,8 +165,7 @@ def engine_context(
                 precision,
             )
         topology = plan(layout, launch.world_size, info.shape)
-        # Settings and packages are checked before ranks connect: a rank that failed later would keep the others
-        # waiting.
+        # Settings and packages are checked before ranks connect: a rank that failed later would keep the others waiting.
         factory = prepare(runtime, topology, model_dir)
         runtime.configure_topology(topology, timeout_s)
         groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)

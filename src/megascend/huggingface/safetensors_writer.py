@@ -84,6 +84,7 @@ class SafetensorsWriter:
         ):
             self._close()
         file = self._open() if self._file is None else self._file
+        # reshape: a scalar has no dimension that could be viewed as bytes.
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         self._pipeline.write(file, 8 + self._room + self._end, data)
         self._header[name] = {

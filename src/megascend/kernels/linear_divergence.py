@@ -158,6 +158,7 @@ def _log_sum(logits: Tensor, shard: VocabShard) -> Tensor:
     # A shard of padding only has no rows.
     maximum = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     if shard.group is not None:
+        # Before the exponentials: all shards must subtract the same maximum, or their sums could not be added.
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=shard.group)
     total = (logits - maximum[:, None]).exp_().sum(1)
     if shard.group is not None:

@@ -107,6 +107,7 @@ class VerifiedKernel:
 
 def trial(compute: QkvRope, kind: QkvRopeCase, device: torch.device) -> list[Tensor]:
     """Return q, k, v, the gradient of the projection and, if they are trained, those of the norms' weights."""
+    # A separate generator: the trial must not advance the random stream of the training.
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*size: int) -> Tensor:

@@ -197,8 +197,7 @@ class LookUp(torch.autograd.Function):
         if adapter_index is not None:
             rows = rows + adapter_index * size
         ctx.save_for_backward(rows, is_local)
-        # Not by save_for_backward, which refuses tensors that change in between: other micro batches add their
-        # gradients here.
+        # Not by save_for_backward, which refuses tensors that change in between: other micro batches add their gradients here.
         ctx.grads = grads.view(count * size, rank)
         if not size:  # all of this rank's vocabulary is padding
             return tables.new_zeros(*ids.shape, rank)

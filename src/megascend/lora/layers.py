@@ -126,16 +126,14 @@ class AdapterLayers(AppliedAdapters):
                     self._expert_rows[id(target.moe)] = send_adapter_indices(target.moe, lambda: self.mixed)
         for chunk in chunks:
             if chunk.pre_process:
-                # The embedding is frozen, so its output requires no gradient, and recomputed layers would record no
-                # graph.
+                # The embedding is frozen, so its output requires no gradient, and recomputed layers would record no graph.
                 chunk.embedding.register_forward_hook(start_graph)
 
     def watch(self, output: Tensor) -> None:
         """Restore this micro batch's segments when its backward pass begins, for layers that are recomputed."""
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
-            # With pipelining several micro batches are under way: at the time of the backward pass ``segments`` is a
-            # later one's.
+            # With pipelining several micro batches are under way: at the time of the backward pass ``segments`` is a later one's.
             output.register_hook(lambda _: setattr(self, "segments", segments))
 
     def deltas(self, module: Any) -> list[tuple[slice, Tensor]]:

@@ -174,8 +174,7 @@ class Architecture:
         layers = expert_layers(config)
         if layers is not None and not all(layers):
             pattern = ",".join(str(int(has_experts)) for has_experts in layers)
-            # With a pattern, ffn_hidden_size is the width of the dense layers; the experts' width is a setting of its
-            # own.
+            # With a pattern, ffn_hidden_size is the width of the dense layers; the experts' width is a setting of its own.
             settings |= {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": config["intermediate_size"]}
         return settings
 
@@ -185,8 +184,7 @@ class Architecture:
         These are settings that would otherwise fail late and misleadingly: with a missing or unread tensor, with an assertion of
         Megatron-Core's, or by computing another function than transformers does. The self-check finds the rest.
         """
-        # Each check returns the sentence that a user reads in the refusal: the setting, what either side computes, a
-        # way out.
+        # Each check returns the sentence that a user reads in the refusal: the setting, what either side computes, a way out.
         checks = (
             self._unknown_layers(config),
             self._attention_bias(config),

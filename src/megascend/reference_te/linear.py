@@ -126,8 +126,7 @@ class _LinearBase(ReferenceModule):
         if not (communicates and self.parallel_mode == "row"):
             return F.linear(x, weight, bias)  # type: ignore[reportArgumentType]
         group = self._tp_group_for("output")
-        # Each rank has a part of the inner dimension: with the bias in every product, the sum would hold it once a
-        # rank.
+        # Each rank has a part of the inner dimension: with the bias in every product, the sum would hold it once a rank.
         partial = F.linear(x, weight)  # type: ignore[reportArgumentType]
         out = sum_and_scatter(partial, group) if self.sequence_parallel else sum_over_ranks(partial, group)
         return out if bias is None else out + bias  # added once, after the sum over ranks

@@ -444,6 +444,7 @@ class RolloutCollector:
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[TrajectoryGroup]:
         def seeded(number: int) -> Sampling:
+            # From all tokens, and without routes: nothing is learned from an evaluation.
             return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False, top_p=1.0, top_k=0)
 
         async def group(number: int, prompt: Prompt) -> TrajectoryGroup | None:

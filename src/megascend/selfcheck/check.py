@@ -113,6 +113,7 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
         except MegascendError as error:
             box.append((None, error))
 
+    # A daemon: if another rank fails meanwhile, this process must be able to end before the check does.
     worker = threading.Thread(target=work, name="megascend-self-check", daemon=True)
     if groups.rank == 0:
         worker.start()

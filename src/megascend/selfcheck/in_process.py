@@ -151,8 +151,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
             return TrialResult(transformers_problem=description(error))
         samples = [ids[:-1] for ids in chosen["samples"]]
         with _engine_errors(subject, plain):
-            # Both ways: a mistake of packing or of masks shows only where samples share a micro batch, and has its
-            # own remedy.
+            # Both ways: a mistake of packing or of masks shows only where samples share a micro batch, and has its own remedy.
             separate = [subject.logits(model, [ids])[0] for ids in samples]
             batched = subject.logits(model, samples)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]

@@ -217,6 +217,7 @@ def http_server(
     service.ready = True
 
     def report(outcomes: list[Outcome]) -> None:
+        # Called on the ranks' thread; the service's state belongs to the event loop.
         loop.call_soon_threadsafe(service.finish, outcomes)
 
     host, port = listening.getsockname()[:2]

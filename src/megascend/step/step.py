@@ -457,6 +457,7 @@ class Step:
                 if name in item:
                     values[:, position] += item[name]
         if self._topology.world_size > 1:
+            # Over the world: ranks that compute no loss, and tensor parallel copies, contribute zeros.
             dist.all_reduce(values, group=self._groups.device_group("world"))
         return names, values
 

@@ -48,8 +48,7 @@ class CudaIpcTransport:
         number = self._take_number()
         storage = buffer.untyped_storage()
         message = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
-        # Offset and size, as allocations are shared whole: buckets are slices of few allocations, which are mapped
-        # once each.
+        # Offset and size, as allocations are shared whole: buckets are slices of few allocations, which are mapped once each.
         self._store.set(f"bucket/{number}", message)
         return OfferedBucket(self._store, self._group, number, self._size, buffer)
 
@@ -68,8 +67,7 @@ class CudaIpcTransport:
         """Queue the copy of a published bucket; return an event that follows it."""
         storage, offset, length = _numbers(self._store.get(f"bucket/{number}"), 3)
         source = self._open(storage)
-        # The store is not authenticated: a wrong range would read beyond the mapped allocation, on the device and
-        # silently.
+        # The store is not authenticated: a wrong range would read beyond the mapped allocation, on the device and silently.
         if length != buffer.nbytes or offset < 0 or offset + length > source.nbytes:
             raise TransportError(
                 f"cuda_ipc: bucket {number} is offered as bytes {offset} to {offset + length} of {source.nbytes}, and "

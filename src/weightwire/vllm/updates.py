@@ -275,6 +275,7 @@ class _Copy(threading.Thread):
     """
 
     def __init__(self, model: torch.nn.Module, memory: Snapshot | None) -> None:
+        # A daemon: a worker that ends must not wait for a copy.
         super().__init__(name="weightwire-snapshot", daemon=True)
         self.snapshot: Snapshot | None = None
         self._model, self._memory = model, memory
@@ -291,8 +292,7 @@ class _Copy(threading.Thread):
 
 def _adapters_directory() -> Path:
     directory = Path(tempfile.gettempdir()) / f"weightwire-{os.getuid()}"
-    # In a directory that everyone may write to, another user could have prepared this name: hence the look at its
-    # owner.
+    # In a directory that everyone may write to, another user could have prepared this name: hence the look at its owner.
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.stat().st_uid != os.getuid():
         raise UpdateError(f"{directory} belongs to another user")

@@ -296,8 +296,7 @@ def _one_by_one(
     sinks: Tensor | None,
 ) -> Tensor:
     assert lengths.packed is not None
-    # One call a sample instead of a block-diagonal mask, which would cost the square of all tokens and rule out the
-    # flash kernel.
+    # One call a sample instead of a block-diagonal mask, which would cost the square of all tokens and rule out the flash kernel.
     queries, keys, values = (states.split(lengths.packed, dim=2) for states in (query, key, value))
     parts = [_causal(q, k, v, scaling, dropout, window, sinks) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)

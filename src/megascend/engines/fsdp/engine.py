@@ -68,8 +68,7 @@ class FsdpEngine(TransformersEngine):
             context_size=topology.context,
             context_rank=groups.coordinates.context,
             for_megatron=False,
-            # Ulysses exchanges heads for whole samples: every rank then computes all positions, and chunks need no
-            # balancing.
+            # Ulysses exchanges heads for whole samples: every rank then computes all positions, and chunks need no balancing.
             contiguous=True,
         )
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None

@@ -200,8 +200,7 @@ class CachedAttention:
         """Compute rotary angles [tokens, 1, 1, head dim]; in decoding, those of each token's own position."""
         if self.batch is None or not isinstance(self.batch.cached, DecodeStep):
             return forward(length, *args, **kwargs)
-        # Megatron asks for the angles of a length: take the table up to the longest row, and each token's position
-        # from it.
+        # Megatron asks for the angles of a length: take the table up to the longest row, and each token's position from it.
         positions = self.batch.position_ids[0]
         return forward(max(self.batch.cached.cache.lengths) + 1, *args, **kwargs)[positions]
 

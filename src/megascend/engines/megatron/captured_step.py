@@ -79,6 +79,7 @@ class CudaCapture:
             yield
             return
         outside = torch.cuda.current_stream()
+        # Work queued before must be seen here, and the work of this block outside after it.
         self._stream.wait_stream(outside)
         try:
             with torch.cuda.stream(self._stream):
@@ -328,8 +329,7 @@ class CapturedStep:
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
 
     def _differentiate(self, all_outputs: tuple[Tensor, ...]) -> None:
-        # The first output is the hidden states: they are kept for logits, and get their gradient through the other
-        # two.
+        # The first output is the hidden states: they are kept for logits, and get their gradient through the other two.
         coefficients = (self.static.coefficients, self.static.entropy_coefficients)
         outputs = all_outputs[1:]
         torch.autograd.backward(outputs, coefficients[: len(outputs)])

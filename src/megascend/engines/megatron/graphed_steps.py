@@ -162,8 +162,7 @@ class GraphedSteps:
         """
         captured = [shape.tokens for shape, step in self._steps.items() if step.captured]
         if captured:
-            # Not the size that failed: that may be a small one, which lacked the memory that the largest capture
-            # holds.
+            # Not the size that failed: that may be a small one, which lacked the memory that the largest capture holds.
             self._largest = max(captured) - 1
             self.release_memory()
             logger.warning(

@@ -326,6 +326,7 @@ def _all_gather(shard: Tensor, split: int, count: int, group: Any) -> Tensor:
     dist.all_gather_into_tensor(stacked, shard, group=group)
     if split == 0:
         return stacked
+    # The collective stacks shards along the first dimension; other splits are joined by a copy.
     return torch.cat(stacked.chunk(count), dim=split)
 
 

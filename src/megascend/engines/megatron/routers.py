@@ -146,6 +146,7 @@ class Routers:
             # leave() has summed over TP and CP already.
             group = self._groups.device_group("dp")
             for totals, routers in zip(self._totals, self._by_chunk, strict=True):
+                # All ranks of the group have the same layers, so all or none of them have experts.
                 if group.size() > 1 and totals.numel():
                     dist.all_reduce(totals, group=group)
                 for load, router in zip(totals[CHOSEN], routers, strict=True):

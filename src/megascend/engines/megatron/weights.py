@@ -120,8 +120,7 @@ def load(
         elif damaged:
             problem = f"the checkpoint holds NaN in what goes into {abbreviated(damaged)}"
     failed = None if problem is None else CheckpointError(f"{model_dir}: {problem} (rank {groups.rank})")
-    # First the ranks' own errors: a rank that has failed has not read its tensors, and the check below would name
-    # those.
+    # First the ranks' own errors: a rank that has failed has not read its tensors, and the check below would name those.
     raise_on_all_ranks(failed, groups, f"the load of {model_dir}")
 
     names = list(tensors)

@@ -149,6 +149,7 @@ class Controller(ClosedOnce):
         claim = self._ownership.get(claim_id)
         reason = f"the claim of {claim.owner!r} on {', '.join(claim.engines)} was released"
         self._ownership.begin_end(claim, reason)
+        # Shielded: a caller that disconnects must not leave engines paused or an update half dropped.
         await asyncio.shield(self._clean_up(self._end(claim)))
 
     def engine(self, claim_id: str) -> OwnedEngines:

@@ -228,6 +228,7 @@ class ControllerServer(ClosedOnce):
             with self._room(request):
                 body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
                 grant.check_body(body)
+                # Shielded: a call that has begun on the engines ends, even if its caller disconnects.
                 status, answer = await asyncio.shield(self._areal.answer(request.path_params["name"], body))
         except (Refusal, WireError) as error:
             status = error.status if isinstance(error, Refusal) else _status_of(error)

@@ -66,6 +66,7 @@ class LocalModel(InferenceEngine):
         self._weights = threading.RLock()
         self._resumed = threading.Condition()
         self._paused_until = 0.0
+        # A daemon: sampling that still runs must not keep an engine's process alive.
         self._thread = threading.Thread(target=self._work, name="local-engine", daemon=True)
         self._thread.start()
 

@@ -347,6 +347,7 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
     backend.add_adapter(BASE, Lora(rank=1, seed=0))
     backend.save_adapter(BASE, str(base), optimizer=False)
     backend.remove_adapter(BASE)
+    # Seeded: every rank draws the same tokens. 33 tokens have 32 log-probabilities.
     tokens = torch.randint(0, backend.vocab_size, (33,), generator=torch.Generator().manual_seed(0))
     logprobs = backend.forward(backend.shard([Sample.causal(tokens)]), reference=True).logprobs
     try:

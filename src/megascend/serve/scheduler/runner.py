@@ -294,6 +294,7 @@ class CommandRunner:
             if self._generate is None:
                 problem = ConfigError("this server does not sample")
                 return [Outcome(command.number, error=problem) for command in selected]
+            # Kept between turns: the batch continues after the training unit of each turn.
             self._sampling = SamplingBatch(selected, self._generate)
         sampling, outcomes, problem = self._sampling, [], None
         try:
