@@ -75,7 +75,7 @@ class ShardedSync:
         self._differences = self._rest = 0  # pushes of differences in a row; complete pushes still to come in mode auto
         self._specs: tuple[TensorSpec, ...] = ()
         self._share: Share | None = None
-        self._record: PlanRecord | None = None
+        self._planned: PlanRecord | None = None
         self._refusal: tuple[tuple[str, ...], str] | None = None
         self._refused_pushes = 0
         self._logged = ""
@@ -105,7 +105,7 @@ class ShardedSync:
             if self._refusal is not None and self._refusal[0] == names and self._refused_pushes < RETRY:
                 self._refused_pushes += 1
                 return True, self._refusal[1]
-            valid = self._record is not None and tuple(self._record.engines) == names and self._specs == specs
+            valid = self._planned is not None and tuple(self._planned.engines) == names and self._specs == specs
             return valid, ""
 
         valid, reason = from_rank_0(state, self._groups, "the state of the transfer plan")
@@ -127,10 +127,10 @@ class ShardedSync:
                 return problems[0], []
             pieces = [[Region(*row) for row in rank_rows] for rank_rows, _, _ in collected]
             try:
-                self._record = self._plan(engines, pieces, [memory for _, memory, _ in collected], delivery)
+                self._planned = self._plan(engines, pieces, [memory for _, memory, _ in collected], delivery)
             except (PlanError, ConfigError) as error:
                 return str(error), []
-            return "", self._record.shares
+            return "", self._planned.shares
 
         reason, shares = self._ranks.call(make, "the plan of the transfer")
         if reason:
@@ -193,11 +193,11 @@ class ShardedSync:
 
     def begin(self, update: Update) -> None:
         """Offer the update to the engines, and join its group on every rank."""
-        record, specs = self._record, self._specs
+        planned, specs = self._planned, self._specs
 
         def offer(delivery: Delivery) -> Ticket:
-            assert record is not None
-            return delivery.begin_sharded(update, specs, record, self._base())
+            assert planned is not None
+            return delivery.begin_sharded(update, specs, planned, self._base())
 
         def connect() -> None:
             update.sender = self._connect(ticket)
@@ -225,12 +225,12 @@ class ShardedSync:
 
     def _base(self) -> int | None:
         """Return the version from which to send differences; on rank 0, whose decision all ranks follow."""
-        if self._history is None or self._record is None or self._differences >= self._full_every or self._rest > 0:
+        if self._history is None or self._planned is None or self._differences >= self._full_every or self._rest > 0:
             return None
         # Decided by the dtype, without a trial: differences of fp32 weights are as large as the weights.
         if self._mode == "auto" and not mostly_16_bit(self._specs):
             return None
-        return self._history.base(self._record.identity)
+        return self._history.base(self._planned.identity)
 
     def transfer(self, update: Update) -> None:
         """Send this rank's slices; set the update's seal and amounts on rank 0."""
@@ -244,10 +244,10 @@ class ShardedSync:
             sender.close()
         row = digests, sender.traffic.nbytes, sender.traffic.content
         collected = collect_objects(row, "world", self._groups, "digests of the chunks")
-        if collected is None or self._record is None:
+        if collected is None or self._planned is None:
             return
         sender.close()
-        shares, senders = self._record.shares, len(collected)
+        shares, senders = self._planned.shares, len(collected)
         by_member = digests_by_worker(shares, senders, [values for values, _, _ in collected])
         update.seal = Seal(update.name, update.version, sender.manifest.identity, (), by_member)
         update.nbytes = max(share.nbytes for share in shares[senders:])
@@ -273,8 +273,8 @@ class ShardedSync:
 
     def succeeded(self, version: int, base: int | None, share: float) -> None:
         """Note a push that all engines have committed."""
-        if self._record is not None:
-            self._record.provisioned = set(self._record.engines)
+        if self._planned is not None:
+            self._planned.provisioned = set(self._planned.engines)
         if self._history is None or self._share is None:
             return
         self._history.note(self._share.plan, version)
@@ -287,7 +287,7 @@ class ShardedSync:
 
     def forget(self) -> None:
         """Forget the plan and what was sent, after a failure: engines may have been restarted. Local."""
-        self._record = self._share = self._refusal = None
+        self._planned = self._share = self._refusal = None
         self._differences = 0
         if self._history is not None:
             self._history.forget()
