@@ -171,7 +171,7 @@ def check_loss_is_known(namespace: dict[str, Any]) -> None:
 def check_engine_is_known(namespace: dict[str, Any]) -> None:
     from megascend import backends
 
-    assert backends.settings_of("bigram") >= {"model", "optimizer", "seed"}
+    assert backends.accepted_settings("bigram") >= {"model", "optimizer", "seed"}
 
 
 def check_provider_is_known(namespace: dict[str, Any]) -> None:

@@ -368,10 +368,10 @@ class Backend:
     def frozen_engine(self, model: str | Path) -> Engine:
         """Build the engine of another model on the ranks and groups of this one, for forward passes. Collective.
 
-        This engine's layout and settings are used; dropout is drawn anew from the seed. The caller closes it.
+        This engine's layout and settings are used; dropout starts again from the seed. The caller closes it.
 
         Raises:
-            ConfigError: this backend's engine is one to a process.
+            ConfigError: a process can hold only one engine of this kind.
         """
         raise ConfigError(f"engine {self.engine.kind} cannot hold a second model beside {self._model_dir}")
 
@@ -471,7 +471,7 @@ class Backend:
         self,
         adapter: str | None = None,
         *,
-        alone: bool = False,
+        adapter_only: bool = False,
         receivers: Receivers = "all",
         device: torch.device | str | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -484,13 +484,13 @@ class Backend:
 
         Args:
             adapter: merge this adapter, ``W + scaling * B A`` in float32; the model in memory is not changed.
-            alone: yield only the adapter's factors, under ``peft``'s names, float32.
+            adapter_only: yield only the adapter's factors, under ``peft``'s names, float32.
             receivers: all ranks, the main one (0), or a set of global ranks.
             device: device of the tensors; default: the model's, for an adapter's factors the CPU. ``meta``: names, shapes and
                 dtypes only; no weights are sent.
 
         Raises:
-            ConfigError: the adapter does not exist, or ``alone`` is set without one.
+            ConfigError: the adapter does not exist, or ``adapter_only`` is set without one.
             ProcessGroupError: while iterating: a rank left the stream before its end.
             CheckpointError: while iterating: a number is beyond fp16's range.
         """
@@ -498,11 +498,11 @@ class Backend:
         def check() -> None:
             if adapter is not None:
                 self._adapters().require(adapter)
-            elif alone:
-                raise ConfigError("named_weights(alone=True): name the adapter")
+            elif adapter_only:
+                raise ConfigError("named_weights(adapter_only=True): name the adapter")
 
-        self._agree(f"named_weights({adapter=}, {alone=}, {receivers=})", check)
-        if alone and adapter is not None:
+        self._agree(f"named_weights({adapter=}, {adapter_only=}, {receivers=})", check)
+        if adapter_only and adapter is not None:
             factors = self._adapters().named_weights(adapter, everywhere=receivers != "main")
             # All ranks have taken part in the exchange above; only some yield its result.
             receives = receivers in ("all", "main") or self.rank in receivers

@@ -75,7 +75,7 @@ def register_engine(
     _backends[name] = backend
 
 
-def settings_of(engine: str) -> frozenset[str]:
+def accepted_settings(engine: str) -> frozenset[str]:
     """Return the names of the settings that an engine's backend accepts.
 
     Raises:
@@ -136,7 +136,7 @@ def _is_built_in(backend: Callable[..., Backend]) -> TypeIs[type[EngineBackend]]
 
 
 def _refuse_unknown(engine: str, settings: Mapping[str, Any]) -> None:
-    unknown = sorted(settings.keys() - settings_of(engine))
+    unknown = sorted(settings.keys() - accepted_settings(engine))
     if unknown:
         raise ConfigError(
             f"engine {engine!r} has no setting {', '.join(unknown)}; leave it out, or choose another engine"
@@ -364,8 +364,7 @@ class MegatronBackend(EngineBackend):
         model_dir, max_length, worker = spec.model, spec.batching.max_length, None
         # Early only while this process still has to import Megatron; later the check starts its own process.
         if spec.self_check and "megatron.core" not in sys.modules and Launch.from_environment().rank == 0:
-            # On rank 0 only: the other ranks learn the verdict from it, and the check costs a process and seconds of
-            # CPU.
+            # On rank 0 only: the other ranks learn the verdict from it, and the check costs a process and seconds of CPU.
             worker = process.start_worker(model_dir, max_length)
         if worker is None:
             yield None

@@ -1,6 +1,6 @@
 """Ledger of what megascend changed in this process, for ``Runtime.changes``, ``megascend doctor`` and the log.
 
-One ledger for all packages: what is changed here is the process's, and whoever changes it may know no Runtime. Every attribute
+One ledger for all packages: changes belong to the process, and the code that makes them may know no Runtime. Every attribute
 of others' modules, classes and objects is set through :func:`patch` or :func:`patched`; other changes are told to
 :func:`changed`. ``tests/bootstrap/test_changes.py`` finds what is not.
 """
@@ -84,7 +84,7 @@ def add_modules(
 
     Args:
         origin: module of megascend that makes them, for their ``__spec__``.
-        modules: where they are added.
+        modules: mapping that they are added to.
         packages: False: they cannot have submodules.
     """
     for name, attributes in contents.items():

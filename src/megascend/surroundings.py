@@ -48,6 +48,7 @@ def die_with_parent(parent: int | None = None) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before the kernel was asked; then no signal will come.
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 

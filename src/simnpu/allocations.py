@@ -14,7 +14,7 @@ import torch
 _nbytes: Any = torch._C.StorageBase.nbytes  # type: ignore[attr-defined]  # not the logical size, see storage
 
 
-class _Living(weakref.ref):
+class _LiveStorage(weakref.ref):
     """A storage, its place in the table, its device and its size."""
 
     __slots__ = ("index", "key", "size")
@@ -24,7 +24,7 @@ class _Living(weakref.ref):
     size: int
 
 
-_living: dict[int, _Living] = {}
+_live: dict[int, _LiveStorage] = {}
 _bytes: dict[int, int] = {}
 _peak: dict[int, int] = {}
 
@@ -35,9 +35,9 @@ def add(tensor: torch.Tensor, index: int) -> None:
     size = _nbytes(storage)
     if not size:
         return
-    living = _Living(storage, _remove)
-    living.key, living.index, living.size = id(storage), index, size
-    _living[living.key] = living
+    storage_ref = _LiveStorage(storage, _remove)
+    storage_ref.key, storage_ref.index, storage_ref.size = id(storage), index, size
+    _live[storage_ref.key] = storage_ref
     now = _bytes[index] = _bytes.get(index, 0) + size
     if now > _peak.get(index, 0):
         _peak[index] = now
@@ -45,15 +45,15 @@ def add(tensor: torch.Tensor, index: int) -> None:
 
 def resize(storage: Any, size: int) -> None:
     """Count a storage from now on as ``size`` bytes, as after ``resize_``."""
-    if living := _living.get(id(storage)):
-        _bytes[living.index] += size - living.size
-        living.size = size
-        _peak[living.index] = max(_peak[living.index], _bytes[living.index])
+    if storage_ref := _live.get(id(storage)):
+        _bytes[storage_ref.index] += size - storage_ref.size
+        storage_ref.size = size
+        _peak[storage_ref.index] = max(_peak[storage_ref.index], _bytes[storage_ref.index])
 
 
 def allocated(index: int) -> int:
-    """Bytes alive on a device. Counted anew, since two threads may have changed the running sum at once."""
-    _bytes[index] = sum(living.size for living in list(_living.values()) if living.index == index)
+    """Return the bytes alive on a device, summed again: two threads may have changed the running sum at once."""
+    _bytes[index] = sum(storage_ref.size for storage_ref in list(_live.values()) if storage_ref.index == index)
     return _bytes[index]
 
 
@@ -66,6 +66,6 @@ def reset_peak(index: int) -> None:
     _peak[index] = allocated(index)
 
 
-def _remove(living: _Living) -> None:
-    del _living[living.key]
-    _bytes[living.index] -= living.size
+def _remove(storage_ref: _LiveStorage) -> None:
+    del _live[storage_ref.key]
+    _bytes[storage_ref.index] -= storage_ref.size

@@ -40,7 +40,7 @@ LOW = (torch.float16, torch.bfloat16)
 
 
 def register(aten: torch.library.Library) -> list[torch.library.Library]:
-    """Give the operators of the lists a kernel that casts and goes on; the others fall through."""
+    """Give the operators of the lists a kernel that casts and redispatches; the others fall through."""
     any_namespace = torch.library.Library("_", "IMPL")
     any_namespace.fallback(torch.library.fallthrough_kernel, KEY)
     policies: list[tuple[list[str], Callable[[Any], Callable[..., Any]]]] = [

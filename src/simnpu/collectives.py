@@ -95,7 +95,7 @@ def watch_objects() -> None:
     """Look at every object collective before anything is sent, on every rank.
 
     The public functions are replaced by name. Copies made earlier (``from torch.distributed import
-    all_gather_object``) still look up ``_get_object_coll_device`` and ``_object_to_tensor`` in their module.
+    all_gather_object``) still check_object_collective up ``_get_object_coll_device`` and ``_object_to_tensor`` in their module.
     """
     c10d: Any = distributed_c10d
     device_of, to_tensor = c10d._get_object_coll_device, c10d._object_to_tensor
@@ -104,30 +104,30 @@ def watch_objects() -> None:
         device = device_of(group)
         caller = sys._getframe(1).f_code.co_name
         if caller in OBJECT_COLLECTIVES:
-            look(group, device, caller)
+            check_object_collective(group, device, caller)
         return device
 
     def _object_to_tensor(obj: Any, device: Any, group: ProcessGroup) -> Any:
-        look(group, device, sys._getframe(1).f_code.co_name)
+        check_object_collective(group, device, sys._getframe(1).f_code.co_name)
         return to_tensor(obj, device, group)
 
-    def looking(function: Callable[..., Any]) -> Callable[..., Any]:
+    def checking(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("device") is not None:
-                look(kwargs.get("group"), kwargs["device"], function.__name__)
+                check_object_collective(kwargs.get("group"), kwargs["device"], function.__name__)
             return function(*args, **kwargs)
 
         return wrapper
 
     c10d._get_object_coll_device, c10d._object_to_tensor = _get_object_coll_device, _object_to_tensor
     for name in OBJECT_COLLECTIVES:
-        wrapper = looking(getattr(c10d, name))
+        wrapper = checking(getattr(c10d, name))
         setattr(c10d, name, wrapper)
         setattr(dist, name, wrapper)
 
 
-def look(group: ProcessGroup | None, device: Any, name: str) -> None:
+def check_object_collective(group: ProcessGroup | None, device: Any, name: str) -> None:
     """Refuse the object collective ``name``, or warn of it once a process, where it would go over hccl."""
     chosen: Any = group or distributed_c10d._get_default_group()
     if device is None or chosen == dist.GroupMember.NON_GROUP_MEMBER or not is_hccl(chosen, device):

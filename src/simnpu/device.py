@@ -14,7 +14,7 @@ PyTorch's guard for such a device counts one, and knows no stream and no memory.
 - backward passes: PyTorch's engine has a thread for each device that the guard counts. Once a process has used another
   device than ``npu:0``, they run in the thread that calls them; before, on the engine's thread, as on hardware;
 - ``untyped_storage()``: creating and resizing. The memory behind a storage cannot grow; ``resize_(0)``, by which Megatron
-  frees an activation that it will recompute, keeps the memory but overwrites it, so that whoever reads it too early gets NaN.
+  frees an activation that it will recompute, keeps the memory but overwrites it, so that code that reads it too early gets NaN.
 
 The first backward pass of a process, even one on CPU tensors, starts autograd's thread for the device. Processes forked
 after that cannot run a backward pass ("Unable to handle autograd's threading in combination with fork-based
@@ -230,12 +230,12 @@ def install_accelerator() -> None:
     for kind, simulated in makers.items():
         original = getattr(torch, kind)
         metaclass: Any = type(original)  # e.g. that of torch.Generator, which a subclass's must extend
-        meta = Redirected if metaclass is type else type("Redirected", (Redirected, metaclass), {})
+        meta = DeviceRedirect if metaclass is type else type("DeviceRedirect", (DeviceRedirect, metaclass), {})
         body = {"__module__": "torch", "original": original, "simulated": staticmethod(simulated), "devices": (DEVICE,)}
         setattr(torch, kind, meta(kind, (original,), body))
 
 
-class Redirected(type):
+class DeviceRedirect(type):
     """The type of a class of PyTorch's that makes instances of another one for the simulated device.
 
     ``simulated`` among its attributes makes them, for the device types ``devices``; their class extends ``original``.

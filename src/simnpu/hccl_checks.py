@@ -21,7 +21,7 @@ REDUCIBLE = {
     torch.float32,
     torch.bfloat16,
 }
-"""What HCCL reduces on Atlas A2 and A3 (checkSupportedDataType); bool and uint8 are reduced as int32."""
+"""Types that HCCL reduces on Atlas A2 and A3 (checkSupportedDataType); bool and uint8 are reduced as int32."""
 
 NAMES = {
     torch.float64: "at::kDouble",

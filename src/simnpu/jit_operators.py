@@ -48,9 +48,8 @@ def attention_backward(*args: Any) -> tuple[Any, ...]:
 def gmm(
     x: list[Tensor], weight: list[Tensor], bias: list[Tensor], group_list: Groups, group_type: int, group_list_type: int
 ) -> list[Tensor]:
-    if not isinstance(
-        group_list, Tensor
-    ):  # MindSpeed's operator takes a list for every group_type, torch_npu's does not
+    # MindSpeed's operator takes a list for every group_type, torch_npu's does not.
+    if not isinstance(group_list, Tensor):
         group_list = torch.tensor(group_list, device=x[0].device)
     return matmul.npu_grouped_matmul(
         x, weight, bias=bias, group_list=group_list, split_item=3, group_type=group_type,
@@ -61,7 +60,7 @@ def gmm(
 def gmm_backward(
     grad: list[Tensor], x: list[Tensor], weight: list[Tensor], group_list: Groups, group_list_type: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Gradients of x and of the weight; the empty list stands for the bias, which gets none."""
+    """Compute the gradients of x and of the weight; the empty list stands for the bias, which gets none."""
     d_x, _, d_bias = gmm_backward_fusion(grad, weight, group_list, group_list_type)
     d_weight = gmm([x[0].t()], grad, [], group_list, matmul.BY_INNER, group_list_type)
     return d_x, [d_weight[0].reshape(weight[0].shape)], d_bias
@@ -70,7 +69,7 @@ def gmm_backward(
 def gmm_backward_fusion(
     grad: list[Tensor], weight: list[Tensor], group_list: Groups, group_list_type: int
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Compute the gradient of x alone: that of the weight is added to main_grad by another operator."""
+    """Compute the gradient of x only: another operator adds that of the weight to main_grad."""
     transposed = [weight[0].transpose(-1, -2)]
     return gmm(grad, transposed, [], group_list, matmul.BY_ROWS, group_list_type), [], []
 
@@ -111,18 +110,18 @@ MODULE = "torch.utils.cpp_extension"
 
 @functools.cache
 def install() -> None:
-    """Put :func:`answered` around ``torch.utils.cpp_extension.load``, now or when a program imports it.
+    """Wrap ``torch.utils.cpp_extension.load``, now or when a program imports its module.
 
     Importing it here would load setuptools into every process.
     """
     if MODULE in sys.modules:
-        replace(sys.modules[MODULE])
+        wrap_load(sys.modules[MODULE])
     else:
-        sys.meta_path.insert(0, WhenImported())
+        sys.meta_path.insert(0, LoadHook())
 
 
-class WhenImported(importlib.abc.MetaPathFinder):
-    """Finds the module as ever, and has its ``load`` replaced once it has run."""
+class LoadHook(importlib.abc.MetaPathFinder):
+    """Import hook that wraps ``load`` of the module once it has been executed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != MODULE:
@@ -135,14 +134,14 @@ class WhenImported(importlib.abc.MetaPathFinder):
 
         def exec_module(module: types.ModuleType) -> None:
             run(module)
-            replace(module)
+            wrap_load(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def replace(module: Any) -> None:
-    """Answer for extensions that link torch_npu, and build the others."""
+def wrap_load(module: Any) -> None:
+    """Make ``load`` return simulated operators for extensions that link torch_npu; it builds the others."""
     build = module.load
 
     @functools.wraps(build)

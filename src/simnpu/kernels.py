@@ -89,7 +89,7 @@ logsumexp isinf mv
 """Composite operators for which one call to the CPU replaces several to the device."""
 
 NOT_THE_CPUS = {"_fused_sdp_choice", "is_pinned", "_pin_memory"}
-"""Which attention kernel there is, and what host memory is pinned, is not for the CPU's kernels to say."""
+"""Operators whose CPU kernels are not used: they would answer for the CPU's attention kernels and pinned memory."""
 
 
 def convolution(*args: Any) -> Tensor:

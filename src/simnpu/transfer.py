@@ -60,7 +60,7 @@ def transfer() -> None:
     torch.Tensor.cuda = torch.Tensor.npu  # type: ignore[attr-defined]
     torch.Tensor.is_cuda = torch.Tensor.is_npu  # type: ignore[attr-defined]
     torch.nn.Module.cuda = torch.nn.Module.npu  # type: ignore[attr-defined]
-    torch.Generator.devices = ("npu", "cuda")  # type: ignore[attr-defined]  # see accelerator.Redirected
+    torch.Generator.devices = ("npu", "cuda")  # type: ignore[attr-defined]  # see device.DeviceRedirect
 
     transfer_distributed()
     torch.jit.script = unscripted  # type: ignore[assignment]

@@ -203,8 +203,7 @@ class _Nonces:
         with self._lock:
             # Expired nonces cannot be replayed: their time is outside the window.
             while self._heap and self._heap[0][0] < now:
-                # Kept as a watermark: a nonce that was forgotten here must not become valid again when the clock is
-                # set back.
+                # Kept as a watermark: a nonce that was forgotten here must not become valid again when the clock is set back.
                 self._forgotten_until, old = heapq.heappop(self._heap)
                 self._active.discard(old)
             if nonce in self._active:

@@ -69,6 +69,7 @@ def apply(difference: Tensor, content: Tensor) -> None:
     values = difference[HEAD_BYTES + count : start].view(torch.int8).to(torch.int16)
     rest = difference[start + (count + changed) % 2 :]
     if rest.data_ptr() % 2:
+        # An int16 view needs an even address, which the caller's buffer need not have.
         rest = rest.clone()
     tail = rest.view(torch.int16)
     is_value, is_long = steps != SKIP, values == LONG

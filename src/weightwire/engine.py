@@ -82,7 +82,7 @@ class RoutedExperts:
         """Encode an array of unsigned integers [tokens, layers, k].
 
         Raises:
-            WireError: it is another array.
+            WireError: the array has another shape or dtype.
         """
         dtype = str(indices.dtype)
         if indices.ndim != 3 or dtype not in EXPERT_WIDTHS:
@@ -240,7 +240,7 @@ class InferenceEngine(ABC):
     async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         """Return the slices of a model's tensors that each worker loads; None if the engine cannot describe them.
 
-        The calls are few: the answer holds until the engine is restarted. Its workers refuse a plan that brings anything else.
+        Called seldom: the answer holds until the engine is restarted. Its workers refuse a plan that brings anything else.
         """
         return None
 
@@ -279,7 +279,7 @@ class InferenceEngine(ABC):
         raise UnsupportedCallError(f"{self.name} cannot be paused")
 
     async def sleep(self, lease_s: float) -> None:
-        """Pause, and free the device memory of weights and KV cache for others, like a trainer on the same GPU.
+        """Pause, and free the device memory of weights and KV cache for others, such as a trainer on the same GPU.
 
         The engine wakes up as it resumes from a pause, with the weights that it had. Another call renews the pause.
         """
@@ -314,7 +314,7 @@ class Lease:
     """An owner's right to change an engine.
 
     Attributes:
-        owner: its name.
+        owner: name of the owner.
         lease_s: seconds after the owner's last call when the lease ends.
         until: end of the lease, on the grantor's clock.
     """

@@ -65,6 +65,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        # A daemon: a program that never calls close() must still end.
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -81,6 +82,7 @@ class LoopThread:
         future = self.submit(work)
         try:
             return future.result()
+        # KeyboardInterrupt, too: no one waits for the coroutine any more.
         except BaseException:
             future.cancel()
             raise

@@ -78,8 +78,7 @@ class Listener:
             raise GroupError("the listener is closed")
         if not 2 <= len(members) <= MAX_MEMBERS:
             raise GroupError(f"a group has a sender and 1 to {MAX_MEMBERS - 1} receivers, not {len(members)} members")
-        # A name is never used twice, even by two listeners of one trainer: a member of an old update must not join a
-        # new one.
+        # A name is never used twice, even by two listeners of one trainer: a member of an old update must not join a new one.
         self._count += 1
         name = f"update-{self._count}-{uuid.uuid4().hex}"
         self._store.set(f"{name}/senders", str(senders))
@@ -231,7 +230,7 @@ class Group:
         peers, prefix = self._peers, f"{self.member(self.rank)}, {activity}"
         deadline, before = time.monotonic() + EXPLAIN_S, peers.beats()
         while time.monotonic() < deadline and not peers.halted():
-            peers.look()
+            peers.poll()
             if peers.lost is not None and peers.at_fault:
                 return PeerLostError(f"{prefix}: {peers.lost}")
             # Two further heartbeats of every member: the first may have been sent before the error.

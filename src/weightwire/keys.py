@@ -100,7 +100,7 @@ def read_key(path: str | Path) -> Key:
     except OSError as error:
         raise SecretKeyError(f"the key's file {path} cannot be read: {error.strerror}") from error
     with stream:
-        # Of the open file: the path may be replaced between a check and the read.
+        # The status of the open file: the path may be replaced between a check and the read.
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise SecretKeyError(f"the key's file {path} is not a regular file")

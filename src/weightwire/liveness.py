@@ -123,8 +123,7 @@ class Identity:
             return "ended"
         except OSError:
             return None
-        # A zombie (Z) has ended, although its number is still taken; another start time means that the number was
-        # reused.
+        # A zombie (Z) has ended, although its number is still taken; another start time means that the number was reused.
         if int(fields[19]) != self.started or fields[0] in "ZX":
             return "ended"
         return "stopped" if fields[0] in "Tt" else "running"

@@ -163,8 +163,8 @@ class Seal:
         version: version of the manifest.
         manifest: :attr:`weightwire.manifest.Manifest.identity`.
         digests: digest of each bucket, in order, by the manifest's algorithm; empty for a sharded update.
-        by_member: of a sharded update, the digests of each worker's chunks in the order in which it receives them, by rank in the
-            group.
+        by_member: digests of a sharded update: by rank in the group, those of the worker's chunks in the order in which it
+            receives them.
     """
 
     update: str

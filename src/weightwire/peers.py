@@ -221,7 +221,7 @@ class Peers:
 
     # --- evidence ---
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Set ``lost`` if a member has failed or gone. An ended process is seen at once, silence after :data:`SILENCE_S`."""
         if self.lost is not None:
             return
@@ -303,7 +303,7 @@ class Peers:
         while not self.ended.wait(BEAT_S):
             try:
                 self._write_heartbeat()
-                self.look()
+                self.poll()
             except RuntimeError as error:  # the store's; a thread that died of it would fall silent itself
                 log.debug("%s: %s", self.describe(self.rank), error)
                 self._note_silent_store(error)
@@ -316,7 +316,7 @@ class Peers:
 
     def _read_heartbeats(self, ranks: Sequence[int]) -> None:
         texts = self._records.get_all([f"alive/{rank}" for rank in ranks])
-        # A member that has written none is silent from the first look on.
+        # A member that has written none is silent from the first poll on.
         parsed = [(0, 0, 0) if text is None else fields(text, (int, int, int)) for text in texts]
         beats = (Heartbeat(beat, progress, bool(left)) for beat, progress, left in parsed)
         self._observer.update(dict(zip(ranks, beats, strict=True)), time.monotonic(), SILENCE_S / 2)

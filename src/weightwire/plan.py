@@ -374,7 +374,7 @@ def plan(
         holdings: slices of each trainer rank; replicas are listed by every rank that has them.
         needs: slices that each worker needs, engine after engine. Workers with equal needs should share one object.
         chunk_bytes: largest message, in bytes; ranks allocate two buffers of it.
-        relay: whether workers forward what several of them need; None: if that is faster, or sending is uneven without it.
+        relay: workers forward what several of them need; None: if that is faster, or sending is uneven without it.
 
     Raises:
         PlanError: no rank holds a part that a worker needs.

@@ -83,7 +83,7 @@ class Receiver:
         self.serving = True
         """False after a commit that could be neither completed nor undone: the engine must not answer."""
         self._device = torch.device(device)
-        self._check, self._most_bytes = check, max_bytes
+        self._check, self._max_bytes = check, max_bytes
         self._versions: dict[str, int] = {} if version is None else {"model": version}
         self._update: IncomingUpdate | None = None
         self._memory = StagingMemory(self._device)
@@ -143,8 +143,7 @@ class Receiver:
         """
         with self._lock:
             self._require_none_open(offer)
-            # The trainer repeats an offer whose answer was lost on the way; a second thread would join the group
-            # twice.
+            # The trainer repeats an offer whose answer was lost on the way; a second thread would join the group twice.
             if self._update is not None and self._update.offer.update == offer.update:
                 if self._update.is_open:
                     return
@@ -248,8 +247,7 @@ class Receiver:
             update.state, update.previous_versions = COMMITTING, dict(self._versions)
             update.restore, update.refill = restore, refill
             try:
-                # Loaders may only queue copies. An error on the device has to appear here, where it can still be
-                # undone.
+                # Loaders may only queue copies. An error on the device has to appear here, where it can still be undone.
                 assert update.staging is not None
                 load(update.layout.tensors(update.staging))
                 _synchronise(self._device)
@@ -314,7 +312,7 @@ class Receiver:
 
     @property
     def keeps_memory(self) -> bool:
-        """Check whether memory is kept for the next update."""
+        """True if memory is kept for the next update."""
         return self._memory.spare is not None
 
     def release(self) -> None:
@@ -356,9 +354,9 @@ class Receiver:
                 f"weights are staged on {self._device} here; transports for {self._device.type}: "
                 f"{', '.join(transports_for(self._device.type))}"
             )
-        if self._most_bytes is not None and manifest.nbytes > self._most_bytes:
+        if self._max_bytes is not None and manifest.nbytes > self._max_bytes:
             raise ManifestError(
-                f"{self.name}: {manifest.nbytes} bytes are offered; at most {self._most_bytes} are taken"
+                f"{self.name}: {manifest.nbytes} bytes are offered; at most {self._max_bytes} are taken"
             )
         self._check(manifest)
 
@@ -410,7 +408,7 @@ class Receiver:
         with self._lock:
             if not update.is_open:
                 return
-            # Of an update that has not arrived the transport may still write into its memory: that is freed, not kept.
+            # The transport may still write to the memory of an update that has not arrived: it is freed, not kept.
             if update.state != RECEIVING:
                 self._memory.keep(update.staging, adapter=update.is_adapter)
             # The first problem stays: those after it follow from it.
@@ -471,7 +469,7 @@ class Receiver:
 
     def _note_arrival(self, update: IncomingUpdate) -> None:
         with self._lock:
-            # It may have been dropped while the last bucket arrived.
+            # The update may have been dropped while its last bucket arrived.
             if update.state == RECEIVING:
                 update.state, update.last_activity = RECEIVE_DONE, time.monotonic()
                 update.arrived.set()

@@ -31,10 +31,10 @@ class IncomingUpdate:
     """State of one update of a receiver.
 
     Attributes:
-        rank: of this member of the group.
+        rank: rank of this member in the group.
         staging: memory, until the update is dropped or settled.
         problem: error because of which it was dropped.
-        digests: of the buckets or chunks that have arrived.
+        digests: digests of the buckets or chunks that have arrived.
         arrived: set when everything has, or nothing more will.
         abandoned: set when the update is dropped: ends the waits of the thread.
         restore: undoes the commit.

@@ -18,11 +18,11 @@ from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, needs_from_json, needs_to_json
 from weightwire.transports.choice import Location
 
-# Bounds of what one caller may ask of an engine: requests are untrusted.
+# Limits of one call: requests are untrusted.
 MAX_RESPONSES = 1024
 MAX_STOP_TOKENS = 64
 MAX_TOKENS = 2**22
-MAX_TOP = 1024
+MAX_TOP_LOGPROBS = 1024
 MAX_SECONDS = 1e6
 _REQUIRED = object()
 """Default of arguments that have none: None is a valid default."""
@@ -92,7 +92,7 @@ class RemoteEngine(InferenceEngine):
         await self.ask("begin_update", {"offer": offer.to_json()}, self.control_s)
 
     async def verify(self, seal: Seal, timeout_s: float) -> None:
-        # The engine's own deadline has to pass first, so that its error arrives and not ours.
+        # Longer than the engine's own deadline, so that the engine's error arrives instead of a timeout of this call.
         await self.ask("verify", {"seal": seal.to_json(), "timeout_s": timeout_s}, timeout_s + self.control_s)
 
     async def commit(self, update: str) -> Mapping[str, float] | None:
@@ -132,11 +132,11 @@ class RemoteEngine(InferenceEngine):
             raise self.unreadable(f"{self.name}: {name}: the answer cannot be read ({error!r})") from error
 
 
-Run = Callable[[InferenceEngine], Awaitable[dict[str, Any]]]
+EngineCall = Callable[[InferenceEngine], Awaitable[dict[str, Any]]]
 """Calls one method of an engine and returns its result as JSON."""
 
 
-def read_call(call: str, arguments: Mapping[str, Any]) -> Run:
+def read_call(call: str, arguments: Mapping[str, Any]) -> EngineCall:
     """Parse an untrusted call; return a function that runs it on an engine.
 
     Raises:
@@ -204,12 +204,12 @@ class Arguments:
         return value
 
     def check_empty(self) -> None:
-        """Raise WireError if arguments are left, which are unknown then."""
+        """Raise WireError if arguments are left, which no parser knows."""
         if self._values:
             raise WireError(f"{self._call}: unknown fields {', '.join(sorted(map(str, self._values)))[:200]}")
 
 
-def _generate(arguments: Arguments) -> Run:
+def _generate(arguments: Arguments) -> EngineCall:
     prompt = arguments.tokens("prompt", 1, MAX_TOKENS)
     n = arguments.integer("n", 1, MAX_RESPONSES, 1)
     adapter = arguments.text("adapter", None)
@@ -239,7 +239,7 @@ def _completion_json(completion: Completion) -> dict[str, Any]:
     return fields if experts is None else {**fields, "routed_experts": experts.to_json()}
 
 
-def _locations(arguments: Arguments) -> Run:
+def _locations(arguments: Arguments) -> EngineCall:
     async def run(engine: InferenceEngine) -> dict[str, Any]:
         locations = await engine.locations()
         return {"locations": [None if location is None else location.to_json() for location in locations]}
@@ -247,8 +247,8 @@ def _locations(arguments: Arguments) -> Run:
     return run
 
 
-def _needs(arguments: Arguments) -> Run:
-    # A manifest's constructor checks names, dtypes, shapes and bounds.
+def _needs(arguments: Arguments) -> EngineCall:
+    # Parsed as part of a manifest, whose constructor checks names, dtypes, shapes and bounds.
     rows = arguments.take("tensors")
     tensors = Manifest.from_json({**Manifest(0, (TensorSpec("any", "uint8", ()),)).to_json(), "tensors": rows}).tensors
 
@@ -259,8 +259,8 @@ def _needs(arguments: Arguments) -> Run:
     return run
 
 
-def _top_logprobs(arguments: Arguments) -> Run:
-    tokens, count = arguments.tokens("tokens", 1, MAX_TOKENS), arguments.integer("count", 1, MAX_TOP)
+def _top_logprobs(arguments: Arguments) -> EngineCall:
+    tokens, count = arguments.tokens("tokens", 1, MAX_TOKENS), arguments.integer("count", 1, MAX_TOP_LOGPROBS)
     adapter = arguments.text("adapter", None)
 
     async def run(engine: InferenceEngine) -> dict[str, Any]:
@@ -269,10 +269,10 @@ def _top_logprobs(arguments: Arguments) -> Run:
     return run
 
 
-def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable[[Arguments], Run]:
+def _plain_call(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable[[Arguments], EngineCall]:
     """Return the parser of a call whose result, if any, is a field named like the call."""
 
-    def read(arguments: Arguments) -> Run:
+    def read(arguments: Arguments) -> EngineCall:
         values = take(arguments)
 
         async def run(engine: InferenceEngine) -> dict[str, Any]:
@@ -284,23 +284,23 @@ def _method(name: str, take: Callable[[Arguments], tuple[Any, ...]]) -> Callable
     return read
 
 
-CALLS: dict[str, Callable[[Arguments], Run]] = {
+CALLS: dict[str, Callable[[Arguments], EngineCall]] = {
     "generate": _generate,
-    "logprobs": _method("logprobs", lambda a: (a.tokens("tokens", 1, MAX_TOKENS), a.text("adapter", None))),
+    "logprobs": _plain_call("logprobs", lambda a: (a.tokens("tokens", 1, MAX_TOKENS), a.text("adapter", None))),
     "top_logprobs": _top_logprobs,
-    "receivers": _method("receivers", lambda a: ()),
+    "receivers": _plain_call("receivers", lambda a: ()),
     "locations": _locations,
     "needs": _needs,
-    "begin_update": _method("begin_update", lambda a: (Offer.from_json(a.take("offer")),)),
-    "verify": _method("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MAX_SECONDS))),
-    "commit": _method("commit", lambda a: (a.text("update"),)),
-    "drop": _method("drop", lambda a: (a.text("update"),)),
-    "version": _method("version", lambda a: (a.text("target", "model"),)),
-    "load_adapter": _method(
+    "begin_update": _plain_call("begin_update", lambda a: (Offer.from_json(a.take("offer")),)),
+    "verify": _plain_call("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MAX_SECONDS))),
+    "commit": _plain_call("commit", lambda a: (a.text("update"),)),
+    "drop": _plain_call("drop", lambda a: (a.text("update"),)),
+    "version": _plain_call("version", lambda a: (a.text("target", "model"),)),
+    "load_adapter": _plain_call(
         "load_adapter", lambda a: (a.text("name"), a.text("directory"), a.integer("version", 0, 2**62, None))
     ),
-    "pause": _method("pause", lambda a: (a.number("lease_s", MAX_SECONDS),)),
-    "sleep": _method("sleep", lambda a: (a.number("lease_s", MAX_SECONDS),)),
-    "resume": _method("resume", lambda a: ()),
+    "pause": _plain_call("pause", lambda a: (a.number("lease_s", MAX_SECONDS),)),
+    "sleep": _plain_call("sleep", lambda a: (a.number("lease_s", MAX_SECONDS),)),
+    "resume": _plain_call("resume", lambda a: ()),
 }
 """Parsers of the arguments of each remote method, by name."""

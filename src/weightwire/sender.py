@@ -111,7 +111,7 @@ class MemberSender(Generic[Medium]):
     """A member of a group that sends. A context manager; an error within it is reported to the other members.
 
     Args:
-        label: of this member, for them.
+        label: label of this member, for messages.
         group: complete group, with which the transport was created.
         device: device of the two buffers.
         timeout_s: deadline of each message, from when its buffer is needed again, in seconds.
@@ -238,8 +238,7 @@ class Sender(MemberSender[Transport]):
         """
         with self._reporting(self._activity):
             self._send(weights)
-            # A send that completed locally may still be in a buffer of the network: only receivers know what has
-            # arrived.
+            # A send that completed locally may still be in a buffer of the network: only receivers know what has arrived.
             with self.traffic.timed("receivers"):
                 self._group.await_receivers(RECEIVED, self._timeout_s)
         return Seal(

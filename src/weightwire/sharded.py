@@ -215,6 +215,7 @@ class ShardSender(MemberSender[PairTransport]):
         if self._history is None:
             return content, None
         if self._base is None:
+            # A copy: it is the base of later differences, while the content's memory is used for other messages.
             self._history.contents[index] = content.clone()
             return content, None
         previous = self._history.contents[index]

@@ -8,7 +8,7 @@ import pytest
 
 from megascend import Parallel, Sample
 from megascend.app.dry_run import StepPlan, plan_steps
-from megascend.app.objectives import Preferences, Tokens
+from megascend.app.objectives import PreferenceObjective, TokenObjective
 from megascend.app.run_samples import RunSamples
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import RunConfig
@@ -33,7 +33,7 @@ def samples_of(folder: Path, *, pairs: bool = False) -> RunSamples:
 
 def make_plan(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, **layout) -> StepPlan:
     config = RunConfig(model="m", output="o", data={"path": "d", "global_batch_size": batch, "shuffle": False}, steps=3)
-    objective = Preferences(0.1) if samples.learned.has_pairs else Tokens()
+    objective = PreferenceObjective(0.1) if samples.learned.has_pairs else TokenObjective()
     return plan_steps(config, samples, objective, SequenceLayout(**layout), plan(Parallel(), world), budget)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megascend.app import generation
-from megascend.app.generation import Answering
+from megascend.app.generation import AnswerSampler
 from megascend.app.run_log import quoted
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, Generation
@@ -18,9 +18,11 @@ from megascend.errors import ConfigError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
 
 
-def prepare(model: Path, limit: int = 256, **settings: object) -> Answering:
+def prepare(model: Path, limit: int = 256, **settings: object) -> AnswerSampler:
     """Prepare prompts with the tokenizer of `megascend new-model`: one token a byte, ChatML."""
-    return Answering.prepare(Generation(**settings), Data(path=model), byte_tokenizer(256), SampleLimits(limit), model)
+    return AnswerSampler.prepare(
+        Generation(**settings), Data(path=model), byte_tokenizer(256), SampleLimits(limit), model
+    )
 
 
 def test_text_prompt_is_a_user_turn_or_a_prefix(tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_stop_tokens_of_an_answer(tmp_path: Path) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop  # closes a turn in ChatML
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    generation = Answering.prepare(
+    generation = AnswerSampler.prepare(
         Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path
     )
     assert {5, 6, tokenizer.eos_token_id} == set(generation.sampling[0].stop)
@@ -61,7 +63,7 @@ def test_invalid_prompts_are_refused_before_training(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(256)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"no chat template; set generation\.chat: false"):
-        Answering.prepare(Generation(prompts=["one?"]), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path)
+        AnswerSampler.prepare(Generation(prompts=["one?"]), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path)
 
 
 class Counting:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megascend.app import preflight
-from megascend.app.preflight import check_run, disk_needed, disk_warning, in_words
+from megascend.app.preflight import check_run, disk_warning, format_bytes, required_disk_bytes
 from megascend.batch.packing import plan_micro_batches, round_up
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import RunConfig
@@ -110,7 +110,7 @@ def test_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
 )
 def test_disk_needed_by_settings(settings: dict, bytes_of_a_parameter: int) -> None:
     config = RunConfig.model_validate({"model": "m", "output": "o", "data": {"path": "d"}} | settings)
-    assert disk_needed(config, 1000) == 1000 * bytes_of_a_parameter
+    assert required_disk_bytes(config, 1000) == 1000 * bytes_of_a_parameter
 
 
 def test_disk_warning_counts_files_of_the_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,12 +120,12 @@ def test_disk_warning_counts_files_of_the_earlier_run(tmp_path: Path, monkeypatc
         {"model": tmp_path / "model", "output": tmp_path / "new" / "out", "data": {"path": "d"}}
     )
     assert disk_warning(config, info) is None
-    required_bytes = disk_needed(config, count)
+    required_bytes = required_disk_bytes(config, count)
     monkeypatch.setattr(preflight, "free_bytes", lambda path: 5000)
     warning = disk_warning(config, info)
     assert warning is not None
     assert (
-        f"out has 4.9 KiB free, and checkpoints and export will take about {in_words(required_bytes)}: make room"
+        f"out has 4.9 KiB free, and checkpoints and export will take about {format_bytes(required_bytes)}: make room"
         in warning
     )
     earlier = config.output / "checkpoints" / "step-000005"
@@ -137,4 +137,9 @@ def test_disk_warning_counts_files_of_the_earlier_run(tmp_path: Path, monkeypatc
 
 
 def test_sizes_in_words() -> None:
-    assert [in_words(count) for count in (0, 2048, 3 * 2**20, 2**31)] == ["0 bytes", "2.0 KiB", "3.0 MiB", "2.0 GiB"]
+    assert [format_bytes(count) for count in (0, 2048, 3 * 2**20, 2**31)] == [
+        "0 bytes",
+        "2.0 KiB",
+        "3.0 MiB",
+        "2.0 GiB",
+    ]

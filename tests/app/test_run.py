@@ -31,9 +31,9 @@ def test_phases_add_up_from_the_start_of_the_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(create_time=lambda: 997.0))
     phases = StartPhases()
     clock[0] += 5.0
-    phases.ended("waiting")
+    phases.end("waiting")
     clock[0], processor[0] = clock[0] + 1.25, processor[0] + 1.0
-    phases.ended("computing")
+    phases.end("computing")
     assert phases.seconds == {"Python": 3.0, "waiting": 5.0, "computing": 1.25}
     assert phases.processor_s == {"Python": 2.0, "waiting": 0.0, "computing": 1.0}
     assert phases.record() == {"seconds": phases.seconds, "processor_s": phases.processor_s}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megascend.cli.messages import ask_nothing
+from megascend.cli.messages import close_stdin
 
 PROGRAM = """
 import logging, os, sys
@@ -43,7 +43,7 @@ def test_message_is_shown_once_with_its_rank(environment: dict[str, str], expect
 
 def test_prompts_of_packages_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", sys.stdin)  # restored afterwards
-    ask_nothing()
+    close_stdin()
     assert not sys.stdin.isatty()
     with sys.stdin, pytest.raises(EOFError):
         input("Enter your choice: ")

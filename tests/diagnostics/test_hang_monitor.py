@@ -102,19 +102,19 @@ FINE = PeerStatus(REDUCING)
         (
             PeerStatus(IN_FORWARD),
             PeerVerdict.LATE,
-            "rank 1 has not come: in forward of step 3 for 61 s, at tokenize (data.py:40)",
+            "rank 1 has not arrived: in forward of step 3 for 61 s, at tokenize (data.py:40)",
         ),
         (
             PeerStatus(IN_FORWARD, 7.0, 7.0, "running"),
             PeerVerdict.LATE,
-            "rank 1 has not come: in forward of step 3 for 61 s, at tokenize (data.py:40); its process runs and has been silent "
-            "for 7 s",
+            "rank 1 has not arrived: in forward of step 3 for 61 s, at tokenize (data.py:40); its process runs and has been "
+            "silent for 7 s",
         ),
-        (None, PeerVerdict.LATE, "rank 1 has not been heard of at all"),
+        (None, PeerVerdict.LATE, "rank 1 has sent no heartbeat"),
         (
             PeerStatus(replace(REDUCING, waiting=False, frame="write (log.py:3)")),
             PeerVerdict.LATE,
-            "rank 1 has not come: in grad reduce of step 3 for 8 s, at write (log.py:3)",
+            "rank 1 has not arrived: in grad reduce of step 3 for 8 s, at write (log.py:3)",
         ),
         (
             PeerStatus(UPDATING),
@@ -161,7 +161,7 @@ def test_positions_include_lines_if_no_rank_is_blamed() -> None:
 def test_suspects_are_blamed_unless_a_rank_is_gone() -> None:
     diagnosis = diagnose(0, REDUCING, {1: FINE, 2: FINE}, suspects=[2])
     assert (diagnosis.kind, diagnosis.culprits) == (PeerVerdict.LATE, (2,))
-    assert diagnosis.reasons[0].startswith("rank 2 has not come: in grad reduce of step 3 for 8 s")
+    assert diagnosis.reasons[0].startswith("rank 2 has not arrived: in grad reduce of step 3 for 8 s")
     assert diagnose(0, REDUCING, {1: PeerStatus(REDUCING, 9.0), 2: FINE}, suspects=[2]).culprits == (1,)
 
 
@@ -576,7 +576,7 @@ def test_adopted_group_is_monitored(runtime: Runtime) -> None:
         for _ in range(2):
             groups = initialize(plan(Parallel(), 2), runtime.platform, 30)
             if groups.rank == 0:
-                with pytest.raises(CollectiveTimeoutError, match="ank 1 has not come: after start-up for") as caught:  # noqa: SIM117
+                with pytest.raises(CollectiveTimeoutError, match="ank 1 has not arrived: after start-up for") as caught:  # noqa: SIM117
                     with groups.monitor.phase("forward"):
                         raise RuntimeError("[gloo/pair.cc:1] Connection closed by peer")
             dist.barrier()
@@ -602,7 +602,7 @@ def test_silent_rank_whose_process_runs_is_late_and_not_gone(runtime: Runtime) -
     message, end = run_distributed(work, 2, init=False, expect_lost={1})
     assert end == Lost(None)
     assert re.search(
-        r"Rank 1 has not come: after start-up for .*; its process runs and has been silent for \d+ s", message
+        r"Rank 1 has not arrived: after start-up for .*; its process runs and has been silent for \d+ s", message
     )
 
 
@@ -612,7 +612,7 @@ def test_silent_rank_whose_process_runs_is_late_and_not_gone(runtime: Runtime) -
 def impatient(groups, timeout_s: float) -> None:
     """Shorten the monitor's timeout after start-up, which needs a longer one on a busy machine."""
     watchdog = groups.monitor._watchdog
-    watchdog._timeout_s, watchdog.look_after_s = timeout_s, 0.5 * timeout_s
+    watchdog._timeout_s, watchdog.check_after_s = timeout_s, 0.5 * timeout_s
 
 
 def test_rank_that_waits_for_a_dead_peer_exits(runtime: Runtime, tmp_path) -> None:
@@ -668,7 +668,7 @@ def test_slow_rank_is_waited_for_with_one_warning(runtime: Runtime, tmp_path) ->
     assert run_distributed(work, 2, init=False) == ["waited", "slow"]
     (line,) = output.read_text().splitlines()
     assert line.startswith("rank 0: forward of step 1 has taken ")
-    assert "rank 1 has not come: after start-up" in line
+    assert "rank 1 has not arrived: after start-up" in line
 
 
 def test_ranks_in_the_same_phase_are_distinguished_by_their_lines(runtime: Runtime, tmp_path) -> None:

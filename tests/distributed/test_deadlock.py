@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megascend.diagnostics.collective_sequence import CollectiveCounts as Counts
-from megascend.distributed.deadlock import Pending, circle
+from megascend.distributed.deadlock import Pending, find_cycle
 
 GROUPS = {
     "world": [[0, 1, 2, 3]],
@@ -22,7 +22,7 @@ def members(channel: str, rank: int) -> list[int]:
 
 
 def circular_wait(rank: int, counts: dict[int, Counts]) -> list[Pending]:
-    return circle(rank, lambda ranks: {number: counts.get(number, Counts()) for number in ranks}, members)
+    return find_cycle(rank, lambda ranks: {number: counts.get(number, Counts()) for number in ranks}, members)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -82,7 +82,7 @@ def test_one_mismatched_rank_of_four_is_named(runtime: Runtime) -> None:
 
         def save() -> None:
             with groups.monitor.phase("save"):
-                gather_objects(None, "world", groups, "whether there is room")
+                gather_objects(None, "world", groups, "the check of a path")
 
         def forward() -> None:
             with groups.monitor.phase("forward"):
@@ -95,7 +95,7 @@ def test_one_mismatched_rank_of_four_is_named(runtime: Runtime) -> None:
     for rank, message in enumerate(run_distributed(work, 4, init=False, timeout_s=DEADLINE_S)):
         assert message == (
             f"rank {rank}: the ranks are out of step: ranks 0, 1, 3 are in tokens inside forward (all_reduce_numbers, sum of "
-            "5000, collective 1 of world, step 7); rank 2 is in whether there is room inside save (gather_objects, collective 1 "
+            "5000, collective 1 of world, step 7); rank 2 is in the check of a path inside save (gather_objects, collective 1 "
             "of world, step 7). All ranks make the same calls in the same order, with the same arguments where they must be "
             "equal; nothing was exchanged"
         )

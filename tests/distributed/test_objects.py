@@ -140,10 +140,10 @@ def test_missing_rank_is_reported_with_the_call(groups_of_two_by_two) -> None:
 def test_error_of_one_rank_is_raised_on_all(groups_of_two_by_two) -> None:
     def work() -> list[str]:
         groups: ProcessGroups = groups_of_two_by_two()
-        raise_on_all_ranks(None, groups, "whether it works")
+        raise_on_all_ranks(None, groups, "a check")
         error = DataError(f"rank {groups.rank} has no data") if groups.rank in (1, 3) else None
         with pytest.raises(DataError) as caught:
-            raise_on_all_ranks(error, groups, "whether there is data")
+            raise_on_all_ranks(error, groups, "the read of data")
         assert (caught.value is error) == (groups.rank == 1)
         assert from_rank_0(lambda: groups.rank + 7, groups, "seven") == 7
 

@@ -148,7 +148,7 @@ def test_engine_names_are_unique_and_unknown_names_raise(monkeypatch: pytest.Mon
 
     register_engine("mine", RegisteredBackend)
     register_engine("mine", RegisteredBackend)
-    assert backends.settings_of("mine") == {"model"}
+    assert backends.accepted_settings("mine") == {"model"}
     assert not engines.needs("mine").megatron
     for name in ("mine", "megatron"):
         with pytest.raises(
@@ -175,7 +175,7 @@ def test_constructor_refuses_settings_of_other_engines(backend: Any, setting: di
     (name,) = setting
     with pytest.raises(ConfigError, match=f"engine '{backend.engine_name}' has no setting {name}; leave it out"):
         backend("no/model", **setting)
-    assert name not in backends.settings_of(backend.engine_name)
+    assert name not in backends.accepted_settings(backend.engine_name)
 
 
 def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascend.kernels.token_rows import Combine, Moved, Spread, chunk_order, gather_sum, token_rows
+from megascend.kernels.token_rows import Combine, Permutation, Spread, chunk_order, gather_sum, token_rows
 from megascend.lora.grouped import Segments, accumulate, kernel_of, product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.device_count(), reason="needs a CUDA GPU")
@@ -62,7 +62,7 @@ def test_permutations_and_their_gradients():
     )
     position[order] = torch.arange(TOKENS * K, device="cuda")
     spread = Spread.apply(hidden, rows.token, rows.row_index)
-    there_and_back = Moved.apply(Moved.apply(spread, order, position), position, order)
+    there_and_back = Permutation.apply(Permutation.apply(spread, order, position), position, order)
     out = Combine.apply(there_and_back * weight, rows.token, rows.row_index)
     out.backward(grad)
     x = hidden.detach().double().requires_grad_()

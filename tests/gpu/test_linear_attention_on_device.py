@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megascend.engines.key_values import Filling, Growing, KeyValues
+from megascend.engines.key_values import DecodeStep, KeyValues, Prefill
 from megascend.engines.linear_attention import LayerState, decoding_functions
 from megascend.reference_fla import convolution, delta_rule
 
@@ -179,7 +179,7 @@ def test_decoding_continues_the_kernels_of_prompts(chunked: Any) -> None:
     )
     x, weight, q, k, v, g, beta = (part.cuda() for part in (x, weight, q, k, v, g, beta))
     cache = KeyValues(1, tokens, torch.device("cuda"))
-    filling = LayerState(Filling(cache, (0,), (prompt,), (prompt,)), 0)
+    filling = LayerState(Prefill(cache, (0,), (prompt,), (prompt,)), 0)
     start = slice(0, prompt)
 
     def convolve(x: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def test_decoding_continues_the_kernels_of_prompts(chunked: Any) -> None:
         filling.convolve(x[:, start], weight, None, "silu", convolve)
         filling.delta_rule(*(part[:, start] for part in (q, k, v, g, beta)), compute=compute, normalise=True)
         for position in range(prompt, tokens):
-            growing, token = LayerState(Growing(cache, slice(0, 1)), 0), slice(position, position + 1)
+            growing, token = LayerState(DecodeStep(cache, slice(0, 1)), 0), slice(position, position + 1)
             output = growing.convolve(x[:, token], weight, None, "silu", convolve)
             assert relative(output, mixed[:, token]) < 1e-2
             output = growing.delta_rule(

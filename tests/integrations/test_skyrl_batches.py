@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from megascend.errors import ConfigError, DataError
 from megascend.integrations.skyrl.batches import pass_of, sample_output, sample_request_of
 from megascend.integrations.skyrl.launch import engine_command, settings_from
-from megascend.integrations.skyrl.settings import BackendConfig, settings_of
+from megascend.integrations.skyrl.settings import BackendConfig, serve_settings
 from megascend.sampling.request import SampledSequence, SampleResult
 
 
@@ -82,7 +82,7 @@ def test_a_request_to_sample() -> None:
 
 
 def test_settings_and_the_engines_command() -> None:
-    settings = settings_of("model", BackendConfig(max_lora_adapters=3, max_lora_rank=16, precision="fp32"))
+    settings = serve_settings("model", BackendConfig(max_lora_adapters=3, max_lora_rank=16, precision="fp32"))
     assert (settings.max_models, settings.max_samplers, settings.max_rank, settings.precision) == (3, 3, 16, "fp32")
     config = SimpleNamespace(backend_config={"ranks": 2, "parallel": {"tensor": 2}})
     command = engine_command(config, ["--base-model", "model"])

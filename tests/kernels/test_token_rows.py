@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascend.kernels.token_rows import Combine, Moved, Spread, chunk_order, gather_sum, token_rows
+from megascend.kernels.token_rows import Combine, Permutation, Spread, chunk_order, gather_sum, token_rows
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -49,7 +49,7 @@ def test_chunks_are_sorted_as_megatron_sorts_them():
     by_expert = torch.arange(sources * EXPERTS).view(sources, EXPERTS).T.ravel()
     expected, _ = sort_chunks_by_idxs(values, counts.ravel(), by_expert)
     order, inverse = chunk_order(counts, total)
-    assert torch.equal(Moved.apply(values, order, inverse), expected)
+    assert torch.equal(Permutation.apply(values, order, inverse), expected)
     assert torch.equal(expected[inverse], values)
     no_order, _ = chunk_order(torch.zeros_like(counts), 0)
     assert no_order.numel() == 0
@@ -61,8 +61,8 @@ def test_gradients_are_those_of_indexing():
     weight = normal(TOKENS * K, 1, seed=4)
 
     def there_and_back(hidden: torch.Tensor) -> torch.Tensor:
-        moved = Moved.apply(Spread.apply(hidden, rows.token, rows.row_index) * weight, order, order.argsort())
-        return Combine.apply(Moved.apply(moved, order.argsort(), order), rows.token, rows.row_index)
+        moved = Permutation.apply(Spread.apply(hidden, rows.token, rows.row_index) * weight, order, order.argsort())
+        return Combine.apply(Permutation.apply(moved, order.argsort(), order), rows.token, rows.row_index)
 
     assert torch.autograd.gradcheck(there_and_back, normal(TOKENS, WIDTH).requires_grad_())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megascend.kernels.qkv_rope_plain import Trusted, plain_qkv_rope
+from megascend.kernels.qkv_rope_plain import VerifiedKernel, plain_qkv_rope
 
 GROUPS, HEADS, WIDTH = 2, 3, 16
 
@@ -32,7 +32,7 @@ def inputs(*, packed=False, norms=True, trained=True, tokens=24):
 
 def test_one_that_agrees_is_tried_once_for_each_kind_and_used(caplog):
     kernel = Kernel()
-    trusted = Trusted(kernel)
+    trusted = VerifiedKernel(kernel)
     for _ in range(3):
         for result, right in zip(trusted(*inputs()), plain_qkv_rope(*inputs()), strict=True):
             assert torch.equal(result, right)
@@ -75,7 +75,7 @@ class _WrongWayBack(torch.autograd.Function):
 )
 def test_one_that_does_not_is_named_and_not_used(spoil, caplog):
     kernel = Kernel(spoil)
-    trusted = Trusted(kernel)
+    trusted = VerifiedKernel(kernel)
     for _ in range(2):
         for result, right in zip(trusted(*inputs()), plain_qkv_rope(*inputs()), strict=True):
             assert torch.equal(result, right)

@@ -162,7 +162,7 @@ def test_engine_logprobs_match_the_trainer(server, checkpoint, layout, trained):
             backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter=name)
             backend.optimizer_step()
         values = backend.forward([sample], adapter=name).logprobs[0].tolist()
-        sync.push(2, name, alone=adapter_only)
+        sync.push(2, name, adapter_only=adapter_only)
 
         async def ask(engine):
             adapter = "policy" if adapter_only else None

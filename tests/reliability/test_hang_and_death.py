@@ -59,7 +59,7 @@ def assert_named(outcomes, fault, phase):
         lowered = message.lower()
         if fault.action == "hang":
             assert kind is CollectiveTimeoutError, message
-            assert f"rank {fault.rank} has not come: in {location} for " in lowered, message
+            assert f"rank {fault.rank} has not arrived: in {location} for " in lowered, message
         else:
             assert kind is PeerLostError, message
             reason = "its process has ended" if fault.action == "die" else "its process is stopped"
@@ -136,7 +136,7 @@ def test_rank_lost_in_save_is_named(phase, action, checkpoint, megatron_imported
         assert seconds < TIMEOUT_S + DIAGNOSIS_S, message
         if action == "hang":
             assert kind is CollectiveTimeoutError
-            assert "ank 1 has not come: in save of step 3 for " in message, message
+            assert "ank 1 has not arrived: in save of step 3 for " in message, message
         else:
             assert issubclass(kind, PeerLostError | CheckpointError), message
             assert "ank 1 is gone: its process " in message, message
@@ -172,7 +172,7 @@ def test_rank_that_skips_a_reduction_is_named(checkpoint, megatron_imported):
     assert "ank 1 has left grad reduce of step 2 without the others (" in message
     assert seconds < TIMEOUT_S + DIAGNOSIS_S
     assert issubclass(other[0], CollectiveTimeoutError)
-    assert re.search("ank 0 (has not come: in|failed in) grad reduce of step 2", other[1]), other[1]
+    assert re.search("ank 0 (has not arrived: in|failed in) grad reduce of step 2", other[1]), other[1]
 
 
 def test_failed_rank_is_named_with_its_error(checkpoint, megatron_imported):

@@ -227,7 +227,7 @@ def test_a_reward_that_never_returns_is_named(monkeypatch):
     with collecting(monkeypatch, Engine("one")) as rollouts:
         assert rollouts.take(0, DEADLINE_S) is not None
         assert rollouts.describe_wait() == "no engine has answered"
-        assert rollouts.ended() >= 4
+        assert rollouts.completed_episodes() >= 4
 
 
 def test_a_reward_that_never_returns_keeps_no_process_alive():
@@ -248,6 +248,6 @@ def test_reward_that_is_cancelled_ends_the_run(monkeypatch):
 
     with (
         collecting(monkeypatch, Engine("one"), reward=cancelled) as rollouts,
-        pytest.raises(DataError, match=r"cancelled was cancelled at prompt \d, although the run goes on"),
+        pytest.raises(DataError, match=r"cancelled was cancelled at prompt \d, although the run has not ended"),
     ):
         rollouts.take(0, DEADLINE_S)

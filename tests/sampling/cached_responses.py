@@ -19,7 +19,7 @@ RUNS = Path(__file__).parents[1] / "engines" / "fsdp" / "linear_attention_runs.p
 VARIED = SamplingParams(12, temperature=1.3, seed=11, stop=((7,), *((n,) for n in range(40, 90))))
 """Sampled responses end after different numbers of tokens."""
 
-Cached = tuple[list[SampleResult], list[SampleResult], str | None]
+CachedDecoder = tuple[list[SampleResult], list[SampleResult], str | None]
 """Results with a cache and without one, and the reason why a cache is not supported."""
 
 
@@ -39,11 +39,11 @@ def make_backend(checkpoint: Path, parallel: Parallel, *, packing: bool = True, 
 
 def megatron_results(
     checkpoint: Path, layout: tuple[int, Parallel], packing: bool, requests: Sequence[SampleRequest]
-) -> list[Cached]:
+) -> list[CachedDecoder]:
     """Sample on Megatron's engine; return every rank's results."""
     world_size, parallel = layout
 
-    def on_rank() -> Cached:
+    def on_rank() -> CachedDecoder:
         from megascend.sampling.sampler import Sampler
 
         with make_backend(checkpoint, parallel, packing=packing) as backend:
@@ -56,7 +56,7 @@ def megatron_results(
 
 def engine_results(
     folder: Path, engine: str, ranks: int, checkpoint: Path, packing: bool, requests: Sequence[SampleRequest]
-) -> list[Cached]:
+) -> list[CachedDecoder]:
     """Sample on an engine without Megatron; return every rank's results."""
     options = {"batching": Batching(packing=packing, micro_batch_tokens=256)}
     (results,) = run_jobs(folder, ("sampled", (engine, ranks, str(checkpoint), requests, {}), options))
@@ -71,7 +71,7 @@ def run_jobs(folder: Path, *jobs: Any) -> list[Any]:
     return torch.load(folder / "results", weights_only=False)
 
 
-def assert_cached_equal(ranks: Sequence[Cached], expected: Sequence[Response]) -> None:
+def assert_cached_equal(ranks: Sequence[CachedDecoder], expected: Sequence[Response]) -> None:
     """Compare greedy responses with the expected ones, and all, of which the last are sampled, with those without a cache."""
     for results, recomputed, reason in ranks:
         assert reason is None

@@ -12,7 +12,7 @@ from cached_responses import VARIED, assert_cached_equal, engine_results, make_b
 
 from megascend import Adapters, Batching, Lora, Parallel
 from megascend.engines import linear_attention
-from megascend.engines.key_values import Filling, Growing, KeyValues
+from megascend.engines.key_values import DecodeStep, KeyValues, Prefill
 from megascend.engines.linear_attention import LayerState
 from megascend.reference_fla.convolution import causal_conv1d
 from megascend.reference_fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -185,7 +185,7 @@ def test_tokens_decoded_one_by_one_equal_whole_samples(kernels: bool, monkeypatc
     g, beta = -torch.rand(rows, tokens, 4, generator=generator), torch.rand(rows, tokens, 4, generator=generator)
     expected = causal_conv1d(x, weight, activation="silu")[0], chunk_gated_delta_rule(q, k, v, g, beta)[0]
     cache = KeyValues(rows, longest, torch.device("cpu"))
-    filling = LayerState(Filling(cache, tuple(range(rows)), prompts, (tokens,) * rows), 0)
+    filling = LayerState(Prefill(cache, tuple(range(rows)), prompts, (tokens,) * rows), 0)
     filling.convolve(x, weight, None, "silu", lambda x: x)
     filling.delta_rule(
         q,
@@ -200,7 +200,7 @@ def test_tokens_decoded_one_by_one_equal_whole_samples(kernels: bool, monkeypatc
         positions = torch.tensor(cache.lengths)
         for first, last in ((0, 1), (1, rows)):  # two micro batches, the second with a token of padding
             index = [*range(first, last), last - 1] if first else [*range(first, last)]
-            growing = LayerState(Growing(cache, slice(first, last)), 0)
+            growing = LayerState(DecodeStep(cache, slice(first, last)), 0)
             inputs, *new = (part[index, positions[index]].unsqueeze(0) for part in (x, q, k, v, g, beta))
             mixed = growing.convolve(inputs, weight, None, "silu", lambda x: x)
             out = growing.delta_rule(*new, compute=lambda g, beta: (g, None), normalise=False)  # type: ignore[misc]
@@ -225,7 +225,7 @@ def test_states_of_padded_samples_are_those_after_their_last_token() -> None:
     v = torch.randn(2, 6, 2, 5, generator=generator)
     g, beta = -torch.rand(2, 6, 2, generator=generator), torch.rand(2, 6, 2, generator=generator)
     cache = KeyValues(2, 16, torch.device("cpu"))
-    layer = LayerState(Filling(cache, (1, 0), lengths, (6, 6)), 3)
+    layer = LayerState(Prefill(cache, (1, 0), lengths, (6, 6)), 3)
     layer.convolve(x, weight, None, None, lambda x: causal_conv1d(x, weight)[0])
     out = layer.delta_rule(
         q,

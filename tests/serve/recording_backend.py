@@ -17,9 +17,9 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
 from megascend.serve.api.application import make_application, sweep
-from megascend.serve.api.keys import Keys, digest_of
+from megascend.serve.api.keys import Keys, key_digest
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.runner import work
+from megascend.serve.scheduler.runner import run_commands
 from megascend.serve.served_model import ServedModel
 from megascend.serve.service import Service
 from megascend.serve.store.recovery import keep_state
@@ -225,13 +225,15 @@ def served(storage: Path, **settings: Any) -> Iterator[Served]:
     if config.durable:
         (storage / "config.json").touch()  # of the model
         keep_state(service)
-    keys = Keys({digest_of(key): name for name, key in KEYS.items()})
+    keys = Keys({key_digest(key): name for name, key in KEYS.items()})
     with TestClient(make_application(service, keys), raise_server_exceptions=False) as client:
 
         def report(outcomes: list[Any]) -> None:
             client.portal.call(service.finish, outcomes)  # type: ignore[union-attr]
 
-        worker = threading.Thread(target=work, args=(backend, config.batch_tokens, inbox, report, backend.generate))
+        worker = threading.Thread(
+            target=run_commands, args=(backend, config.batch_tokens, inbox, report, backend.generate)
+        )
         worker.start()
         try:
             yield Served(service, backend, client, clock)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.config.serve import ServeConfig
-from megascend.serve.api.keys import digest_of
+from megascend.serve.api.keys import key_digest
 from megascend.testing import run_distributed
 
 KEYS = {name: f"tml-{name}-0123456789abcdef" for name in ("alice", "bob", "mallory")}
@@ -24,7 +24,7 @@ def run_service(settings: ServeConfig, folder: Path, before: Callable[[], None])
     from megascend.serve.server import serve
 
     before()
-    keys = {digest_of(key): name for name, key in KEYS.items()}
+    keys = {key_digest(key): name for name, key in KEYS.items()}
     address = folder / "address"
     serve(settings, keys, lambda url: address.write_text(url) and None, (folder / "stop").exists)
 

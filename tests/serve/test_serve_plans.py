@@ -12,7 +12,7 @@ import torch
 
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api import keys, wire
-from megascend.serve.api.bodies import adam_of
+from megascend.serve.api.bodies import parse_adam
 from megascend.serve.api.reading import decompress
 from megascend.serve.checkpoints import CheckpointPath, model_of_run, run_directory
 from megascend.serve.errors import RequestRefusedError
@@ -54,11 +54,11 @@ def test_keys_belong_to_tenants_and_are_kept_as_digests(tmp_path) -> None:
     tenants = keys.parse_keys(" alice=tml-0123456789abcdefgh , tml-another-key-of-nobody,")
     lookup = keys.Keys(tenants)
     assert lookup.tenant("tml-0123456789abcdefgh") == "alice"
-    assert lookup.tenant("tml-another-key-of-nobody") == f"k{keys.digest_of('tml-another-key-of-nobody')[:12]}"
+    assert lookup.tenant("tml-another-key-of-nobody") == f"k{keys.key_digest('tml-another-key-of-nobody')[:12]}"
     assert [lookup.tenant(text) for text in ("", "tml-0123456789abcdefg", "alice", "\ud800")[:3]] == [None] * 3
     assert "tml-" not in repr(vars(lookup))
     file = tmp_path / "keys"
-    file.write_text(f"# who\nbob {keys.digest_of('tml-bobs')}  # may\n\n")
+    file.write_text(f"# who\nbob {keys.key_digest('tml-bobs')}  # may\n\n")
     assert keys.Keys(keys.read_keys(file)).tenant("tml-bobs") == "bob"
     for text in ("short", "tml-short", "a/b=tml-0123456789abcdefgh", "tml-0123456789abcdefgh,tml-0123456789abcdefgh"):
         with pytest.raises(ConfigError) as refused:
@@ -206,11 +206,11 @@ def test_protobuf_requests_of_the_client_are_read() -> None:
 
 
 def test_step_settings_have_the_clients_defaults() -> None:
-    adam = adam_of({"learning_rate": 3e-4, "grad_clip_norm": -1})
+    adam = parse_adam({"learning_rate": 3e-4, "grad_clip_norm": -1})
     assert (adam.lr, adam.betas, adam.eps, adam.weight_decay, adam.max_grad_norm) == (3e-4, (0.9, 0.95), 1e-12, 0, 0)
     for settings in ({"learning_rate": "1"}, {"beta1": 1.0}, {"eps": 0}, {"type": "dimuon"}, {"beta2": True}):
         with pytest.raises(ConfigError):
-            adam_of(settings)
+            parse_adam(settings)
 
 
 def test_switches_mean_layers_of_the_model() -> None:

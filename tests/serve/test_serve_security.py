@@ -398,7 +398,7 @@ def test_numbers_that_no_float_or_date_holds_are_the_clients_fault(system) -> No
 
 
 def test_a_key_is_compared_with_all_keys_by_digest_in_constant_time(monkeypatch) -> None:
-    lookup = keys.Keys({keys.digest_of(f"tml-{number}"): f"t{number}" for number in range(5)})
+    lookup = keys.Keys({keys.key_digest(f"tml-{number}"): f"t{number}" for number in range(5)})
     compared: list[tuple[int, int]] = []
     original = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or original(a, b))
@@ -441,13 +441,13 @@ def shared_bytes(first: bytes, second: bytes) -> int:
 def test_the_work_for_a_key_does_not_tell_which_key_it_is_or_nearly_is() -> None:
     """Compare the first and last of 200 keys, and wrong keys whose digests share a prefix with a valid one."""
     valid_keys = [f"tml-known-{number}" for number in range(200)]
-    lookup = keys.Keys({keys.digest_of(key): f"t{number}" for number, key in enumerate(valid_keys)})
+    lookup = keys.Keys({keys.key_digest(key): f"t{number}" for number, key in enumerate(valid_keys)})
     assert len({instructions(lambda key=key: lookup.tenant(key)) for key in valid_keys}) == 1
     starts: dict[int, list[str]] = {}
-    digests = [bytes.fromhex(keys.digest_of(key)) for key in valid_keys]
+    digests = [bytes.fromhex(keys.key_digest(key)) for key in valid_keys]
     for number in range(3000):
         wrong = f"tml-wrong-{number:06}"
-        digest = bytes.fromhex(keys.digest_of(wrong))
+        digest = bytes.fromhex(keys.key_digest(wrong))
         shared = max(shared_bytes(digest, digest_of_key) for digest_of_key in digests)
         starts.setdefault(shared, []).append(wrong)
     assert sorted(starts)[:2] == [0, 1], (

@@ -20,9 +20,9 @@ from megascend.config.serve import ServeConfig
 from megascend.rollout import connections
 from megascend.serve import server
 from megascend.serve.api import reading
-from megascend.serve.api.keys import digest_of
+from megascend.serve.api.keys import key_digest
 from megascend.serve.scheduler.inbox import Inbox
-from megascend.serve.scheduler.runner import work
+from megascend.serve.scheduler.runner import run_commands
 from megascend.serve.served_model import ServedModel
 
 HEADERS = {"X-API-Key": KEYS["alice"]}
@@ -35,9 +35,11 @@ def listening(storage: Path, **settings) -> Iterator[str]:
     config = ServeConfig(model=storage, storage=storage, port=0, window_ms=0, **settings)
     base = ServedModel(("tiny",), Path("/models/tiny"), "Tiny", 512, VOCABULARY, ("model.layers.0.mlp.up_proj",))
     inbox, backend = Inbox(0, config.batch_tokens), RecordingBackend()
-    keys = {digest_of(key): name for name, key in KEYS.items()}
+    keys = {key_digest(key): name for name, key in KEYS.items()}
     with server.http_server(config, keys, base, inbox) as (address, report):
-        worker = threading.Thread(target=work, args=(backend, config.batch_tokens, inbox, report, backend.generate))
+        worker = threading.Thread(
+            target=run_commands, args=(backend, config.batch_tokens, inbox, report, backend.generate)
+        )
         worker.start()
         try:
             yield address

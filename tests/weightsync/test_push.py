@@ -104,12 +104,12 @@ def test_push_of_merged_and_separate_adapters(parity_folder, tmp_path):
                 backend.forward_backward(backend.shard(causal_samples(token_lists())), adapter="a")
                 backend.optimizer_step()
             with megascend.WeightSync(backend, served) as sync:
-                merged, factors = sync.push(1, "a"), sync.push(1, "a", alone=True)
-                repeated = sync.push(2, "a", alone=True)
+                merged, factors = sync.push(1, "a"), sync.push(1, "a", adapter_only=True)
+                repeated = sync.push(2, "a", adapter_only=True)
                 with pytest.raises(ConfigError, match="unknown adapter 'b'; loaded: a"):
                     sync.push(3, "b")
                 with pytest.raises(ConfigError, match="name the adapter"):
-                    sync.push(3, alone=True)
+                    sync.push(3, adapter_only=True)
             backend.save_adapter("a", tmp_path / "adapter", optimizer=False)
             backend.export_hf(tmp_path / "merged", adapter="a")
             return merged.nbytes, factors.nbytes, repeated.version
@@ -181,7 +181,7 @@ def test_push_of_adapters_in_the_vision_tower(parity_folder, tmp_path):
                 backend.optimizer_step()
             with megascend.WeightSync(backend, served) as sync:
                 sync.push(1, "a")
-                sync.push(1, "a", alone=True)
+                sync.push(1, "a", adapter_only=True)
             backend.save_adapter("a", tmp_path / "adapter", optimizer=False)
             backend.export_hf(tmp_path / "merged", adapter="a")
 

@@ -231,7 +231,7 @@ def test_silence_counts_only_while_the_member_itself_looks(monkeypatch):
         now[0] += after_s
         if beat is not None:
             records.write("alive/0", f"[{beat}, 7, 0]")
-        receiver.look()
+        receiver.poll()
         return receiver.lost
 
     assert look(0.0) is None

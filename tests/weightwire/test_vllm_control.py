@@ -36,7 +36,7 @@ from weightwire.transports.choice import Location
 from weightwire.vllm import contract
 from weightwire.vllm import control as module
 from weightwire.vllm.__main__ import arguments
-from weightwire.vllm.checkpoint import Expected
+from weightwire.vllm.checkpoint import ExpectedTensors
 from weightwire.vllm.control import Control
 from weightwire.vllm.worker import WorkerExtension
 
@@ -437,10 +437,10 @@ def test_tied_head_is_optional_and_untied_head_is_required(tmp_path):
     head, body = {"lm_head.weight": torch.ones(3, 2)}, {"embed.weight": torch.ones(3, 2), "norm": torch.ones(2)}
     for stored in (body, body | head):
         save_file(dict(stored), tmp_path / "model.safetensors")
-        tied = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=True))
+        tied = ExpectedTensors(str(tmp_path), SimpleNamespace(tie_word_embeddings=True))
         for manifest_parts in (body, body | head):
             tied.check(Manifest(1, tuple(spec_of(*item) for item in manifest_parts.items())))
-    untied = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False))
+    untied = ExpectedTensors(str(tmp_path), SimpleNamespace(tie_word_embeddings=False))
     with pytest.raises(ManifestError, match=r"lm_head\.weight is missing"):
         untied.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
 
@@ -452,13 +452,13 @@ def test_prediction_head_comes_whole_or_not_at_all(tmp_path):
     head = {"model.layers.2.w": torch.ones(2), "model.layers.2.enorm.weight": torch.ones(2)}
     save_file(body | head, tmp_path / "model.safetensors")
     config = SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=2, num_nextn_predict_layers=1)
-    expected = Expected(str(tmp_path), config)
+    expected = ExpectedTensors(str(tmp_path), config)
     for manifest_parts in (body, body | head):
         expected.check(Manifest(1, tuple(spec_of(*item) for item in manifest_parts.items())))
     part = {name: tensor for name, tensor in (body | head).items() if "enorm" not in name}
     with pytest.raises(ManifestError, match=r"model\.layers\.2\.enorm\.weight is missing"):
         expected.check(Manifest(1, tuple(spec_of(*item) for item in part.items())))
-    baseline = Expected(str(tmp_path), SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=3))
+    baseline = ExpectedTensors(str(tmp_path), SimpleNamespace(tie_word_embeddings=False, num_hidden_layers=3))
     with pytest.raises(ManifestError, match=r"model\.layers\.2\.\S+ is missing"):
         baseline.check(Manifest(1, tuple(spec_of(*item) for item in body.items())))
 

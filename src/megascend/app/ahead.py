@@ -58,6 +58,7 @@ class SelfCheckPrefetch:
                     examine(*question, window_in_force=False, worker=worker)
                 process.mark_checked(config.model, config.batching.max_length)
 
+        # A daemon: a run that fails meanwhile must not wait for the check.
         self.thread = threading.Thread(target=ask, name="megascend-self-check-ahead", daemon=True)
         self.thread.start()
 
@@ -120,6 +121,7 @@ def compiling_kernels(plan: RunPlan, launch: Launch) -> Iterator[None]:
                 compiler.wait()
             elif compiler is not None and code:
                 errors.seek(0)
+                # A compiler's output may hold bytes that are not UTF-8, or end in the middle of a character.
                 end = " ".join(errors.read().decode(errors="replace").split())[-600:]
                 logger.warning("kernels could not be compiled ahead, so %s (exit code %d): %s", late, code, end)
 

@@ -65,8 +65,7 @@ class CheckpointPolicy:
             stop: this rank was told to stop after this step.
         """
         running = self._pending is not None and not self._pending.done
-        # One exchange for both: ranks must agree on a stop, and on whether the last save has ended, before any of
-        # them acts.
+        # One exchange for both: ranks must agree on a stop, and on whether the last save has ended, before any of them acts.
         stopping, running = self._backend.any_rank(stop, running)
         if not running:
             self._settle()
@@ -145,7 +144,7 @@ class CheckpointPolicy:
         self._event_log.event("saved", checkpoint=path.name)
 
     def _settle(self) -> None:
-        """Wait for the checkpoint under way, if there is one, and take note of how it has ended: alike on every rank."""
+        """Wait for the checkpoint that is being written, if any, and record its outcome, the same on every rank."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

@@ -123,7 +123,7 @@ def prepare(
 
     Args:
         plan: result of :func:`megascend.app.preflight.preflight`.
-        resume: what the run would resume from, which says the date that its chat template is given.
+        resume: checkpoint that the run would resume from; it has the date for the chat template.
 
     Returns:
         The context, and the completed settings.

@@ -158,6 +158,7 @@ def command(launch: Launch) -> list[str]:
     """Return the command line that started the run: the launcher's, if there is one."""
     import psutil
 
+    # The launcher may end, or be another user's, while it is looked at.
     with contextlib.suppress(psutil.Error):
         process = psutil.Process()
         above = process.parent()

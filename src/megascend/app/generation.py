@@ -42,7 +42,7 @@ class PromptAnswer:
 
 
 @dataclass(frozen=True)
-class Answering:
+class AnswerSampler:
     """Prompts of a run, as tokens, and how answers to them are sampled."""
 
     settings: Generation
@@ -61,7 +61,7 @@ class Answering:
         limits: SampleLimits,
         model: Path,
         template_date: date | None = None,
-    ) -> Answering:
+    ) -> AnswerSampler:
         """Read the prompts of a run. Local.
 
         Args:

@@ -37,8 +37,8 @@ class LearningObjective(Protocol):
         """Compute what is needed of these units of ``samples`` before the first step; ``batch`` of them at a time."""
         ...
 
-    def completed(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """Return this rank's samples with what the loss reads of another model. Collective."""
+    def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Add to this rank's samples what the loss reads of another model; return them. Collective."""
         ...
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
@@ -73,15 +73,15 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
                 f"distillation.teacher: {config.distillation.teacher}, and {config.data.path} holds a teacher's distributions "
                 "('top_ids') too: remove teacher, or choose the columns to read with data.columns: {token_ids: token_ids}"
             )
-        return Taught(config.distillation)
+        return TeacherObjective(config.distillation)
     if config.distillation is not None:
         if not samples.has_candidates:
             raise ConfigError(
                 f"distillation is set, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' "
                 "and 'top_logprobs'): add them, name a teacher in distillation.teacher, or remove distillation"
             )
-        return Distilled(distillation_loss(config.distillation))
-    return Tokens() if config.dpo is None else Preferences(config.dpo.beta)
+        return DistillationObjective(distillation_loss(config.distillation))
+    return TokenObjective() if config.dpo is None else PreferenceObjective(config.dpo.beta)
 
 
 def distillation_loss(settings: Distillation) -> Loss:
@@ -90,7 +90,7 @@ def distillation_loss(settings: Distillation) -> Loss:
     return loss.with_settings(beta=settings.beta) if settings.loss == "jsd" else loss
 
 
-class Tokens:
+class TokenObjective:
     """Cross entropy, token by token."""
 
     loss: str | Loss = "cross_entropy"
@@ -101,7 +101,7 @@ class Tokens:
     def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         return None
 
-    def completed(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
         return samples
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
@@ -127,7 +127,7 @@ class Tokens:
         return [-logprobs for logprobs in backend.forward(samples, adapter=adapter).logprobs]
 
 
-class Distilled(Tokens):
+class DistillationObjective(TokenObjective):
     """Divergence from a teacher's distributions, token by token."""
 
     def __init__(self, loss: Loss) -> None:
@@ -158,7 +158,7 @@ class Distilled(Tokens):
         return split_output(self.loss, self.loss(logprobs.double(), inputs), len(sample))[0]
 
 
-class Taught(Tokens):
+class TeacherObjective(TokenObjective):
     """Divergence from a teacher on the trainer's ranks over the whole vocabulary, token by token.
 
     The teacher is built by the first :meth:`prepare`, and computes each batch before the step.
@@ -178,16 +178,16 @@ class Taught(Tokens):
         if self._teacher is None and self._settings.teacher is not None:
             self._teacher = TeacherModel(backend, self._settings.teacher, "distillation.teacher")
 
-    def completed(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
         assert self._teacher is not None
         outputs = self._teacher.outputs(samples)
         return [replace(sample, teacher_states=output.states) for sample, output in zip(samples, outputs, strict=True)]
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
-        return backend.divergences(self.completed(backend, samples), self.loss, adapter)
+        return backend.divergences(self.complete(backend, samples), self.loss, adapter)
 
 
-class Preferences:
+class PreferenceObjective:
     """Direct preference optimisation. A unit is a pair: two neighbours, the chosen one first.
 
     The reference is the model that training starts from, without an adapter. The loss needs but the sum of its log-probabilities
@@ -213,11 +213,11 @@ class Preferences:
                 self._key(samples, sample): weighted_sum(logprobs, sample)
                 for sample, logprobs in zip(shard, reference, strict=True)
             }
-            # Every rank gets all sums: batches are divided anew in every step.
+            # Every rank gets all sums: every step divides its batch among the ranks differently.
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
 
-    def completed(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
         return samples
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
@@ -237,7 +237,7 @@ class Preferences:
         return batch
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Mean of ``-log sigmoid(beta * (margin of the chosen - margin of the rejected))`` over the pairs."""
+        """Return the mean of ``-log sigmoid(beta * (margin of the chosen - margin of the rejected))`` over the pairs."""
         total = count = 0.0
         for start in range(0, self.units(samples), batch):
             units = range(start, min(start + batch, self.units(samples)))
@@ -267,7 +267,7 @@ class Preferences:
 
 
 def weighted_sum(values: torch.Tensor, sample: Sample) -> float:
-    """``sum(weight * value)`` over a sample, in float64."""
+    """Return ``sum(weight * value)`` over a sample, in float64."""
     weights = sample.weights.double()
     # where, not a product: 0 times a log-probability of -inf is NaN.
     return float(torch.where(weights > 0, weights * values.double().cpu(), 0.0).sum())

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 AnyConfig = TypeVar("AnyConfig", bound=TrainerConfig)
 
 PROCESSES_PER_CORE = 4
-"""With more, processes on CPUs mostly wait for each other."""
+"""Largest number of processes per core: with more, processes on CPUs mostly wait for each other."""
 CHECKPOINT_BYTES = 14
 """Size of a parameter in a checkpoint: the weight in bf16, the fp32 original and two moments."""
 
@@ -275,18 +275,18 @@ def check_rollouts(config: RlConfig) -> None:
 def disk_warning(config: TrainerConfig, info: ModelInfo) -> str | None:
     """Return a sentence if the disk has too little room for the run, else None. Files of an earlier run count as free."""
     earlier = [path for name in (CHECKPOINTS, "hf") for path in (config.output / name).rglob("*") if path.is_file()]
-    required = disk_needed(config, info.parameter_count)
+    required = required_disk_bytes(config, info.parameter_count)
     # What --overwrite will remove counts as room.
     free = free_bytes(config.output) + sum(path.stat().st_size for path in earlier)
     if required <= free:
         return None
     return (
-        f"output: {config.output} has {in_words(free)} free, and checkpoints and export will take about {in_words(required)}: "
-        "make room, choose another output, or lower checkpoint.keep_last"
+        f"output: {config.output} has {format_bytes(free)} free, and checkpoints and export will take about "
+        f"{format_bytes(required)}: make room, choose another output, or lower checkpoint.keep_last"
     )
 
 
-def disk_needed(config: TrainerConfig, parameters: int) -> int:
+def required_disk_bytes(config: TrainerConfig, parameters: int) -> int:
     """Return the bytes of the kept checkpoints, the one being written, and the export; 0 for an adapter, which is small.
 
     A run without ``checkpoint.every`` writes one when a signal stops it.
@@ -307,7 +307,7 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
 
 
-def in_words(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Write bytes in a unit that leaves few digits."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:

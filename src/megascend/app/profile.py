@@ -65,7 +65,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Surround a step. Local: ranks that record and ranks that do not meet as ever."""
+        """Surround a step. Local: it adds no collective, so recording and other ranks stay in step."""
         # One step earlier, for the warm-up.
         if self._session is None and self._recorded and number >= self._recorded.start - 1:
             self._begin(number)

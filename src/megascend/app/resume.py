@@ -76,7 +76,8 @@ def check_start(output: Path, overwrite: bool, resume: str | Path | None, launch
             raise ConfigError(f"output: {output} cannot be written: {problem}; choose another with --set output=PATH")
         # A start that was killed may have left an earlier run's files moved away; decide() must see them.
         restore(output)
-    # Of a restarted run, only rank 0 is sure to be beside the launcher that it began with. With several hosts it alone decides.
+    # Rank 0 compares its launcher with that of the last run. The launcher of another rank may be another host's: it goes by the
+    # number of the attempt and, with several hosts, leaves the decision to rank 0.
     first = not restarted(output, launch) if launch.rank == 0 else launch.attempt == 0 and not launch.several_hosts
     if first and resume is None and not overwrite:
         refuse_earlier_run(output)
@@ -214,7 +215,7 @@ def begin(
         return present, bool(present and run_files(output))
 
     present, holds_run = backend.from_rank_0(earlier_files)
-    # Files of an attempt that has not completed a step are removed at once: nobody would miss them.
+    # Files of an attempt that has not completed a step are removed at once: they hold no result.
     directory = OutputDirectory(config, backend, event_log, present, waiting=holds_run and EVENTS in start.clear)
     if backend.rank == 0 and start.remark:
         print(start.remark, flush=True)

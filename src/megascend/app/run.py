@@ -197,20 +197,20 @@ def run(
         kernel_compilation = stack.enter_context(ExitStack())
         kernel_compilation.enter_context(compiling_kernels(plan, launch))
         training.start(plan, launch, stack)
-        phases.ended("settings")
+        phases.end("settings")
         # Before torch and Megatron are used: providers patch them while they are imported.
         runtime = bootstrap(config)
         runtime.platform.warm_up(launch.local_rank)
-        phases.ended("torch")
+        phases.end("torch")
         from transformers import AutoConfig, AutoTokenizer  # noqa: F401  for data and the self-check: a phase of its own
 
-        phases.ended("transformers")
+        phases.end("transformers")
 
         # Data: before the model is built, which may take minutes
         config = training.prepare(World(plan, launch, runtime, resume))
         if launch.rank == 0 and (warning := disk_warning(config, plan.info)):
             logger.warning(warning)
-        phases.ended("data")
+        phases.end("data")
 
         # Model
         megatron = needs(config.engine).megatron
@@ -221,7 +221,7 @@ def run(
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)  # the caller's own objects are among them
-        phases.ended("Megatron" if megatron else "engine")
+        phases.end("Megatron" if megatron else "engine")
         this_run = build_model(training, config, event_log, stack, phases)
         # After the model is built: until then a signal may simply end the process, as there is nothing to save.
         signals = stack.enter_context(StopSignals(launched=launch.agent_store or launch.world_size > 1))
@@ -230,7 +230,7 @@ def run(
         training.after_build(this_run)
         directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, training.progress_keys)
         training.begin(this_run, progress)
-        phases.ended("preparing")
+        phases.end("preparing")
         if this_run.main_rank:
             print(f"ready after {phases}", flush=True)
 
@@ -271,7 +271,7 @@ def build_model(
         stack: closes the model.
     """
     backend = stack.enter_context(make_backend(training.model_config(config)))
-    phases.ended("model")
+    phases.end("model")
     if backend.self_check is not None:
         phases.split_off("self-check", "model", backend.self_check_s)
     stack.enter_context(event_log.recording_errors(lambda: backend.step_count + 1))
@@ -344,7 +344,7 @@ def train_steps(
                     # After the row is written: an evaluation that fails must not cost the step's figures.
                     training.after_step(number)
                 if number == steps_done + 1:
-                    phases.ended("first step")
+                    phases.end("first step")
                     kernel_compilation.close()
                     run.event_log.event("first_step", **phases.record())
                 if saves.after_step(number, signals.received is not None):
@@ -408,7 +408,7 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
     # The run file has these two under other names.
     defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
-    accepted = backends.settings_of(config.engine)
+    accepted = backends.accepted_settings(config.engine)
     return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}
 
 
@@ -420,7 +420,12 @@ def model_line(config: TrainerConfig, backend: Backend) -> str:
 
 
 def too_many_skips(config: TrainerConfig, step: int, in_a_row: int, batch: Path | None) -> NonFiniteError:
-    """Make the error that ends a run whose gradients stay non-finite; ``batch``: where the last one was kept."""
+    """Make the error that ends a run whose gradients stay non-finite.
+
+    Args:
+        in_a_row: number of consecutive skipped steps.
+        batch: file with the samples of the last one; None: they were not written.
+    """
     remedy = "lower optimizer.lr" if config.precision == "fp32" else "lower optimizer.lr, or use a wider precision"
     return NonFiniteError(
         f"{in_a_row} steps in a row, up to step {step}, had non-finite gradients and were skipped on all ranks; the "
@@ -533,9 +538,9 @@ class StartPhases:
         # Two clocks: that of the system knows when the process began, and may be set while it runs.
         self._since = time.monotonic() - (time.time() - psutil.Process().create_time())
         self._since_processor = 0.0
-        self.ended("Python")
+        self.end("Python")
 
-    def ended(self, name: str) -> None:
+    def end(self, name: str) -> None:
         """End the phase that has lasted since the one before."""
         now, processor = time.monotonic(), time.process_time()
         self.seconds[name] = now - self._since

@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-"""In the output directory: a line for each step."""
+"""File in the output directory with a line for each step."""
 CHECKPOINTS = "checkpoints"
-"""In the output directory: the series of a run's checkpoints."""
+"""Directory in the output directory with the run's checkpoints."""
 RUN_FILES = (
     METRICS, "rollouts.jsonl", "rollouts.1.jsonl", "config.yaml", "metrics.png", "hf", "adapter", "tensorboard",
     CHECKPOINTS, EVENTS, ERRORS, "non_finite", "profile", "trackers",
 )  # fmt: skip
 """Everything a run writes into its output directory."""
 JOURNAL = (EVENTS, ERRORS)
-"""The files that tell how earlier attempts have ended."""
+"""Files that record how earlier attempts ended."""
 RESULTS = tuple(name for name in RUN_FILES if name not in JOURNAL)
 WITHOUT_STEPS = (*JOURNAL, "config.yaml", METRICS, "rollouts.jsonl", "tensorboard", "trackers", CHECKPOINTS)
-"""What a run leaves that has failed in its first step."""
+"""Files that a run leaves if it fails in its first step."""
 EXPORTS = {"hf": "config.json", "adapter": "adapter_config.json"}
-"""What a run exports, and the file by which that is known."""
+"""Exported directories, and the file by which each is recognised."""
 MOVING, REMOVING = ".earlier-run", ".earlier-run-gone"
-"""In the output directory: the files while they are being moved away, and while they are being removed."""
+"""Directories in the output directory for an earlier run's files: while they are moved there, and while they are removed."""
 SHARED_WAIT_S = 10.0
-"""How long a file of another host may take to be seen here: network file systems remember what was not there."""
+"""Seconds until a file written by another host is visible here: network file systems cache that a name does not exist."""
 
 
 @dataclass
@@ -181,7 +181,7 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
     """Remove the files ``names`` that an earlier run left in ``output``, and nothing else.
 
     If the process is killed meanwhile, :func:`restore` puts them back. Mount points, and links to checkpoints, exports and files,
-    stay: what a run has put behind them is removed. Links to other directories are removed, and nothing behind them.
+    stay, and what a run has written behind them is removed. Links to other directories are removed; their targets stay.
 
     Raises:
         OSError: they cannot be removed; those that were moved are back.
@@ -284,7 +284,11 @@ def check_shared(backend: Backend, output: Path) -> None:
 
 
 def not_shared(output: Path, reports: list[tuple[str, bool]]) -> str | None:
-    """Return what is wrong if a rank does not see rank 0's file; ``reports``: host and whether it does, by rank. Pure."""
+    """Return what is wrong if a rank does not see rank 0's file. Pure.
+
+    Args:
+        reports: by rank, its host and True if it sees the file.
+    """
     blind: dict[str, list[int]] = {}
     for rank, (host, sees) in enumerate(reports):
         if not sees:

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PLAIN_LINES = 20
-"""How many progress lines a run prints where there is no terminal."""
+"""Number of progress lines that a run prints without a terminal."""
 WIDEST = 100
-"""Columns of a terminal that the progress bar and what is beside it take at most."""
+"""Maximum width of the progress bar and the figures beside it, in columns."""
 MAX_CHARACTERS = 400
-"""Characters of a prompt and of an answer that are shown; events.jsonl has them whole."""
+"""Characters of a prompt and of an answer that are shown; events.jsonl has all of them."""
 PROGRESS_S = 30.0
 """Seconds between lines about the micro batches of a step that takes longer."""
 

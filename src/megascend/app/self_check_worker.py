@@ -30,12 +30,12 @@ from megascend.selfcheck.trial_inputs import choose_samples, description, differ
 from megascend.surroundings import die_with_parent
 
 HIDDEN_PACKAGES = ("torch_npu", *reference_fla.PACKAGES, *packages())
-"""What must not find its way into a check on the CPU, even where it is installed: transformers looks for it by itself. Without
-the kernels of linear attention, which run on GPUs only, it computes in plain PyTorch."""
+"""Packages hidden from a check on the CPU even if installed: transformers imports those that it finds. Without the
+kernels of linear attention, which run on GPUs only, it computes in plain PyTorch."""
 
 
 def main() -> None:
-    """Work through a job; what goes wrong with one of its models is part of the result."""
+    """Run all trials of a job; the error of one of its models is part of the result."""
     die_with_parent()  # nobody waits for the result of a process that is gone
     torch.set_num_threads(1)
     after_import(patches.IMPORT_UTILS, patches.cache_import_structure)

@@ -21,7 +21,7 @@ schedulers send before a job's time is over (Slurm's ``--signal``), a limit of p
 it for SIGHUP, stays ignored, and one that somebody else handles stays theirs."""
 STOPPING = (*ALWAYS, *BY_DEFAULT)
 SAME_S = 2.0
-"""Under a launcher one Ctrl-C arrives twice, from the terminal and from torchrun, within so many seconds."""
+"""Seconds within which two SIGINTs count as one: under a launcher a Ctrl-C arrives from the terminal and from torchrun."""
 
 
 def stopping() -> tuple[signal.Signals, ...]:
@@ -41,7 +41,7 @@ def stopping() -> tuple[signal.Signals, ...]:
 class SignalRecorder(ABC):
     """Context manager that records :data:`STOPPING` signals instead of ending the process.
 
-    Outside the main thread, where Python lets nobody handle signals, nothing is changed.
+    Outside the main thread, where Python allows no signal handlers, nothing is changed.
 
     Attributes:
         received: the first signal that came, or None. It is what a run reports as its reason.
@@ -52,6 +52,7 @@ class SignalRecorder(ABC):
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
+        # Python sets signal handlers in the main thread only, and raises elsewhere.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._record) for number in stopping()}
         return self

@@ -74,7 +74,7 @@ class SwappedWeights:
             read_weights(self._weights, slices, headers, engine.dtype)
         except CheckpointError as error:
             problem = CheckpointError(f"{setting}: {directory}: {error}")
-        raise_on_all_ranks(problem, self._backend.groups, f"whether {directory} could be read")
+        raise_on_all_ranks(problem, self._backend.groups, f"the read of {directory}")
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

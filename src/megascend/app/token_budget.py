@@ -28,7 +28,7 @@ AUTO = "auto"
 USUAL = 4096
 """Tokens of the first trial, and of what is computed before the budget is known."""
 SHARE = 0.92
-"""Of the memory that tensors can have, which a trial may take: batches differ, and the allocator needs some for itself."""
+"""Share of the available memory that a trial may use: batches differ, and the allocator needs some for itself."""
 STEP = 256
 """Budgets are multiples of this, except for the smallest."""
 MIN_GAIN = 1.1

@@ -20,7 +20,7 @@ from megascend.io.paths import make_directory
 from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
-    from megascend.app.generation import Answering
+    from megascend.app.generation import AnswerSampler
     from megascend.app.objectives import LearningObjective
     from megascend.app.run_samples import RunSamples
     from megascend.app.token_budget import TokenBudget
@@ -137,14 +137,14 @@ class SupervisedTraining(Training[RunConfig]):
 
     def __init__(self) -> None:
         self.counts = TrainCounts()
-        self._answering: Answering | None = None
+        self._answer_sampler: AnswerSampler | None = None
         self._stream_state: dict[str, Any] = {}
         self._skipped_in_a_row = 0
         self._batch: Sequence[Sample] = ()
         self._step_start = 0.0
 
     def prepare(self, world: World[RunConfig]) -> RunConfig:
-        from megascend.app.generation import Answering
+        from megascend.app.generation import AnswerSampler
         from megascend.app.objectives import make_objective
         from megascend.app.run_samples import RunSamples
         from megascend.app.teacher_model import check_teacher_model
@@ -160,7 +160,7 @@ class SupervisedTraining(Training[RunConfig]):
         config = with_template_date(config, tokenizer, world.resume, world.launch)
         self.samples = RunSamples.prepare(config, tokenizer, limits)
         if config.generation is not None:
-            self._answering = Answering.prepare(
+            self._answer_sampler = AnswerSampler.prepare(
                 config.generation, config.data, tokenizer, limits, config.model, config.template_date
             )
         self.objective = make_objective(config, self.samples.learned)
@@ -234,11 +234,11 @@ class SupervisedTraining(Training[RunConfig]):
         run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
         config, backend = run.config, run.backend
         share = backend.shard(batch)
-        # Of this rank's share only, on several threads: the checks in forward_backward would decode one after the other.
+        # This rank's pictures only, on several threads: the checks in forward_backward would decode one after the other.
         decode_together([sample.images for sample in share])
-        share = objective.completed(backend, share)
+        share = objective.complete(backend, share)
         result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)
-        # On a GPU the host runs ahead: this is the time to issue the work; the rest of the step waits for the device.
+        # On a GPU the host runs ahead: this is the time to launch the kernels; the rest of the step waits for the device.
         dispatched = time.perf_counter() - self._step_start
         step = backend.optimizer_step()
         # Counted at once: after an error from here on, a checkpoint of this step is saved with these counts.
@@ -278,15 +278,15 @@ class SupervisedTraining(Training[RunConfig]):
 
     def after_step(self, number: int) -> None:
         """Stop after too many skipped steps in a row; sample answers to the run's prompts where that is due."""
-        run, answering = self._run, self._answering
+        run, answer_sampler = self._run, self._answer_sampler
         config, backend = run.config, run.backend
         # Checked after the step is logged, so that metrics.jsonl ends with the skipped steps.
         if self._skipped_in_a_row > config.max_skipped_steps:
             path = save_batch(config, number, self._batch) if self._log.writes else None
             raise too_many_skips(config, number, self._skipped_in_a_row, path)
-        if answering is not None and answering.due(number, config.steps):
+        if answer_sampler is not None and answer_sampler.due(number, config.steps):
             since = time.perf_counter()
-            answers = answering.answer(backend, run.adapter)
+            answers = answer_sampler.answer(backend, run.adapter)
             seconds = round(time.perf_counter() - since, 3)
             run.event_log.event("answered", step=number, seconds=seconds, answers=[vars(answer) for answer in answers])
             self._log.write_texts(number, {answer.prompt: answer.text for answer in answers})

@@ -13,7 +13,7 @@ from torch import Tensor
 from megascend.errors import DataError
 
 MASS_TOLERANCE = 0.02
-"""How far the probabilities of a row may exceed 1: log-probabilities that were rounded to 16 bits do."""
+"""Amount by which the sum of a row's probabilities may exceed 1, as that of log-probabilities rounded to 16 bits does."""
 
 
 @dataclass(eq=False)

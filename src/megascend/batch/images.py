@@ -128,7 +128,7 @@ def problem(input_ids: Tensor, images: SampleImages | PictureSources | None, lay
     """Return why a sample's pictures do not fit its tokens or the model, or None.
 
     Args:
-        layout: of the model's pictures; None for a model of text.
+        layout: layout of the model's pictures; None for a model of text.
     """
     if layout is None:
         return None if images is None else "has images, which this model does not take: leave them out"

@@ -338,8 +338,7 @@ def _kl_figure(log_ratio: Tensor) -> Tensor:
 
 def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     """Direct preference optimisation (Rafailov et al. 2023, eq. 7); needs ``ref_logprobs`` and complete pairs."""
-    # Differences are summed, not sums subtracted: two sums over thousands of tokens would cancel most of their
-    # digits.
+    # Differences are summed, not sums subtracted: two sums over thousands of tokens would cancel most of their digits.
     margins = inputs.sum_per_sample(logprobs - inputs.ref_logprobs)
     chosen, rejected = margins[inputs.pairs[:, 0]], margins[inputs.pairs[:, 1]]
     logits = beta * (chosen - rejected)

@@ -66,9 +66,8 @@ class SequenceLayout:
         if self.contiguous:
             size = length // self.context_size
             return [slice(self.context_rank * size, (self.context_rank + 1) * size)]
-        # Two chunks a rank, one from each end: with causal attention a token's cost grows with its position, and so
-        # every rank has the same work. It is the division that Megatron's and Transformer Engine's ring attention
-        # expect.
+        # Two chunks a rank, one from each end: with causal attention a token's cost grows with its position, and so every rank
+        # has the same work. It is the division that Megatron's and Transformer Engine's ring attention expect.
         chunk = length // (2 * self.context_size)
         first, second = self.context_rank, 2 * self.context_size - 1 - self.context_rank
         return [slice(first * chunk, (first + 1) * chunk), slice(second * chunk, (second + 1) * chunk)]
@@ -127,7 +126,7 @@ class MicroBatch:
         segments: per-token adapter segments for the layers (``megascend.lora``'s ``TokenSegments``), or None.
         routed_experts: int64 [n, layers, k], experts to replay, -1 where the router chooses; None: everywhere.
         cached: use of the KV cache by its attention layers (``megascend.engines.key_values``), or None.
-        mtp: what a head for multi-token prediction is trained on; None: the head does not run.
+        mtp: inputs and targets of a head for multi-token prediction; None: the head does not run.
         images: pictures of the samples, or None.
         candidate_ids: int64 [n, K], a teacher's candidates, -1 at unused slots; None unless all samples have them.
         teacher_logprobs: float32 [n, K], its log-probabilities of them.

@@ -35,6 +35,7 @@ class FirstFit:
     def open(self, room: int) -> None:
         """Add a bin with this much room, at least 0."""
         if self._count == self._size:
+            # Doubled, so that opening n bins costs O(n) in total.
             leaves = self._max_room[self._size :] + [-1] * self._size
             self._size *= 2
             self._max_room = [-1] * self._size + leaves
@@ -81,6 +82,7 @@ def plan_micro_batches(
     """
     bin_kinds = kinds if kinds is not None and not packing else [None] * len(lengths)
     longest = [(max(lengths[index] for index in unit), unit) for unit in units(pairs)]
+    # A stable sort: units of equal length keep the order of the samples, so equal samples always give the same plan.
     longest.sort(key=lambda entry: -entry[0])
     plan: list[list[int]] = []
     bins: dict[Hashable, tuple[FirstFit, list[list[int]]]] = {}  # by kind: bins, and their micro batches
@@ -161,4 +163,5 @@ def shard(lengths: Sequence[int], pairs: Sequence[Hashable | None], parts: int) 
         load, part = lightest[0]
         shares[part].extend(unit)
         heapq.heapreplace(lightest, (load + weight, part))
+    # In the order of the global list, as a caller that has one data parallel rank sees it.
     return [sorted(share) for share in shares]

@@ -29,8 +29,8 @@ class PictureIdentity:
 
     Attributes:
         file: absolute path; None for a picture that is no file.
-        digest: of its bytes, fits int64.
-        size: of the file in bytes.
+        digest: digest of its bytes; fits int64.
+        size: size of the file in bytes.
         modified: time of the file's last change in nanoseconds.
     """
 
@@ -46,7 +46,7 @@ class PictureSources:
 
     Attributes:
         folder: that their paths are relative to.
-        identities: of the pictures when they were read; empty if they are not files.
+        identities: identities of the pictures when they were read; empty if they are not files.
         grids: frames, rows and columns of their patches; empty if they are not known.
     """
 

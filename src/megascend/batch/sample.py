@@ -153,7 +153,7 @@ class Sample:
             adapter: as in the sample.
             routed_experts: as in the sample, of n or n + 1 tokens: the last token is not an input.
             images: as in the sample; the last token is none of theirs.
-            candidates: of n + 1 tokens, in the row of the token that they are candidates for; the first row is not used.
+            candidates: candidates for n + 1 tokens, in the row of the token that they could replace; the first row is not used.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
         if len(tokens) < 2:

@@ -47,6 +47,7 @@ def reduce(input_: Tensor, group: Any) -> Tensor:
 
     if group.size() == 1:
         return input_
+    # A contiguous input is summed in place, as by Megatron's function; for another one this is a copy, which is returned.
     total = input_.contiguous()
     dist.all_reduce(total, group=group)
     return total

@@ -81,8 +81,7 @@ class Runtime:
             # Deprecations inside these packages, a missing Apex, parts of a dummy Transformer Engine that mcore-bridge could
             # not patch: a user cannot act on any of them.
             warnings.simplefilter("ignore")
-            # By name, inside the function: an import at the top of this file would load Megatron before it is
-            # patched.
+            # By name, inside the function: an import at the top of this file would load Megatron before it is patched.
             mcore_bridge = import_module("mcore_bridge")
             mcore_bridge.get_logger().setLevel(logging.WARNING)  # before its modules report settings at import
             for module in ("mcore_bridge.bridge", "mcore_bridge.model", "megatron.core.models.gpt"):

@@ -1,1 +1,1 @@
-"""Sharded checkpoints: everything a run needs to go on, written and read by all ranks."""
+"""Sharded checkpoints: everything that a run needs to resume, written and read by all ranks."""

@@ -47,7 +47,7 @@ class HfSlice:
 
 
 HfSlices = Mapping[str, Sequence[HfSlice]]
-"""By name of a tensor of the model, all slices that it consists of. Moments and fp32 originals have those of their parameter."""
+"""Slices that each tensor of the model consists of, by its name. Moments and fp32 originals have those of their parameter."""
 
 
 @dataclass

@@ -138,7 +138,7 @@ def verify(directory: Path, groups: ProcessGroups) -> CheckpointManifest:
         problem = "; ".join(problems(directory, manifest.files, names)) or None
     except CheckpointError as error:
         problem = str(error)
-    rank_problems = gather_objects(problem, "world", groups, f"whether {directory} is whole")
+    rank_problems = gather_objects(problem, "world", groups, f"the verification of {directory}")
     # Every rank reads the manifest, so many may report the same problem.
     texts = dict.fromkeys(text for text in rank_problems if text is not None)
     if texts or manifest is None:

@@ -148,7 +148,9 @@ class Saver:
         self._staging = Staging(page_locked=page_locked)
         self._group: Any = None
         self._pending: PendingSave | None = None
+        # A forked child inherits the exit handler, but not the thread that writes.
         self._process = os.getpid()
+        # The writer is a daemon: without this the interpreter would end in the middle of a write.
         atexit.register(self._at_exit)
 
     def prepare(self, state: dict[str, Any]) -> None:
@@ -178,9 +180,7 @@ class Saver:
             self._group = self._groups.new_gloo("checkpoint")
             self._groups.add_channel(CHANNEL)
         path = path.absolute()
-        target, temporary = from_rank_0(
-            lambda: self._make_room(path), self._groups, f"whether there is room for {path}"
-        )
+        target, temporary = from_rank_0(lambda: self._make_room(path), self._groups, f"the preparation of {path}")
         try:
             state = replace(state, state=self._staging.copy(state.state))
             if write_more is not None:
@@ -208,7 +208,7 @@ class Saver:
             self.wait()
         except CheckpointError as error:
             problem = error
-        raise_on_all_ranks(problem, self._groups, "whether the checkpoint before is complete")
+        raise_on_all_ranks(problem, self._groups, "the outcome of the previous checkpoint")
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no checkpoint is being written, as far as this rank knows.
@@ -337,7 +337,7 @@ class Saver:
             if verdict is not None:
                 remove(temporary)  # may be what filled the disk
         # A save is complete on the other ranks only when rank 0 has renamed the directory.
-        return broadcast_object(verdict, CHANNEL, self._groups, 0, f"whether {path} is in place", step)
+        return broadcast_object(verdict, CHANNEL, self._groups, 0, f"the completion of {path}", step)
 
 
 def _put_in_place(

@@ -80,6 +80,7 @@ def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Pop
         text=True,
         env=child_environment() | {"PYTHONPATH": path} | environment,
         encoding="utf-8",
+        # A program that crashes may write bytes that are not UTF-8; its report must not fail for that.
         errors="replace",
     )
 

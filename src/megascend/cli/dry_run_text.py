@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 from rich.table import Column, Table
 
-from megascend.app.preflight import in_words
+from megascend.app.preflight import format_bytes
 
 if TYPE_CHECKING:
     from megascend.app.dry_run import DryRun, RlDryRun, ShownSample
@@ -23,7 +23,7 @@ PIECE = 400
 PIECES = 24
 """Pieces of a sample's beginning and of its end that are shown."""
 LAYOUT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "pad_edge": False}
-"""Of tables: columns divided by two spaces, without lines."""
+"""Layout of tables: columns divided by two spaces, without lines."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def report(dry: DryRun, style: Style) -> Iterator[str]:
     config = dry.config
     yield from _model_and_layout(dry)
     yield f"steps     {_length(dry)}"
-    yield f"output    {config.output}; {in_words(dry.free_disk)} free there"
+    yield f"output    {config.output}; {format_bytes(dry.free_disk)} free there"
     yield from (f"          {line}" for line in config.template_remarks())
     yield from (f"          warning: {line}" for line in warnings(dry))
     yield ""
@@ -129,7 +129,7 @@ def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
     parts = "".join(f", {name} {value:g}" for name, value in trial.rewards.items())
     turns = f" in {trial.turns} turn{'s' * (trial.turns != 1)}" if config.rollout.environment is not None else ""
     yield f"trial     {trial.source}: reward {trial.reward:g}{parts}{turns}, {trial.seconds:.2g} s, of {CANNED!r}"
-    yield f"output    {config.output}; {in_words(dry.free_disk)} free there"
+    yield f"output    {config.output}; {format_bytes(dry.free_disk)} free there"
     yield from (f"          {line}" for line in config.template_remarks())
     if dry.disk_warning is not None:
         yield f"          warning: {dry.disk_warning}"

@@ -252,6 +252,7 @@ def workers() -> set[int]:
 
     children = set()
     for child in psutil.Process().children():
+        # A child may end between the listing and this query.
         with contextlib.suppress(psutil.Error):
             if not any("resource_tracker" in part for part in child.cmdline()):
                 children.add(child.pid)

@@ -25,7 +25,7 @@ def show_messages() -> None:
     logger.propagate = False
 
 
-def ask_nothing() -> None:
+def close_stdin() -> None:
     """Close stdin for all packages: a tracker without a key would prompt behind the progress bar. For commands."""
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115  until the process ends
 

@@ -106,7 +106,7 @@ class ModelSize:
 
 
 def hf_settings(size: ModelSize) -> dict[str, Any]:
-    """Keyword arguments of the architecture's transformers config class."""
+    """Return the keyword arguments of the architecture's transformers config class."""
     im_end, end_of_text = 256 + SPECIAL_TOKENS.index(IM_END), 256 + SPECIAL_TOKENS.index(END_OF_TEXT)
     settings = {
         "hidden_size": size.hidden,
@@ -154,7 +154,7 @@ def _particular(size: ModelSize) -> dict[str, Any]:
     for name, value in settings.items():
         if not isinstance(value, list) or not value:
             continue
-        # One entry a layer: the last kind of MLP goes on, other patterns repeat, and fewer layers are the pattern's last ones.
+        # One entry a layer: the last kind of MLP repeats, other patterns restart, and fewer layers are the pattern's last ones.
         if name != "mlp_layer_types" and size.layers < len(value):
             settings[name] = value[-size.layers :]
         else:
@@ -180,7 +180,7 @@ def byte_tokenizer(context: int, pictures: Images | None = None) -> PreTrainedTo
     """Build a tokenizer of one token per UTF-8 byte (token id = byte) and special tokens; any text round-trips.
 
     Args:
-        pictures: of a model that takes them: its special tokens follow ChatML's.
+        pictures: declaration of a model's pictures, whose special tokens follow ChatML's; None: it takes none.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

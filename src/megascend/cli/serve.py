@@ -83,7 +83,7 @@ def serve_command(
 
     API keys come from MEGASCEND_API_KEYS or a file (keys); without either, one is made and shown, for this machine alone.
     --demo keeps its model and checkpoints in --storage, or in a directory that is removed at the end.
-    Runs until SIGTERM, Ctrl-C or SIGHUP (a lost terminal), whoever reads its output. An error exits with 2.
+    Runs until SIGTERM, Ctrl-C or SIGHUP (a lost terminal), even if nothing reads its output. An error exits with 2.
     """
     from contextlib import ExitStack
 

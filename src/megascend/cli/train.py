@@ -229,7 +229,7 @@ def prepare_rank(config: TrainerConfig) -> None:
     """Set up a rank's output for a terminal that may disappear, its log messages, and a closed stdin."""
     import warnings
 
-    from megascend.cli.messages import ask_nothing, show_messages
+    from megascend.cli.messages import close_stdin, show_messages
     from megascend.io.lasting_output import LastingOutput
 
     LastingOutput().install()
@@ -237,4 +237,4 @@ def prepare_rank(config: TrainerConfig) -> None:
     # Users of this command cannot act on deprecations inside these packages.
     warnings.filterwarnings("ignore", module=r"(megatron|mcore_bridge|torch\.distributed)\.")
     if config.trackers:
-        ask_nothing()
+        close_stdin()

@@ -16,8 +16,8 @@ class Preset:
 
     Attributes:
         paper: first author, year and number in arXiv.
-        settings: of ``objective``.
-        remark: what the paper leaves open, or has beside these settings.
+        settings: settings of ``objective``.
+        remark: remark on what the paper leaves open, or has beside these settings.
     """
 
     paper: str

@@ -12,7 +12,11 @@ from megascend.errors import ConfigError
 
 
 def explain(error: ValidationError, title: str, kind: type[BaseModel]) -> str:
-    """Format a pydantic error as one message with every key, its value and the expectation; ``title``: file or class."""
+    """Format a pydantic error as one message with every key, its value and the expectation.
+
+    Args:
+        title: file or class that the values are for.
+    """
     return f"{title}: " + "; ".join(_line(item, title, kind) for item in error.errors())
 
 

@@ -106,7 +106,7 @@ class Schedule(Section):
                 f"schedule.warmup_steps: {self.warmup_steps} leaves none of the run's {steps} steps for the decay of kind: "
                 f"{self.kind}; lower it to {steps - 1} or less, or raise steps (or epochs)"
             )
-        # Constructed anew, not model_copy(), which would skip the validators.
+        # Constructed again, not by model_copy(), which would skip the validators.
         return Schedule(**self.model_dump() | {"total_steps": steps})
 
 

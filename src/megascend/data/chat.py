@@ -88,7 +88,11 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         day: date | None = None,
     ) -> None:
-        """``options``: further variables of the template; ``day``: its date, at midnight, by default today."""
+        """
+        Args:
+            options: further variables of the template.
+            day: date for the template, at midnight; default: today.
+        """
         self._day = day or date.today()
         self._tokenizer = tokenizer
         self._options = dict(options or {})

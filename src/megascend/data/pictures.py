@@ -283,7 +283,7 @@ class PictureProcessor:
 
     Attributes:
         layout: sizes by which the model's pictures and tokens fit together.
-        limits: of what is decoded.
+        limits: limits on decoded pictures.
     """
 
     def __init__(self, model: Path, layout: ImageLayout, limits: PictureLimits) -> None:
@@ -413,7 +413,7 @@ class EncodedPictures:
     """Pictures of a sample while it is made.
 
     Attributes:
-        sources: where they come from.
+        sources: sources of the pictures.
         tokens: number of tokens of each.
     """
 

@@ -78,18 +78,18 @@ def prepare_samples(
     )
     content, files, code = content_of(path, files_read, setting), tokenizer_of(model), versions()
     sources = {
-        "data": digest_of(content[1]),
+        "data": json_digest(content[1]),
         **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
-        "chat template": digest_of(tokenizer.chat_template),
+        "chat template": json_digest(tokenizer.chat_template),
         **({"date in the chat template": template_date.isoformat()} if writes_date(tokenizer) else {}),
         **{name: code for name, code in files if name.startswith(TOKENIZER)},
         "longest sample": str(limits.length),
-        f"versions of {', '.join(PACKAGES)} or megascend": digest_of(code),
+        f"versions of {', '.join(PACKAGES)} or megascend": json_digest(code),
     }
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
     # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
     location = None if pictures is None else str(path.resolve())
-    key = digest_of([sources, content, files, asdict(limits), location])
+    key = json_digest([sources, content, files, asdict(limits), location])
 
     def make(fresh: Path) -> None:
         findings = Findings(setting)
@@ -137,7 +137,7 @@ def _in_cache(key: str, make: Callable[[Path], None], pictures: PictureProcessor
     store = SampleStore(cached(folder, make, PATIENCE_S), pictures)
     # The data are the same, and pictures that they name are not.
     if (files_now := store.changed_files()) is not None:
-        folder = folder.with_name(digest_of([key, files_now]))
+        folder = folder.with_name(json_digest([key, files_now]))
         store = SampleStore(cached(folder, make, PATIENCE_S), pictures)
     # Only after adding an entry: the cache can only have grown then.
     if is_new:
@@ -170,8 +170,8 @@ def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
     return [str(path), digests, [relpath(file, path) for file in all_files]]
 
 
-def digest_of(value: Any) -> str:
-    """Digest of a value that JSON can hold, hexadecimal."""
+def json_digest(value: Any) -> str:
+    """Return the hexadecimal digest of a value that JSON can hold."""
     return xxhash.xxh3_128(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -32,7 +32,7 @@ class SampleStatistics:
 
     @classmethod
     def of(cls, part: SampleSubset) -> SampleStatistics:
-        """Figures of at least one sample. Reads the weights of all."""
+        """Compute the figures of at least one sample. Reads the weights of all."""
         lengths = part.lengths
         median, p95 = np.percentile(lengths, [50, 95], method="higher")
         return cls(

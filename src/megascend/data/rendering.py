@@ -31,7 +31,7 @@ THOUGHT_TAG = re.compile(r"\s*<think>")
 
 
 @dataclass(frozen=True)
-class Marking:
+class MarkKinds:
     """Kinds of text to mark. A template that looks at how a text begins, or whether it is empty, takes fewer marks."""
 
     beginnings: bool = True
@@ -40,13 +40,13 @@ class Marking:
     outside_tags: bool = True
 
 
-MARKINGS = (
-    Marking(),
-    Marking(empty=False),
-    Marking(empty=False, outside_tags=False),
-    Marking(beginnings=False, empty=False, calls=False, outside_tags=False),
+MARK_KINDS = (
+    MarkKinds(),
+    MarkKinds(empty=False),
+    MarkKinds(empty=False, outside_tags=False),
+    MarkKinds(beginnings=False, empty=False, calls=False, outside_tags=False),
 )
-"""In the order in which they are tried: from the most marks to the fewest."""
+"""Kinds of marks in the order in which they are tried, from the most to the fewest."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class MarkedText:
     """One text of a message, and the offsets of the marks around it; none where the rendered text does not have it.
 
     Attributes:
-        is_empty: there is nothing to be found but the place.
+        is_empty: the text is empty, and only its position can be found.
         has_beginning: the beginning is marked, too.
     """
 
@@ -153,14 +153,14 @@ class Rendering:
 
     def _marked_texts(self, chosen: Sequence[int]) -> list[MarkedText]:
         """Mark the texts of some messages together; bisect if one message prevents marking the rest."""
-        for marking in MARKINGS:
+        for marking in MARK_KINDS:
             if (positions := self._attempt(chosen, marking)) is not None:
                 return positions.texts
         # A template may branch on the content of one message; the others can still be marked.
         half = len(chosen) // 2
         return self._marked_texts(chosen[:half]) + self._marked_texts(chosen[half:]) if half else []
 
-    def _attempt(self, chosen: Sequence[int], marking: Marking) -> WordPositions | None:
+    def _attempt(self, chosen: Sequence[int], marking: MarkKinds) -> WordPositions | None:
         """Return the positions found with one kind of marking; None if the marks change the text."""
         positions = WordPositions()
         marked = [
@@ -191,7 +191,7 @@ class _Marker:
     """Puts marks into a message, and lists the texts that have them."""
 
     index: int
-    marking: Marking
+    marking: MarkKinds
     texts: list[MarkedText]
     open: str
     close: str

@@ -82,7 +82,7 @@ class Encoder:
         """Collect what is left out or cut in ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
 
         Args:
-            pictures: of a model that takes them; samples then have :class:`PictureSources`, which it loads.
+            pictures: loads the pictures of samples (:class:`PictureSources`); None: the model takes none.
         """
         self._pictures = pictures
         self._tokenizer, self._limits, self._findings = with_whole_offsets(tokenizer), limits, findings
@@ -108,7 +108,7 @@ class Encoder:
     # --- kinds of documents ---
 
     def _text(self, text: str, source: str) -> list[Sample]:
-        """Pieces of a text; neighbours share one token, the last target of one being the first input of the next."""
+        """Cut a text into pieces; neighbours share one token, the last target of one being the first input of the next."""
         tokens = self._closed(self._ids(text)[0])
         self._check_vocabulary(tokens)
         # len - 1: a sample of n tokens needs n + 1 ids, and the last id alone has no target.
@@ -223,7 +223,7 @@ class Encoder:
         return processor.encode(sources, folder_of(source))
 
     def _completion(self, prompt: str, completion: str, source: str) -> tuple[list[int], list[float]]:
-        """Token ids of both together, closed by the end of sequence; the prompt has weight 0, unless it is learned, too."""
+        """Return the token ids of both together, closed by the end of sequence; the prompt has weight 0 unless it is learned."""
         tokens, offsets = self._ids(prompt + completion, offsets=True)
         if not self._train_on_prompt and lies_within_a_token(offsets, [len(prompt)]):
             self._findings.remark(SHARED_TOKEN, source)

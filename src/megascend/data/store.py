@@ -27,7 +27,7 @@ TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64"
 PICTURES, PICTURE_INDEX = "pictures.bin", "pictures.int64"
 CANDIDATE_IDS, CANDIDATE_LOGPROBS = "candidates.int32", "candidates.float32"
 PATH, CONTENT = 0, 1
-"""What the store has of a picture: its path, or the picture itself."""
+"""Kinds of entries of a picture: its path, or the picture itself."""
 NO_PAIR = -1
 REJECTED, CHOSEN = 0, 1
 BLOCK = 1024
@@ -38,7 +38,7 @@ class SampleStore(Sequence[Sample]):
     """Samples in a directory of :func:`write_store`, each read on access.
 
     Args:
-        processor: of the model's pictures, which are decoded on access; None: of a model of text.
+        processor: decodes pictures on access; None: the model takes none.
 
     Attributes:
         fingerprint: digest of all samples, see :func:`megascend.data.order.fingerprint_of`.
@@ -254,12 +254,15 @@ class SampleSubset(Sequence[Sample]):
     """Some samples of a store, in its order.
 
     Attributes:
-        fingerprint: tells them from others.
+        fingerprint: digest that distinguishes these samples from others.
         sources: files and settings that the samples were made from, see :class:`SampleStore`.
     """
 
     def __init__(self, store: SampleStore, chosen: np.ndarray, fingerprint: str) -> None:
-        """``chosen``: bool [samples of the store]."""
+        """
+        Args:
+            chosen: bool [samples of the store], True for the members.
+        """
         self._store, self._indices = store, np.flatnonzero(chosen)
         self.fingerprint = fingerprint
         self.has_pairs, self.has_candidates = store.has_pairs, store.has_candidates

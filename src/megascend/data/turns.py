@@ -33,8 +33,11 @@ class AppendedTurns:
         bos: str,
         eos: str,
     ) -> None:
-        """``render``: with True, up to the assistant's continuation; ``special``: tokens that may end a turn; ``bos``, ``eos``:
-        or "".
+        """
+        Args:
+            render: renders messages; with True, up to the assistant's continuation.
+            special: tokens that may end a turn.
+            bos, eos: tokens at the beginning and end of a sequence; "": none.
         """
         self._conversation, self._render, self._bos, self._eos = conversation, render, bos, eos
         # The longest first: one token may be the ending, or the beginning, of another.

@@ -185,7 +185,7 @@ def diagnose(
         kind, reason = verdicts[peer]
         # It is known not to have joined, whatever its record shows.
         if kind in (PeerVerdict.FINE, PeerVerdict.LEFT):
-            verdicts[peer] = PeerVerdict.LATE, _late(peer, local, peers[peer])
+            verdicts[peer] = PeerVerdict.LATE, _describe_late(peer, local, peers[peer])
         elif kind is PeerVerdict.GAVE_UP:
             # It gave up before it joined this collective, so here it is the cause and not a consequence.
             verdicts[peer] = PeerVerdict.FAILED, reason
@@ -209,7 +209,7 @@ def not_arrived(channel: str, number: int, peers: Mapping[int, PeerStatus | None
 def judge(peer: int, local: RankRecord, status: PeerStatus | None) -> tuple[PeerVerdict, str]:
     """Return the verdict on one peer and a clause that explains it."""
     if status is None:
-        return PeerVerdict.LATE, f"rank {peer} has not been heard of at all"
+        return PeerVerdict.LATE, f"rank {peer} has sent no heartbeat"
     record, peer_name = status.record, name(peer, local, status)
     # Records are of different moments, but every rank enters an outermost phase equally often: the counts compare positions.
     entered, expected = record.counts.get(local.outer, 0), local.counts.get(local.outer, 0)
@@ -233,14 +233,14 @@ def judge(peer: int, local: RankRecord, status: PeerStatus | None) -> tuple[Peer
         silence = max(status.silent, status.age)
         return PeerVerdict.GONE, f"{peer_name} is gone: {cause}last heard of {silence:.0f} s ago {record.location}"
     if entered < expected:
-        return PeerVerdict.LATE, _late(peer, local, status)
+        return PeerVerdict.LATE, _describe_late(peer, local, status)
     if entered > expected or local.outer not in record.open:
         left = phase_text(local.outer, local.step)
         now = f"now {record.location}" if record.inside else "now between phases"
         return PeerVerdict.LEFT, f"{peer_name} has left {left} without the others ({now})"
     if local.waiting and record.frame and not record.waiting:
         # Same phase, but the peer's frame is outside torch.distributed: it computes or hangs before the collective.
-        return PeerVerdict.LATE, _late(peer, local, status)
+        return PeerVerdict.LATE, _describe_late(peer, local, status)
     return PeerVerdict.FINE, ""
 
 
@@ -250,15 +250,15 @@ def name(peer: int, local: RankRecord, status: PeerStatus) -> str:
     return f"rank {peer} on {host}" if host and host != local_host else f"rank {peer}"
 
 
-def _late(peer: int, local: RankRecord, status: PeerStatus | None) -> str:
+def _describe_late(peer: int, local: RankRecord, status: PeerStatus | None) -> str:
     if status is None:
-        return f"rank {peer} has not been heard of at all"
+        return f"rank {peer} has sent no heartbeat"
     frame = f", at {status.record.frame}" if status.record.frame else ""
     silence = f"; its process runs and has been silent for {status.silent:.0f} s" if status.silent >= SILENT_S else ""
-    return f"{name(peer, local, status)} has not come: {_spell(status)}{frame}{silence}"
+    return f"{name(peer, local, status)} has not arrived: {_describe_location(status)}{frame}{silence}"
 
 
-def _spell(status: PeerStatus) -> str:
+def _describe_location(status: PeerStatus) -> str:
     return f"{status.record.location} for {status.record.seconds:.0f} s"
 
 
@@ -273,7 +273,7 @@ def positions(
         if status is None:
             state = "not heard of"
         elif number == rank:
-            state = _spell(status)
+            state = _describe_location(status)
         elif status.record.failure is not None:
             state = f"failed in {status.record.failure.phase}"
         elif status.record.ended:
@@ -281,7 +281,7 @@ def positions(
         elif status.gone:
             state = f"gone, last {status.record.location}"
         else:
-            state = _spell(status)
+            state = _describe_location(status)
         frame = status.record.frame if status is not None and not culprits else ""
         texts.append(f"{number} {state}{f', at {frame}' if frame else ''}")
     suffix = f"; and {len(order) - MAX_LISTED} more" if len(order) > MAX_LISTED else ""

@@ -91,14 +91,14 @@ def read(text: str) -> list[Fault]:
         raise ConfigError(f"{VARIABLE}={text!r} cannot be read: {error}") from error
 
 
-class Armed:
+class ArmedFaults:
     """The armed faults of this rank, for the monitor."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.waiting = faults
 
     @classmethod
-    def from_text(cls, text: str, rank: int, attempt: int) -> Armed | None:
+    def from_text(cls, text: str, rank: int, attempt: int) -> ArmedFaults | None:
         """Return the faults of ``rank`` in this attempt; None if it has none."""
         faults = [fault for fault in read(text) if fault.rank == rank and fault.attempt == attempt]
         return cls(faults) if faults else None

@@ -42,7 +42,7 @@ from weightwire.liveness import Identity
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from megascend.diagnostics.faults import Armed
+    from megascend.diagnostics.faults import ArmedFaults
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Publication:
 
     Attributes:
         stack: phases of the thread that published it.
-        generation: generation of the stack when the exception was recorded. Phases entered later publish it anew: for
+        generation: generation of the stack when the exception was recorded. Phases entered later publish it again: for
             them it was raised again.
         failure: the published record.
     """
@@ -141,14 +141,16 @@ class HangMonitor:
         self._counts: dict[str, int] = {}
         self._main = PhaseStack[Phase](threading.get_ident(), since=time.monotonic())
         self._background: dict[int, PhaseStack[Phase]] = {}
-        self._watchdog = Watchdog(rank, self._main, lambda: self._describe(self._main, 0), self._speak_last, timeout_s)
+        self._watchdog = Watchdog(
+            rank, self._main, lambda: self._describe(self._main, 0), self._report_fatal, timeout_s
+        )
         self._failure: PhaseFailure | None = None
         self._published: Publication | None = None  # of the failure
         self._explaining = self._ended = False
         self._faults = _armed_faults(rank, attempt)
         self._heartbeat: HeartbeatThread | None = None
         if store is not None and world_size > 1:
-            self._heartbeat = HeartbeatThread(store, rank, world_size, self._record, self._moved, self._look)
+            self._heartbeat = HeartbeatThread(store, rank, world_size, self._record, self._moved, self._check_heartbeat)
             # A daemon thread that is inside the store during interpreter shutdown would crash the process.
             atexit.register(self._at_exit)
 
@@ -408,7 +410,7 @@ class HangMonitor:
         opened = [other.phases[0].name for other in (self._main, *list(self._background.values())) if other.phases]
         seconds = time.monotonic() - stack.since
         frame, waits = "", False
-        if phases and seconds >= min(2.0, self._watchdog.look_after_s / 2):
+        if phases and seconds >= min(2.0, self._watchdog.check_after_s / 2):
             # Only after a while: most phases are short, and reading another thread's frames costs time.
             frame, waits = stack.line()
         return RankRecord(
@@ -429,12 +431,12 @@ class HangMonitor:
             process=self._process,
         )
 
-    def _look(self, heartbeat: HeartbeatThread) -> None:
+    def _check_heartbeat(self, heartbeat: HeartbeatThread) -> None:
         """Check the main thread, at every tick of the heartbeat's thread."""
         if not self._explaining:
-            self._watchdog.look(heartbeat)
+            self._watchdog.check(heartbeat)
 
-    def _speak_last(self, error: BaseException) -> None:
+    def _report_fatal(self, error: BaseException) -> None:
         if self.on_fatal is not None:
             self.on_fatal(error)
 
@@ -444,7 +446,7 @@ class HangMonitor:
         error = getattr(sys, "last_value", None)
         if error is not None and self._failure is None and os.getpid() == self._process.pid:
             last = phase_text(self._main.last, self.step)
-            self._failure = PhaseFailure(f"what follows {last}", "", _summarize(error), False)
+            self._failure = PhaseFailure(f"the code after {last}", "", _summarize(error), False)
         self.close()
 
 
@@ -460,14 +462,14 @@ def _summarize(error: BaseException) -> str:
     return shorten(f"{text}: {'; '.join(map(_summarize, members))}") if members else text
 
 
-def _armed_faults(rank: int, attempt: int) -> Armed | None:
+def _armed_faults(rank: int, attempt: int) -> ArmedFaults | None:
     """Return the faults to inject, for tests; no other code reads them from the environment."""
     text = os.environ.get("MEGASCEND_FAULTS")
     if not text:
         return None
     from megascend.diagnostics import faults
 
-    armed = faults.Armed.from_text(text, rank, attempt)
+    armed = faults.ArmedFaults.from_text(text, rank, attempt)
     if armed is not None:
         logger.warning("rank %d: FAULTS ARE ARMED (MEGASCEND_FAULTS): %s", rank, armed)
     return armed

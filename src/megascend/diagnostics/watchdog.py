@@ -81,7 +81,7 @@ class Watchdog:
         timeout_s: timeout of collectives, in seconds.
 
     Attributes:
-        look_after_s: seconds that a phase may take before the peers' records are read.
+        check_after_s: seconds that a phase may take before the peers' records are read.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class Watchdog:
         on_fatal: Callable[[BaseException], None],
         timeout_s: float,
     ) -> None:
-        self.look_after_s = min(5.0, 0.5 * timeout_s)
+        self.check_after_s = min(5.0, 0.5 * timeout_s)
         self._rank, self._stack, self._timeout_s = rank, stack, timeout_s
-        self._record, self._last_words = record, on_fatal
+        self._record, self._on_fatal = record, on_fatal
         # Generations of the stack in which a warning was logged and in which a lost peer was first seen.
         self._logged_generation = self._lost_generation = -1
         self._lost_since = self._checked_at = 0.0
 
-    def look(self, heartbeat: HeartbeatThread) -> None:
+    def check(self, heartbeat: HeartbeatThread) -> None:
         """Log a warning, and finally end the process, if the main thread is stuck because of another rank."""
         stack, generation, now = self._stack, self._stack.generation, time.monotonic()
         seconds = now - stack.since
         # The thread ticks more often than records change.
-        if not stack.phases or seconds < self.look_after_s or now - self._checked_at < heartbeat.poll_s:
+        if not stack.phases or seconds < self.check_after_s or now - self._checked_at < heartbeat.poll_s:
             return
         self._checked_at = now
         record = self._record()
@@ -112,7 +112,7 @@ class Watchdog:
         if diagnosis.kind not in LOST:
             self._lost_generation = -1
         elif self._lost_generation != generation:
-            # The wait starts anew with every phase, so that a rank that still makes progress is not ended.
+            # The wait restarts with every phase, so that a rank that still makes progress is not ended.
             self._lost_generation, self._lost_since = generation, now
         if generation != stack.generation:
             return  # the main thread made progress while the peers' records were read
@@ -134,7 +134,7 @@ class Watchdog:
         # Where the main thread hangs, for the error file: its own traceback will never be printed.
         frame = sys._current_frames().get(self._stack.thread)
         error = PeerLostError(message)
-        self._last_words(error)
+        self._on_fatal(error)
         _write_error_file(error, "".join(traceback.format_stack(frame)) if frame else "")
         # sys.exit would only end this thread; the main thread is stuck in a collective that cannot be interrupted.
         os._exit(EXIT_PEER_LOST)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0
 """Seconds that a rank waits before its first check for a deadlock between groups."""
-LOOK_AT_MOST_S = 30.0
+MAX_PAUSE_S = 30.0
 """Longest pause between two checks, in seconds: each reads the store once for every rank of the group."""
 MARGIN_S = 1.0
 """Seconds that a rank waits past the group's timeout, so that Gloo's own error, which says more, arrives first."""
@@ -51,18 +51,18 @@ class Channel:
         return len(self.ranks) == 1
 
     def exchange(
-        self, frame: bytes, timeout_s: float | None = None, look: Callable[[], None] | None = None
+        self, frame: bytes, timeout_s: float | None = None, on_slow: Callable[[], None] | None = None
     ) -> list[bytes]:
         """Return every rank's frame, in group order.
 
         Args:
             timeout_s: default: the group's timeout.
-            look: called with growing pauses while this rank waits; see :data:`LOOK_S`.
+            on_slow: called with growing pauses while this rank waits; see :data:`LOOK_S`.
         """
         if self.is_single:
             return [frame]
         received, work = self._send(frame)
-        self._wait(work, self.timeout_s + MARGIN_S if timeout_s is None else timeout_s, look)
+        self._wait(work, self.timeout_s + MARGIN_S if timeout_s is None else timeout_s, on_slow)
         data = received.numpy().tobytes()
         return [data[start : start + frames.SIZE] for start in range(0, len(data), frames.SIZE)]
 
@@ -80,7 +80,7 @@ class Channel:
         assert work is not None, "this rank is in the group"
         return received, work
 
-    def _wait(self, work: Work, limit_s: float, look: Callable[[], None] | None) -> None:
+    def _wait(self, work: Work, limit_s: float, on_slow: Callable[[], None] | None) -> None:
         deadline, pause = time.monotonic() + limit_s, LOOK_S
         while True:
             left = deadline - time.monotonic()
@@ -95,6 +95,6 @@ class Channel:
                     return
                 if left <= pause:
                     raise
-            if look is not None:
-                look()
-            pause = min(2 * pause, LOOK_AT_MOST_S)
+            if on_slow is not None:
+                on_slow()
+            pause = min(2 * pause, MAX_PAUSE_S)

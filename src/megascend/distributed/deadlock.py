@@ -21,7 +21,7 @@ class Pending:
     number: int
 
 
-def circle(
+def find_cycle(
     rank: int,
     read: Callable[[Sequence[int]], Mapping[int, CollectiveCounts]],
     members: Callable[[str, int], Sequence[int]],

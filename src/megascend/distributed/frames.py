@@ -57,7 +57,7 @@ class Position:
 
     def __str__(self) -> str:
         position = f"{self.kind}, collective {self.number} of {self.group}, step {self.step}"
-        name = self.purpose or self.phase or "a call that does not say what it is for"
+        name = self.purpose or self.phase or "an unnamed call"
         repeated = self.purpose.startswith(self.phase.partition(" ")[0])  # "save('a') inside save" would repeat itself
         inside = f" inside {self.phase}" if self.purpose and not repeated else ""
         refused = f", where it raised {self.refusal[0]}: {self.refusal[1]}" if self.refusal else ""
@@ -71,7 +71,7 @@ class Frame:
     Attributes:
         length: size of its object in bytes.
         content: the object, if it fits into the frame; else empty.
-        stray: see :func:`encode`.
+        stray: the rank waits in a collective of another group; see :func:`encode`.
     """
 
     position: Position
@@ -129,23 +129,23 @@ def _position(number: int, step: int, text: bytes, refused: bool) -> Position:
     return Position(kind, group, number, step, purpose, phase, (rest[0], rest[1]) if refused else None)
 
 
-def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:
-    """Return the decoded frames of all ranks of a group, if all are at the same position.
+def aligned_frames(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[Frame]:
+    """Decode the frames of all ranks of a group, which must be at the same position.
 
     Args:
         ranks: global ranks of the group, in group order.
         rank: the rank that reads.
 
     Raises:
-        OutOfStepError: they are not. Every rank of the group raises it, with the same positions.
-        MegascendError: they are, but some rank refuses: an error of the class of that rank's error.
+        OutOfStepError: the positions differ. Every rank of the group raises it, with the same positions.
+        MegascendError: the positions are equal, but a rank refuses: an error of the class of that rank's error.
     """
     decoded = [decode(frame) for frame in frames]
     strangers = [number for number, frame in zip(ranks, decoded, strict=True) if frame is None]
     valid = [frame for frame in decoded if frame is not None]
     if strangers:
         raise OutOfStepError(
-            f"rank {rank}: what came from {_ranks(strangers)} is not of an object collective; something else uses its group"
+            f"rank {rank}: data from {_ranks(strangers)} is not a frame of an object collective; other code uses the same group"
         )
     equal = {frame[_EQUAL] for frame in frames}
     refusing = [number for number, frame in zip(ranks, valid, strict=True) if frame.position.refusal]
@@ -156,7 +156,7 @@ def contents(frames: Sequence[bytes], ranks: Sequence[int], rank: int) -> list[F
     if refusing and len(calls) == 1:
         refusal = valid[list(ranks).index(refusing[0])].position.refusal
         assert refusal is not None
-        raise _as_refused(refusing[0], *refusal)
+        raise _rebuild_error(refusing[0], *refusal)
     positions = describe({number: frame.position for number, frame in zip(ranks, valid, strict=True)})
     raise OutOfStepError(
         f"rank {rank}: the ranks are out of step: {positions}. All ranks make the same calls in the same order, with the "
@@ -195,8 +195,8 @@ def describe(positions: dict[int, Position]) -> str:
     return "; ".join(parts[:MAX_LISTED]) + suffix
 
 
-def _as_refused(rank: int, name: str, text: str) -> MegascendError:
-    """Return the error that another rank has raised, as one of the same class."""
+def _rebuild_error(rank: int, name: str, text: str) -> MegascendError:
+    """Rebuild the error that another rank has raised, as one of the same class."""
     # Looked up by name, not unpickled: any megascend error can be rebuilt from its text, and `name` came over the wire,
     # so it may be any other name of the module.
     kind = getattr(errors, name, None)

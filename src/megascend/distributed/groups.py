@@ -25,7 +25,7 @@ T = TypeVar("T")
 CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
 """Groups that carry objects, in the order in which every rank creates their channels."""
 BACKGROUND_TIMEOUT = timedelta(days=1)
-"""Of collectives on other threads than the main one."""
+"""Timeout of collectives on threads other than the main one."""
 
 
 @dataclass

@@ -47,5 +47,5 @@ def catch_oom_on_all_ranks(make: Callable[[], T], groups: ProcessGroups, purpose
     """
     value, problem = _attempt(make, groups.rank)
     # Before the next collective on the device: a rank that raised alone would leave the others waiting in it.
-    raise_on_all_ranks(problem, groups, f"whether there is room for {purpose}")
+    raise_on_all_ranks(problem, groups, f"the memory check of {purpose}")
     return value  # type: ignore[return-value]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megascend.distributed import frames
 from megascend.distributed.channels import Channel
-from megascend.distributed.deadlock import Pending, circle
+from megascend.distributed.deadlock import Pending, find_cycle
 from megascend.distributed.frames import Frame, Position
 from megascend.distributed.groups import ProcessGroups
 from megascend.distributed.rendezvous import did_not_arrive
@@ -161,7 +161,7 @@ def raise_on_all_ranks(problem: MegascendError | None, groups: ProcessGroups, pu
 
     Args:
         problem: this rank's error; its text names the rank where that matters.
-        purpose: the attempted operation, for errors of the exchange itself: ``"whether PATH can be read"``.
+        purpose: the attempted operation, a noun, for errors of the exchange itself: ``"the read of PATH"``.
 
     Raises:
         MegascendError: the problem of the first rank that has one.
@@ -232,28 +232,30 @@ class _Collective:
             return
         self._position = replace(self._position, refusal=(type(problem).__name__, str(problem)))
         try:
-            self.meet(b"")
+            self.exchange(b"")
         except OutOfStepError:
             raise
         # The exchange raises a copy of this rank's own problem here; the caller raises the original.
         except type(problem):
             return
 
-    def meet(self, content: bytes, timeout_s: float | None = None) -> list[Frame]:
+    def exchange(self, content: bytes, timeout_s: float | None = None) -> list[Frame]:
         """Exchange positions with the other ranks; return their frames, which also hold their objects if small enough."""
         channel = self._channel
-        with self._naming_the_late(timeout_s):
+        with self._naming_missing_ranks(timeout_s):
             position = replace(self._position, number=self._number)
-            received = channel.exchange(frames.encode(position, content), timeout_s, lambda: self._look(position))
+            received = channel.exchange(
+                frames.encode(position, content), timeout_s, lambda: self._resolve_deadlock(position)
+            )
         # Before the frames are judged, which raises: this rank may be the only one that can release the rest of a deadlock.
         self._release(frames.pending_of(received), position)
-        return frames.contents(received, channel.ranks, self._groups.rank)
+        return frames.aligned_frames(received, channel.ranks, self._groups.rank)
 
-    def _look(self, position: Position) -> None:
+    def _resolve_deadlock(self, position: Position) -> None:
         """Check for a deadlock between groups that involves this rank, and resolve it."""
         groups = self._groups
         if self._channel.name in groups.carriers:
-            self._release(circle(groups.rank, groups.monitor.collective_counts, groups.carried_to), position)
+            self._release(find_cycle(groups.rank, groups.monitor.collective_counts, groups.carried_to), position)
 
     def _release(self, pending: Sequence[Pending], position: Position) -> None:
         """Complete the ``pending`` collectives that wait for this rank, with a frame that shows where it is instead."""
@@ -271,13 +273,13 @@ class _Collective:
         """Return every rank's bytes, on every rank."""
         if self._channel.is_single:
             return [content]
-        members = self.meet(content, timeout_s)
+        members = self.exchange(content, timeout_s)
         if all(frame.complete for frame in members):
             return [frame.content for frame in members]
         # All ranks know the lengths from the frames, so they decide alike on a second round and on its size.
         size = max(frame.length for frame in members)
         received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
-        with self._naming_the_late(timeout_s):
+        with self._naming_missing_ranks(timeout_s):
             dist.all_gather(received, _padded(content, size), group=self._channel.group)
         return _cut(received, members)
 
@@ -287,14 +289,14 @@ class _Collective:
         first = channel.ranks[0]
         if channel.is_single:
             return [content]
-        members = self.meet(content)
+        members = self.exchange(content)
         if all(frame.complete for frame in members):
             return [frame.content for frame in members] if self._groups.rank == first else None
         size = max(frame.length for frame in members)
         received = None
         if self._groups.rank == first:
             received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
-        with self._naming_the_late():
+        with self._naming_missing_ranks():
             dist.gather(_padded(content, size), received, dst=first, group=channel.group)
         return None if received is None else _cut(received, members)
 
@@ -303,11 +305,11 @@ class _Collective:
         channel = self._channel
         if channel.is_single:
             return content
-        frame = self.meet(content)[source]
+        frame = self.exchange(content)[source]
         if frame.complete:
             return frame.content
         box = _padded(content, frame.length)
-        with self._naming_the_late():
+        with self._naming_missing_ranks():
             dist.broadcast(box, src=channel.ranks[source], group=channel.group)
         return box.numpy().tobytes()
 
@@ -316,18 +318,18 @@ class _Collective:
         local = numpy.array(numbers, dtype=numpy.float64)
         if self._channel.is_single:
             return local.tolist()
-        members = self.meet(local.tobytes())
+        members = self.exchange(local.tobytes())
         if all(frame.complete for frame in members):
             rows = numpy.frombuffer(b"".join(frame.content for frame in members)).reshape(len(members), len(local))
             # Every rank reduces the same rows in the same order, so all get the same bits.
             return getattr(rows, op)(axis=0).tolist()
         values = torch.from_numpy(local)
-        with self._naming_the_late():
+        with self._naming_missing_ranks():
             dist.all_reduce(values, op=OPERATIONS[op], group=self._channel.group)
         return values.tolist()
 
     @contextmanager
-    def _naming_the_late(self, timeout_s: float | None = None) -> Iterator[None]:
+    def _naming_missing_ranks(self, timeout_s: float | None = None) -> Iterator[None]:
         """Assign a number to this round of the collective, and convert Gloo's errors into one that names the missing ranks."""
         channel, monitor = self._channel, self._groups.monitor
         self._number = monitor.sequence.enter(channel.name)

@@ -46,7 +46,7 @@ class Output(Protocol):
 
     Attributes:
         fuses_loss: :meth:`cross_entropy` is supported.
-        prediction: of the head for multi-token prediction, if the micro batch has targets for it; else None.
+        prediction: output of the head for multi-token prediction, if the micro batch has targets for it; else None.
     """
 
     @property

@@ -80,8 +80,7 @@ def checkpoint_state(engine: Engine, manifest: CheckpointManifest, base_model: s
         try:
             slices = engine.hf_slices()
         except CheckpointError as error:
-            # Saved as a reason: this engine can still resume the checkpoint, engines of other kinds report why they
-            # cannot.
+            # Saved as a reason: this engine can still resume the checkpoint, engines of other kinds report why they cannot.
             slices = str(error)
     return CheckpointState(
         state={**engine.state(everything=False), _random_key(engine): random_state(engine)},
@@ -134,7 +133,7 @@ def load(engine: Engine, directory: Path, saved: CheckpointManifest, current: Ch
     except (Exception, CheckpointException) as error:  # noqa: BLE001  reported on every rank
         reason = f"{type(error).__name__}: {error}"
         problem = CheckpointError(f"load: rank {engine.groups.rank} cannot read {directory}: {reason}")
-    raise_on_all_ranks(problem, engine.groups, f"whether {directory} could be read")
+    raise_on_all_ranks(problem, engine.groups, f"the read of {directory}")
     # Each rank has its random streams; another layout has ranks without one.
     if same_layout:
         set_random_state(engine, state[_random_key(engine)])
@@ -191,7 +190,7 @@ def _require_all_used(
     refusal: Callable[[str], str],
 ) -> None:
     """Raise CheckpointError on every rank if one has a problem, or if no rank has used an entry of the checkpoint."""
-    purpose = f"what is needed of {directory}"
+    purpose = f"the entries required of {directory}"
     raise_on_all_ranks(None if problem is None else CheckpointError(refusal(problem)), engine.groups, purpose)
     # A rank reads its own slices only, so only the union over ranks shows what nobody has read.
     unused = sorted(set(stored).difference(*gather_objects(used, "world", engine.groups, purpose)))

@@ -54,9 +54,9 @@ class EngineSpec:
         timeout_s: seconds after which a missing rank is an error on all others.
         self_check: compare a small slice of the model with transformers first.
         head: ``lm``, or the kind of scalar head.
-        mtp: whether heads for multi-token prediction are trained, kept as they are, or dropped.
+        mtp: ``train`` heads for multi-token prediction, ``keep`` them as they are, or ``drop`` them.
         mtp_loss_weight: factor of the loss of such a head.
-        vision_tower: whether the vision tower of a model that takes pictures is trained, or adapters may act on it.
+        vision_tower: ``train`` if a vision tower is trained, or adapters may act on it; else ``frozen``.
     """
 
     model: Path
@@ -142,7 +142,7 @@ def engine_context(
         prepare: called before ranks communicate.
         head: the model's last layer: logits (``lm``), the scalar head of its checkpoint (``scalar``), or a new one in place of
             a causal language model's output layer (``new_sequence_classifier``, ``new_token_classifier``).
-        mtp: what becomes of heads for multi-token prediction.
+        mtp: treatment of heads for multi-token prediction; see :class:`EngineSpec`.
 
     Raises:
         MegascendError: the settings, the checkpoint, the platform or the installed versions do not fit, or a rank is missing.
@@ -165,8 +165,7 @@ def engine_context(
                 precision,
             )
         topology = plan(layout, launch.world_size, info.shape)
-        # Settings and packages are checked before ranks connect: a rank that failed later would keep the others
-        # waiting.
+        # Settings and packages are checked before ranks connect: a rank that failed later would keep the others waiting.
         factory = prepare(runtime, topology, model_dir)
         runtime.configure_topology(topology, timeout_s)
         groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)

@@ -58,8 +58,8 @@ def export(
             except _FAULTS as error:
                 problem = _unexpected(error)
         # Two exchanges: no rank starts the stream before rank 0 can write.
-        raise_on_all_ranks(problem, groups, f"whether there is room for {target}")
-        raise_on_all_ranks(_write(weights, writer), groups, f"whether {target} could be written")
+        raise_on_all_ranks(problem, groups, f"the preparation of {target}")
+        raise_on_all_ranks(_write(weights, writer), groups, f"the write of {target}")
 
 
 def _write(weights: Iterator[tuple[str, Tensor]], writer: CheckpointWriter | None) -> CheckpointError | None:
@@ -115,7 +115,7 @@ def check_export(
         raise
     except _FAULTS as error:
         problem = _unexpected(error)
-    raise_on_all_ranks(problem, groups, f"whether {target} can be written at the end")
+    raise_on_all_ranks(problem, groups, f"the check of {target}")
 
 
 def check_export_files(source: Path, target: Path, dtype: str, info: ModelInfo, *, replaces: bool) -> None:

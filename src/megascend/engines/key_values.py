@@ -4,8 +4,8 @@ Every attention layer of a rank has keys and values of all rows: [rows, KV heads
 (key width + value width) numbers a layer, in the dtype of the keys. With latent attention (MLA) on the Megatron engine it takes
 latent + rotated width (DeepSeek-V3: 512 + 64, where keys and values of 128 heads have 40,960), on every tensor parallel rank, as
 one key of one head whose first numbers are the value. Rows grow by one token at a time. Layers of linear attention keep a state
-instead, of one size whatever the row's length. A micro batch's ``cached`` is its use of the cache: :class:`Filling` (prefill) or
-:class:`Growing` (decode).
+instead, of one size whatever the row's length. A micro batch's ``cached`` is its use of the cache: :class:`Prefill` (prefill) or
+:class:`DecodeStep` (decode).
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class KeyValues:
 
 
 @dataclass(frozen=True)
-class Filling:
+class Prefill:
     """Prefill: a micro batch of complete rows, whose keys and values are written to the cache.
 
     Attributes:
@@ -209,7 +209,7 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class Growing:
+class DecodeStep:
     """Decode: a micro batch of new tokens, one for each of ``rows`` of ``cache`` in order, then padding."""
 
     cache: KeyValues

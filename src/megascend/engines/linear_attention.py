@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megascend import reference_fla
 from megascend.changes import patch, patched
-from megascend.engines.key_values import Filling, Growing
+from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.kernels.host_copy import to_device
 from megascend.reference_fla.convolution import causal_conv1d_fn, causal_conv1d_update
 from megascend.reference_fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -35,7 +35,7 @@ KIND = "linear_attention"
 CONVOLUTION, DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """Names of the two functions in transformers' modules."""
 BORDERS = {DELTA_RULE: "cu_seqlens", CONVOLUTION: "seq_idx"}
-"""By function: its argument for samples' borders."""
+"""Argument for samples' borders, by function."""
 PACKAGE = "flash-linear-attention"
 """Distribution of ``fla``, whose functions know samples' borders."""
 MARK = "__megascend_knows_borders__"
@@ -256,7 +256,7 @@ class LayerState:
         layer: number of the layer.
     """
 
-    cached: Filling | Growing
+    cached: Prefill | DecodeStep
     layer: int
 
     def convolve(
@@ -269,7 +269,7 @@ class LayerState:
     ) -> Tensor:
         """Convolve tokens [batch, tokens, channels] with those before them; ``compute`` does it for complete samples."""
         cached, key = self.cached, (self.layer, "convolution")
-        if isinstance(cached, Growing):
+        if isinstance(cached, DecodeStep):
             count = cached.rows.stop - cached.rows.start
             # Tokens after the rows' are padding, copies of the last one: they must not enter its state a second time.
             new, state = x.flatten(0, 1), cached.cache.state(key, cached.rows)
@@ -302,7 +302,7 @@ class LayerState:
             normalise: queries and keys are not normalised yet.
         """
         cached, key = self.cached, (self.layer, "delta rule")
-        if isinstance(cached, Growing):
+        if isinstance(cached, DecodeStep):
             count = cached.rows.stop - cached.rows.start
             # A view of the cache, which copy_() below writes to; each row's token is a sequence of length 1.
             state = cached.cache.state(key, cached.rows)
@@ -339,7 +339,7 @@ class CurrentLayer:
         cached: returns the micro batch's use of the cache, or None.
     """
 
-    def __init__(self, cached: Callable[[], Filling | Growing | None]) -> None:
+    def __init__(self, cached: Callable[[], Prefill | DecodeStep | None]) -> None:
         self._cached = cached
         self.state: LayerState | None = None
 
@@ -363,7 +363,7 @@ class CurrentLayer:
 
 
 @contextlib.contextmanager
-def cached_delta_rules(model: nn.Module, cached: Callable[[], Filling | Growing | None]) -> Iterator[None]:
+def cached_delta_rules(model: nn.Module, cached: Callable[[], Prefill | DecodeStep | None]) -> Iterator[None]:
     """Keep the states of a transformers model's linear attention within the context.
 
     Args:

@@ -152,7 +152,7 @@ class ModelInfo:
             output projection included, of the experts only those a token is sent to).
         scalar_head: head that replaces the output layer; None for a causal language model.
         extra: headers of weights that the model does not have and an export copies.
-        mtp: what becomes of heads for multi-token prediction.
+        mtp: treatment of heads for multi-token prediction: ``train``, ``keep`` or ``drop``.
         copies: weights of the trained head that repeat one of :attr:`tensors`: the name of the repeated one by the head's. The
             model has one of the two, and an export writes it under both names.
         architecture: the declaration of its family.
@@ -244,7 +244,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
     """Read ``config.json`` and the headers of the weight files: the model that every engine trains, with ``head`` at its end.
 
     Args:
-        mtp: what becomes of heads for multi-token prediction; those that are not trained are no part of the model.
+        mtp: treatment of heads for multi-token prediction; those that are not trained are no part of the model.
 
     Raises:
         CheckpointError: a file is missing, damaged, or does not fit the others.
@@ -289,7 +289,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
             continue
         if architecture.inputs is not None and name.startswith(architecture.inputs.tower):
             continue  # multiplies patches, not tokens
-        # Of the routed experts a token passes through topk; shared experts have names of their own.
+        # A token passes through topk of the routed experts; shared experts have other names.
         active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
     if mtp == "train":  # the output layer projects the head's hidden states, too
         active += shape.vocab_size * shape.hidden_size
@@ -414,7 +414,7 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
         if header.shape == (shape.vocab_size, shape.hidden_size) and not LAYER.search(name)
     ]
     if OUTPUT not in tables:
-        tied = _says_tied(config, model_dir)
+        tied = _declares_tied(config, model_dir)
         if not tied and len(tables) == 1:
             raise CheckpointError(
                 f"{model_dir}: config.json says tie_word_embeddings: false, and no file holds {OUTPUT}, which transformers would "
@@ -429,12 +429,12 @@ def is_tied(config: Mapping[str, Any], shape: ModelShape, tensors: Mapping[str, 
             f"{model_dir} holds {OUTPUT} and no embedding (model.embed_tokens.weight): store the tensor under the name of the "
             "embedding, or fetch what is missing"
         )
-    return _says_tied(config, model_dir) and equal_tensors(
+    return _declares_tied(config, model_dir) and equal_tensors(
         tensors[embeddings[0]], tensors[OUTPUT], embeddings[0], OUTPUT
     )
 
 
-def _says_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
+def _declares_tied(config: Mapping[str, Any], model_dir: Path) -> bool:
     """Return ``tie_word_embeddings`` of a configuration, or its architecture's default."""
     for part in (config, config.get("text_config") or {}):
         if part.get("tie_word_embeddings") is not None:

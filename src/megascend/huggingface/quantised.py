@@ -22,7 +22,7 @@ BLOCKS, EXPONENTS = "_blocks", "_scales"
 MXFP4_GROUP = 32
 """Values that share an exponent (Open Compute Project, "Microscaling Formats", 2023, section 5.2)."""
 MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""Of the 16 codes of E2M1."""
+"""Values of the 16 codes of E2M1."""
 DEQUANTISED = "BF16"
 
 

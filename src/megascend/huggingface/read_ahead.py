@@ -80,6 +80,7 @@ def _read(waiting: deque[Chunk], stopped: threading.Event) -> None:
             file, start, length = waiting.popleft()
         except IndexError:
             return
+        # Reading ahead is an optimisation only: the loader reports the error when it reads the file itself.
         with contextlib.suppress(OSError):
             descriptor = os.open(file, os.O_RDONLY)
             try:

@@ -49,7 +49,11 @@ class SafetensorsWriter:
     """``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and an index, in a directory that exists."""
 
     def __init__(self, folder: Path, names: Collection[str], file_bytes: int = FILE_BYTES) -> None:
-        """``names``: of all tensors, which bound the size of a header; a further file is begun after ``file_bytes``."""
+        """
+        Args:
+            names: names of all tensors, which bound the size of a header.
+            file_bytes: size after which a further file is begun.
+        """
         self._folder, self._file_bytes = folder, file_bytes
         self._room = sum(len(json.dumps(name)) + _ENTRY for name in names) + 64
         # The data starts at a multiple of 16 bytes, so that aligned offsets stay aligned in the file.
@@ -80,6 +84,7 @@ class SafetensorsWriter:
         ):
             self._close()
         file = self._open() if self._file is None else self._file
+        # reshape: a scalar has no dimension that could be viewed as bytes.
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         self._pipeline.write(file, 8 + self._room + self._end, data)
         self._header[name] = {

@@ -44,8 +44,11 @@ class CheckpointWriter:
     """
 
     def __init__(self, source: Path, target: Path, dtype: str, info: ModelInfo) -> None:
-        """``dtype``: of what is added, for the configuration; ``info``: of the model built from ``source``, which may be
-        ``target``.
+        """
+        Args:
+            source: checkpoint that the model was built from; may be ``target``.
+            dtype: dtype of the tensors, for the configuration.
+            info: description of the model.
         """
         self._source, self._target, self._dtype, self._info = source, target, dtype, info
         with self._converting_errors():

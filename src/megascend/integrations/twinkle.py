@@ -130,7 +130,7 @@ def _sharded_logprobs(logits: Any, index: Any) -> Any:
     return -vocab_parallel_cross_entropy(logits, index)
 
 
-class _Merged:
+class _MergedSettings:
     """Stand-in for the settings of a merged adapter."""
 
     target_modules: Any = None
@@ -147,7 +147,7 @@ def _saving_merged(save: Any) -> Any:
         # twinkle merges the adapter, then looks up the settings under the name "" to save them beside the weights.
         absent = adapter_name not in settings
         if absent:
-            settings[adapter_name] = _Merged()
+            settings[adapter_name] = _MergedSettings()
         try:
             save(self, output_dir, adapter_name, lora_converter)
         finally:

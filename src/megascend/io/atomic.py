@@ -243,6 +243,7 @@ def _umask() -> int:
 
 def synchronise(path: Path) -> None:
     """Write a file's content, or a directory's names, to the disk."""
+    # Read-only also for directories, which cannot be opened for writing.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,7 +2,7 @@
 
 A reader that goes away (a pipe, a terminal, ssh), a log on a full disk and a descriptor that was closed before the start make
 every ``print`` raise, and the flush at the interpreter's end turn the exit code into 120. The remedy is below the streams: it
-holds for whoever writes to them, this package, rich, tqdm, transformers' warnings.
+holds for all code that writes to them: this package, rich, tqdm, transformers' warnings.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LastingFile(io.RawIOBase):
         while left:
             try:
                 left = left[os.write(self._descriptor, left) :]
-            except BlockingIOError:  # whoever shares it has made it non-blocking
+            except BlockingIOError:  # another process that shares it has made it non-blocking
                 select.select([], [self._descriptor], [], 1.0)
             except OSError as error:
                 self.note_loss(error)
@@ -90,6 +90,7 @@ class LastingOutput:
             elif isinstance(stream, io.TextIOWrapper):
                 raw = getattr(stream.buffer, "raw", stream.buffer)
                 if isinstance(raw, io.FileIO):
+                    # The stream may be lost already; what it had buffered is lost with it.
                     with contextlib.suppress(OSError):
                         stream.flush()
                     file = LastingFile(raw.fileno(), name)

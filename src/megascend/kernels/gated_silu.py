@@ -72,10 +72,10 @@ def install() -> None:
 
     original: Any = fused.SwiGLUFunction
     # A second backend in this process finds the replacement.
-    if issubclass(original, _Marked):
+    if issubclass(original, _ReplacementMarker):
         return
 
-    class SwiGLUFunction(original, _Marked):
+    class SwiGLUFunction(original, _ReplacementMarker):
         @staticmethod
         def forward(ctx: Any, input: Tensor, fp8_input_store: bool, cpu_offload_input: bool) -> Tensor:
             # As upstream: it may store the input in fp8, or offload it to the CPU.
@@ -94,5 +94,5 @@ def install() -> None:
     patch(fused, "SwiGLUFunction", SwiGLUFunction, "SwiGLU in two Triton kernels")
 
 
-class _Marked:
+class _ReplacementMarker:
     """Marker base class of the replacement that :func:`install` creates."""

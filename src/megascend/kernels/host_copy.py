@@ -20,6 +20,7 @@ class HostCopy:
     def __init__(self, values: Tensor) -> None:
         self._values, self._arrived = values.detach(), None
         if values.device.type != "cpu":
+            # Page-locked: a copy to pageable memory would wait for the device.
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values.detach(), non_blocking=True)
             self._arrived = torch.get_device_module(values.device).Event()

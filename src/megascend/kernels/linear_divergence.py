@@ -100,6 +100,7 @@ class _LinearDivergence(torch.autograd.Function):
             value = divergence.beta * sums[1] + (1 - divergence.beta) * sums[2]
         ctx.save_for_backward(hidden, weight, down, local_targets, states, log_sums, sums[-1])
         ctx.divergence, ctx.shard, ctx.direct, ctx.lora_delta = divergence, shard, direct, lora_delta
+        # Copies: both are views of ``sums``, a row of which is saved for the backward pass.
         return sums[0].clone(), value.clone()
 
     @staticmethod
@@ -157,6 +158,7 @@ def _log_sum(logits: Tensor, shard: VocabShard) -> Tensor:
     # A shard of padding only has no rows.
     maximum = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
     if shard.group is not None:
+        # Before the exponentials: all shards must subtract the same maximum, or their sums could not be added.
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=shard.group)
     total = (logits - maximum[:, None]).exp_().sum(1)
     if shard.group is not None:

@@ -362,6 +362,7 @@ def gather_logits(
                 continue  # on all ranks alike, so no rank misses the collective below
             logits = chunk[inside.to(chunk.device)]
         if shard.group is not None:
+            # Shards have equal sizes: Megatron pads the vocabulary to a multiple of the ranks.
             shards = [torch.empty_like(logits) for _ in range(ranks)]
             dist.all_gather(shards, logits, group=shard.group)
             logits = torch.cat(shards, dim=-1)

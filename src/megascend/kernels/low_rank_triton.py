@@ -161,6 +161,7 @@ def accumulate(target: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> Non
         accumulate(target.mT, right, left, ends)
         return
     p, q = target.shape[-2:]
+    # The kernel loads rows with unit stride.
     small, large = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (left, right))
     segments, inner, *strides = _strides_of(target)
     # At most 8192 fp32 sums per program: 64 registers for each thread of 4 warps.

@@ -104,6 +104,7 @@ class GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        # Autograd may pass an expanded gradient, that of a sum for example.
         grad = outputs[0].contiguous()
         rows, matrices, ends = ctx.saved_tensors
         for_rows, for_matrices = ctx.needs_input_grad[:2]

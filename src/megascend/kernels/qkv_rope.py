@@ -248,6 +248,7 @@ class _QkvRope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixed, query_weight, key_weight, angles, starts = ctx.saved_tensors
+        # The kernel computes addresses from shapes; gradients may be transposed views.
         query_grad, key_grad, value_grad = (grad.contiguous() for grad in grads)
         tokens, batch, groups, width = key_grad.shape
         heads, half = query_grad.shape[2] // groups, angles.shape[-1] // 2

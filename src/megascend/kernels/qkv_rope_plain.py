@@ -64,7 +64,7 @@ class QkvRopeCase(NamedTuple):
     trained: bool
 
 
-class Trusted:
+class VerifiedKernel:
     """A kernel that is used only after it agreed with plain torch on this device; plain torch is the fallback.
 
     The first call of each kind runs a trial on random numbers, which synchronizes with the device.
@@ -107,6 +107,7 @@ class Trusted:
 
 def trial(compute: QkvRope, kind: QkvRopeCase, device: torch.device) -> list[Tensor]:
     """Return q, k, v, the gradient of the projection and, if they are trained, those of the norms' weights."""
+    # A separate generator: the trial must not advance the random stream of the training.
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*size: int) -> Tensor:

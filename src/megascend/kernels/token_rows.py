@@ -81,6 +81,7 @@ class Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        # Autograd may pass an expanded gradient, that of a sum for example.
         return gather_sum(grads[0].contiguous(), *ctx.saved_tensors), None, None
 
 
@@ -97,7 +98,7 @@ class Combine(torch.autograd.Function):
         return grads[0].index_select(0, *ctx.saved_tensors), None, None
 
 
-class Moved(torch.autograd.Function):
+class Permutation(torch.autograd.Function):
     """Permutation ``values[order]``; ``inverse`` is that of ``order``."""
 
     @staticmethod

@@ -88,7 +88,11 @@ def check_target(path: Path) -> None:
 
 
 def read(path: Path, *, optimizer: bool) -> SavedAdapter:
-    """Read an adapter that megascend or peft saved; ``optimizer``: with the optimizer's state, if it was saved."""
+    """Read an adapter that megascend or peft saved.
+
+    Args:
+        optimizer: also read the optimizer's state, if it was saved.
+    """
     lora, values = peft_format.read(path)
     if not (path / STATE).is_file():
         if optimizer and (path / OPTIMIZER).exists():

@@ -171,7 +171,11 @@ class AdapterSet:
         self.registry.add(catch_oom_on_all_ranks(make, self._groups, f"adapter {name!r}"))
 
     def collect_unsharded(self, name: str, *, optimizer: bool) -> SavedAdapter | None:
-        """Return an unsharded adapter on the CPU, on rank 0; None on the others. ``optimizer``: with its state. Collective."""
+        """Return an unsharded adapter on the CPU, on rank 0; None on the others. Collective.
+
+        Args:
+            optimizer: include the optimizer's state.
+        """
         adapter = self.registry[name]
         vectors = [adapter.values.detach(), *(adapter.moments() if optimizer else ())]
         factors = gather(vectors, adapter, self._shape_groups, self._groups)
@@ -191,7 +195,7 @@ class AdapterSet:
                 write(path, saved, base_model, list(self.registry.adaptable))
             except CheckpointError as error:
                 problem = CheckpointError(f"{error} (rank 0)")
-        raise_on_all_ranks(problem, self._groups, f"whether {path} could be written")
+        raise_on_all_ranks(problem, self._groups, f"the write of {path}")
 
     def load(self, name: str, path: Path, *, optimizer: bool, lora: Lora | None = None, replace: bool = False) -> None:
         """Add an adapter from a directory; see ``MegatronBackend.load_adapter``. Collective."""
@@ -221,9 +225,9 @@ class AdapterSet:
                 peft_format.check_complete(path, saved.values, self.registry.adaptable)
         except (CheckpointError, OSError) as error:
             problem = CheckpointError(f"{error} (rank {self._groups.rank})")
-        raise_on_all_ranks(problem, self._groups, f"whether {path} can be read")
+        raise_on_all_ranks(problem, self._groups, f"the read of {path}")
         assert saved is not None
-        settings = settings_of(saved, lora, self.registry.projections, path)
+        settings = loaded_settings(saved, lora, self.registry.projections, path)
         adapter = None
         # Not in the try block: the registry is the same everywhere, so all ranks raise alike.
         self.registry.check(name, settings)
@@ -234,7 +238,7 @@ class AdapterSet:
         except OutOfDeviceMemoryError as error:
             problem = error
         # Only now: until all ranks have reported, none may raise, or the others would wait in the next collective.
-        raise_on_all_ranks(problem, self._groups, f"whether {path} fits")
+        raise_on_all_ranks(problem, self._groups, f"the check of {path}")
         assert adapter is not None
         return adapter
 
@@ -273,7 +277,7 @@ class AdapterSet:
         self.registry.remove(name)
 
 
-def settings_of(saved: SavedAdapter, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
+def loaded_settings(saved: SavedAdapter, lora: Lora | None, projections: Sequence[str], path: Path) -> Lora:
     """Return the settings of a loaded adapter: ``lora``, or the saved ones; they target exactly what was saved."""
     settings = lora or saved.lora
     if settings.rank != saved.lora.rank or settings.scaling != saved.lora.scaling:

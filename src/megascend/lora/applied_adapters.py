@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megascend.errors import ConfigError
 from megascend.kernels.low_rank import LowRank
-from megascend.kernels.token_rows import Moved
+from megascend.kernels.token_rows import Permutation
 from megascend.lora.grouped import SegmentedLinear
 from megascend.lora.segments import ExpertAdapterRows, TokenSegments
 from megascend.lora.stacked_adapters import FactorsAndGrads, StackedAdapters
@@ -90,9 +90,9 @@ class AppliedAdapters:
             down = SegmentedLinear.apply(x, a, a_grads, rows.segments, None)
             return SegmentedLinear.apply(down, b, b_grads, rows.segments, out)
         # Grouped products need sorted rows; only the delta is moved back, as the base output is in order.
-        down = SegmentedLinear.apply(Moved.apply(x, rows.order, rows.inverse), a, a_grads, rows.segments, None)
+        down = SegmentedLinear.apply(Permutation.apply(x, rows.order, rows.inverse), a, a_grads, rows.segments, None)
         delta = SegmentedLinear.apply(down, b, b_grads, rows.segments, None)
-        return out + Moved.apply(delta, rows.inverse, rows.order)
+        return out + Permutation.apply(delta, rows.inverse, rows.order)
 
     def to_embedding(self, shape_group: int, target: TargetModule, ids: Tensor, out: Tensor) -> Tensor:
         """Add the adapters' part of the embedding of ``ids`` [batch, sequence] to ``out``.
@@ -197,8 +197,7 @@ class LookUp(torch.autograd.Function):
         if adapter_index is not None:
             rows = rows + adapter_index * size
         ctx.save_for_backward(rows, is_local)
-        # Not by save_for_backward, which refuses tensors that change in between: other micro batches add their
-        # gradients here.
+        # Not by save_for_backward, which refuses tensors that change in between: other micro batches add their gradients here.
         ctx.grads = grads.view(count * size, rank)
         if not size:  # all of this rank's vocabulary is padding
             return tables.new_zeros(*ids.shape, rank)

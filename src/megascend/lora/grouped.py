@@ -151,8 +151,13 @@ class SegmentedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weights: Tensor, grads: Tensor | None, segments: Segments | None, base: Tensor | None
     ) -> Tensor:
-        """Args: rows [n, k]; weights and grads as :func:`product` takes them; base [n, m] or None. Without ``grads`` weights are
-        frozen."""
+        """Compute :func:`product`.
+
+        Args:
+            rows: [n, k].
+            grads: buffer that the gradient of ``weights`` is added to; None: the weights are frozen.
+            base: [n, m], added to the result; or None.
+        """
         ctx.save_for_backward(None if grads is None else rows, weights)
         ctx.grads, ctx.segments = grads, segments
         return product(rows, weights, segments, base)

@@ -36,7 +36,7 @@ from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry, AdapterSettings
 from megascend.lora.segments import ExpertAdapterRows, TokenSegments, by_expert_and_adapter
 from megascend.lora.target_maps import find_target_modules
-from megascend.lora.target_modules import ModelLayout, TargetModule, Untargeted, check_untied
+from megascend.lora.target_modules import ModelLayout, RefusedTargets, TargetModule, check_untied
 from megascend.topology.topology import Topology
 
 
@@ -58,7 +58,7 @@ class AdapterManager(MixedAdapters):
         *,
         vocab_size: int,
         model_dir: Path,
-        tower: tuple[list[TargetModule], Untargeted | None] = ([], None),
+        tower: tuple[list[TargetModule], RefusedTargets | None] = ([], None),
         merge: int | None = None,
     ) -> None:
         """Freeze the model, and add hooks to its layers. Collective.
@@ -79,8 +79,8 @@ class AdapterManager(MixedAdapters):
         local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
         parts = gather_objects((local_names, tower[1]), "world", groups, "layers")
         all_names = sorted({name for names, _ in parts for name in names})
-        untargeted = next((names for _, names in parts if names is not None), None)
-        registry = AdapterRegistry.for_model(targets, all_names, settings, untargeted)
+        refused_targets = next((names for _, names in parts if names is not None), None)
+        registry = AdapterRegistry.for_model(targets, all_names, settings, refused_targets)
         self.layers = AdapterLayers(
             chunks,
             registry.shape_groups,
@@ -126,16 +126,14 @@ class AdapterLayers(AppliedAdapters):
                     self._expert_rows[id(target.moe)] = send_adapter_indices(target.moe, lambda: self.mixed)
         for chunk in chunks:
             if chunk.pre_process:
-                # The embedding is frozen, so its output requires no gradient, and recomputed layers would record no
-                # graph.
+                # The embedding is frozen, so its output requires no gradient, and recomputed layers would record no graph.
                 chunk.embedding.register_forward_hook(start_graph)
 
     def watch(self, output: Tensor) -> None:
         """Restore this micro batch's segments when its backward pass begins, for layers that are recomputed."""
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
-            # With pipelining several micro batches are under way: at the time of the backward pass ``segments`` is a
-            # later one's.
+            # With pipelining several micro batches are under way: at the time of the backward pass ``segments`` is a later one's.
             output.register_hook(lambda _: setattr(self, "segments", segments))
 
     def deltas(self, module: Any) -> list[tuple[slice, Tensor]]:
@@ -232,7 +230,11 @@ class ExpertRows:
         self.adapter_index, self._grouped = adapter_index, None
 
     def grouped(self, counts: Any, adapters: int, experts: int, device: torch.device) -> ExpertAdapterRows:
-        """Return the rows by expert and adapter; ``counts``: rows of each expert, or segments of sizes unknown to the CPU."""
+        """Group rows by expert and adapter.
+
+        Args:
+            counts: number of rows of each expert, or segments whose sizes the host does not know.
+        """
         if self._grouped is None:
             self._grouped = self._group(counts, adapters, experts, device)
         return self._grouped

@@ -43,8 +43,7 @@ def to_tensors(factors: Mapping[str, Factors], rank: int) -> dict[str, Tensor]:
         _check_factors(name, pair, rank)
         a, b = pair.a, pair.b
         if a.ndim == 3:
-            # peft keeps one matrix for all experts: rows of A by expert, then rank; columns of B by rank, then
-            # expert.
+            # peft keeps one matrix for all experts: rows of A by expert, then rank; columns of B by rank, then expert.
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1, 2)
         module = _peft_module(name, factors)
         ends = ("lora_embedding_A", "lora_embedding_B") if is_embedding(name) else ("lora_A.weight", "lora_B.weight")
@@ -99,8 +98,7 @@ def _peft_module(name: str, names: Collection[str]) -> str:
     if not is_expert_parameter(name):
         return name
     experts, _, parameter = name.rpartition(".")
-    # peft wraps a module once for each adapted parameter, and every further wrapper holds the one before as
-    # base_layer.
+    # peft wraps a module once for each adapted parameter, and every further wrapper holds the one before as base_layer.
     outer = EXPERT_PARAMETERS[EXPERT_PARAMETERS.index(parameter) + 1 :]
     return experts + ".base_layer" * sum(f"{experts}.{other}" in names for other in outer)
 
@@ -133,7 +131,11 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, Factors]:
 def _fused_experts(
     experts: str, layers: Mapping[int, Factors], rank: int, target_parameters: list[str]
 ) -> dict[str, Factors]:
-    """Unfold and name the pairs of one ``experts`` module; ``layers``: by depth of nesting, 0 outermost."""
+    """Unfold and name the pairs of one ``experts`` module.
+
+    Args:
+        layers: pairs by depth of nesting, 0 outermost.
+    """
     names = [f"{experts}.{p}" for p in EXPERT_PARAMETERS if matches(f"{experts}.{p}", target_parameters)]
     if sorted(layers) != list(range(len(names))):
         raise CheckpointError(

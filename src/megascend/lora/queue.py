@@ -89,7 +89,7 @@ class AdapterFuture(Generic[T]):
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: samples have no equality
-class _Waiting(Request):
+class _QueuedRequest(Request):
     samples: Sequence[Sample]
     future: AdapterFuture[Any]
     logprobs: bool = False
@@ -123,7 +123,7 @@ class AdapterQueue:
         self._backend = backend
         self._max_batch_tokens = max_batch_tokens
         self._max_pending = max_pending
-        self._lines: dict[str, deque[_Waiting]] = {}  # no line is empty, and the first request of each can run
+        self._lines: dict[str, deque[_QueuedRequest]] = {}  # no line is empty, and the first request of each can run
         self._unchecked: set[int] = set()  # numbers of requests behind a call, which may create their adapter
         self._incomplete: dict[str, Exception] = {}  # adapters with incomplete gradients, and why
         self._ledger = Ledger(least=max_batch_tokens // SMALL_REQUESTS)
@@ -313,14 +313,14 @@ class AdapterQueue:
                 raise
             future._fail(error)  # it is enqueued all the same: only requests behind it may fail because of it
         tokens = sum(map(len, stamped))
-        waiting = _Waiting(adapter, kind, next(self._numbers), tokens, loss, stamped, future, **options)
+        waiting = _QueuedRequest(adapter, kind, next(self._numbers), tokens, loss, stamped, future, **options)
         if behind_call:
             self._unchecked.add(waiting.number)
         self._lines.setdefault(adapter, deque()).append(waiting)
         self._drop_failed(adapter)
         return future
 
-    def _run(self, unit: Sequence[_Waiting]) -> None:
+    def _run(self, unit: Sequence[_QueuedRequest]) -> None:
         """Run a unit; if the backend refuses it, run its requests one at a time, so that only the invalid one fails."""
         problem: Exception | None = None
         recover = False
@@ -348,7 +348,7 @@ class AdapterQueue:
         if unit[0].kind == "optimizer_step":
             self._discard(unit[0].adapter)  # the next step must not use these gradients
 
-    def _call(self, unit: Sequence[_Waiting]) -> Sequence[Any]:
+    def _call(self, unit: Sequence[_QueuedRequest]) -> Sequence[Any]:
         """Return the backend's result for each request of a unit."""
         kind, adapters = unit[0].kind, [waiting.adapter for waiting in unit]
         samples = [sample for waiting in unit for sample in waiting.samples]
@@ -383,7 +383,7 @@ class AdapterQueue:
         by_index = dict(entry for part in self._backend.gather_by_data_rank(indexed) for entry in part)
         return [by_index[index] for index in range(len(samples))]
 
-    def _fail(self, waiting: _Waiting, error: BaseException, gradients_lost: bool) -> None:
+    def _fail(self, waiting: _QueuedRequest, error: BaseException, gradients_lost: bool) -> None:
         if not isinstance(error, Exception):  # a future must not raise KeyboardInterrupt when it is read later
             error = MegascendError(
                 f"{waiting.kind} of adapter {waiting.adapter!r}: interrupted by {type(error).__name__}"
@@ -418,7 +418,7 @@ class AdapterQueue:
                 self._incomplete.pop(adapter, None)
                 self._discard(adapter)
 
-    def _check(self, waiting: _Waiting) -> None:
+    def _check(self, waiting: _QueuedRequest) -> None:
         """Check samples that were submitted behind a call, which has run by now."""
         try:
             if not waiting.future.done():
@@ -456,7 +456,7 @@ def stamp(adapter: str, samples: Sequence[Sample]) -> list[Sample]:
     return [replace(sample, adapter=adapter, pair=pair) for sample, pair in zip(samples, pairs, strict=True)]
 
 
-def _not_run(waiting: _Waiting, cause: Exception) -> MegascendError:
+def _not_run(waiting: _QueuedRequest, cause: Exception) -> MegascendError:
     error = MegascendError(
         f"{waiting.kind} of adapter {waiting.adapter!r} did not run: an earlier request failed ({cause}), so the gradients "
         "are incomplete; everything up to this adapter's next optimizer_step fails, then the gradients are dropped. "

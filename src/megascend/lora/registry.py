@@ -15,7 +15,7 @@ from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import ShapeGroup, flat_layout, shape_groups
-from megascend.lora.target_modules import FusedSlice, TargetModule, Untargeted, matches, restrict
+from megascend.lora.target_modules import FusedSlice, RefusedTargets, TargetModule, matches, restrict
 
 # Names become directories in checkpoints.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -27,9 +27,9 @@ class AdapterSettings:
 
     Attributes:
         limits: number, ranks and targets that they may have.
-        adam, schedule, seed: of those that have none of their own.
-        dtype: the model's; with float16 they scale their loss.
-        device: of their values and of the model.
+        adam, schedule, seed: defaults of adapters whose ``Lora`` has none.
+        dtype: dtype of the model; with float16 adapters scale their loss.
+        device: device of the model and of the adapters' values.
     """
 
     limits: Adapters
@@ -47,7 +47,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
         shape_groups: this rank's layers that they act on.
         projections: names of all Hugging Face weights of the model that the limits allow as targets.
         adaptable: names of all that an adapter could target with other limits, or that peft could adapt.
-        untargeted: modules that peft could adapt and adapters here do not act on.
+        refused_targets: modules that peft could adapt and adapters here do not act on.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class AdapterRegistry(Mapping[str, Adapter]):
         shape_groups: Sequence[ShapeGroup],
         projections: Sequence[str],
         adaptable: Sequence[str] | None = None,
-        untargeted: Untargeted | None = None,
+        refused_targets: RefusedTargets | None = None,
     ) -> None:
         self.settings, self.shape_groups, self.projections = settings, tuple(shape_groups), tuple(projections)
         self.adaptable = self.projections if adaptable is None else tuple(adaptable)
-        self.untargeted = untargeted
+        self.refused_targets = refused_targets
         self._adapters: dict[str, Adapter] = {}
 
     @classmethod
@@ -69,20 +69,22 @@ class AdapterRegistry(Mapping[str, Adapter]):
         targets: Sequence[TargetModule],
         all_names: Sequence[str],
         settings: AdapterSettings,
-        untargeted: Untargeted | None = None,
+        refused_targets: RefusedTargets | None = None,
     ) -> AdapterRegistry:
         """Build the registry of a model's adapters.
 
-        ``targets``: this rank's possible targets; ``all_names``: weights in the targets of all ranks.
+        Args:
+            targets: possible targets on this rank.
+            all_names: names of the weights in the targets of all ranks.
         """
-        check_limits(settings.limits, all_names, untargeted)
+        check_limits(settings.limits, all_names, refused_targets)
         allowed = settings.limits.targets
         return cls(
             settings,
             shape_groups([target for module in targets if (target := restrict(module, allowed)) is not None]),
             [name for name in all_names if matches(name, allowed)],
-            [*all_names, *(untargeted.names if untargeted else ())],
-            untargeted,
+            [*all_names, *(refused_targets.names if refused_targets else ())],
+            refused_targets,
         )
 
     def __getitem__(self, name: str) -> Adapter:
@@ -115,7 +117,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
                 f"adapter {name!r}: rank {lora.rank} exceeds adapters.max_rank ({limits.max_rank}); lower the rank or "
                 "raise the limit"
             )
-        check_targets(name, lora, self.projections, self.untargeted)
+        check_targets(name, lora, self.projections, self.refused_targets)
 
     def create(self, name: str, lora: Lora) -> Adapter:
         """Build an adapter with peft's initial values; see :func:`initialise`. Does not add it."""
@@ -157,9 +159,9 @@ def check_name(name: str) -> None:
         )
 
 
-def check_limits(limits: Adapters, names: Sequence[str], untargeted: Untargeted | None = None) -> None:
+def check_limits(limits: Adapters, names: Sequence[str], refused_targets: RefusedTargets | None = None) -> None:
     """Raise ConfigError unless every target of ``limits`` is one of ``names``, the model's layers that can be adapted."""
-    check_exist("adapters.targets names", "can be adapted", limits.targets, names, untargeted)
+    check_exist("adapters.targets names", "can be adapted", limits.targets, names, refused_targets)
 
 
 def check_exist(
@@ -167,14 +169,14 @@ def check_exist(
     rule: str,
     targets: Literal["all-linear"] | Sequence[str],
     projections: Sequence[str],
-    untargeted: Untargeted | None = None,
+    refused_targets: RefusedTargets | None = None,
 ) -> None:
     """Raise ConfigError unless every one of ``targets`` matches some of ``projections`` and none that is refused."""
-    for target in () if untargeted is None or targets == "all-linear" else targets:
-        assert untargeted is not None
-        refused = next((name for name in untargeted.names if matches(name, [target])), None)
-        if refused is not None and (untargeted.always or not any(matches(name, [target]) for name in projections)):
-            raise ConfigError(f"{subject} {target!r}, which is {refused}, {untargeted.reason}")
+    for target in () if refused_targets is None or targets == "all-linear" else targets:
+        assert refused_targets is not None
+        refused = next((name for name in refused_targets.names if matches(name, [target])), None)
+        if refused is not None and (refused_targets.always or not any(matches(name, [target]) for name in projections)):
+            raise ConfigError(f"{subject} {target!r}, which is {refused}, {refused_targets.reason}")
     unknown = [t for t in targets if not any(matches(p, [t]) for p in projections)] if targets != "all-linear" else []
     if unknown or not any(matches(projection, targets) for projection in projections):
         ends = sorted({projection.rsplit(".", 1)[-1] for projection in projections})
@@ -184,9 +186,11 @@ def check_exist(
         )
 
 
-def check_targets(name: str, lora: Lora, projections: Sequence[str], untargeted: Untargeted | None = None) -> None:
+def check_targets(
+    name: str, lora: Lora, projections: Sequence[str], refused_targets: RefusedTargets | None = None
+) -> None:
     """Raise ConfigError unless every target of ``lora`` is a layer that adapters may act on."""
-    check_exist(f"adapter {name!r} targets", "adapters.targets allows", lora.targets, projections, untargeted)
+    check_exist(f"adapter {name!r} targets", "adapters.targets allows", lora.targets, projections, refused_targets)
     if lora.dropout > 0 and any(".experts." in p and matches(p, lora.targets) for p in projections):
         raise ConfigError(
             f"adapter {name!r} has dropout {lora.dropout} on experts, whose weights transformers fuses and for which peft "

@@ -27,7 +27,7 @@ EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 
 Split = Literal["column", "row", "none"]
 Rows = Literal["tokens", "patches", "features"]
-"""What a layer computes a row for: tokens, or patches of pictures or features of them, in a vision tower."""
+"""Kinds of rows of a layer: tokens, or in a vision tower the patches of pictures or their features."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class TargetModule:
             if the layer is not an expert layer.
         moe: Megatron's mixture-of-experts layer around it, or None.
         drawn_as: the projection whose name seeds its dropout, if not the first of ``slices``.
-        rows: what it computes a row for. Layers of a vision tower are whole on every tensor parallel rank, and each rank computes
-            all of their rows, also under sequence parallelism.
+        rows: kind of its rows, as in :data:`Rows`. Layers of a vision tower are complete on every tensor parallel rank, and each
+            rank computes all of their rows, also under sequence parallelism.
     """
 
     module: Any
@@ -133,12 +133,12 @@ class TargetModule:
 
 
 @dataclass(frozen=True)
-class Untargeted:
-    """Modules that peft could adapt, and adapters here do not act on.
+class RefusedTargets:
+    """Modules that peft could adapt, and that are refused as targets here.
 
     Attributes:
-        names: of the modules in transformers' model.
-        reason: why, and what to set.
+        names: names of the modules in transformers' model.
+        reason: reason of the refusal, and the setting to change.
         always: refuse a target that matches one of them even if it matches other layers too.
     """
 
@@ -147,8 +147,8 @@ class Untargeted:
     always: bool
 
 
-def untargeted_of(linear: Sequence[str], images: Images, trained: VisionTower) -> Untargeted:
-    """Return what adapters leave out of a vision tower.
+def refused_tower_targets(linear: Sequence[str], images: Images, trained: VisionTower) -> RefusedTargets:
+    """Return the modules of a vision tower that are refused as targets.
 
     Args:
         linear: names of its linear layers.
@@ -156,8 +156,8 @@ def untargeted_of(linear: Sequence[str], images: Images, trained: VisionTower) -
     not_linear = tuple(f"{images.tower}{name}" for name in images.not_linear)
     if trained == "train":
         reason = "no linear layer and not adapted: name the layers that are meant by more of their names (attn.proj)"
-        return Untargeted(not_linear, reason, always=True)
-    return Untargeted((*linear, *not_linear), "in the vision tower: set vision_tower: train", always=False)
+        return RefusedTargets(not_linear, reason, always=True)
+    return RefusedTargets((*linear, *not_linear), "in the vision tower: set vision_tower: train", always=False)
 
 
 class ModelLayout:

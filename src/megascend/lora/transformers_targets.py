@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from megascend.config import VisionTower
 from megascend.lora.peft_tensors import EXPERT_PARAMETERS
-from megascend.lora.target_modules import EMBEDDING, OUTPUT, FusedSlice, TargetModule, Untargeted, untargeted_of
+from megascend.lora.target_modules import (
+    EMBEDDING,
+    OUTPUT,
+    FusedSlice,
+    RefusedTargets,
+    TargetModule,
+    refused_tower_targets,
+)
 from megascend.models import Images
 
 FUSED_BY_MEGATRON = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -53,13 +60,13 @@ def tower_targets(tower: nn.Module, images: Images) -> list[TargetModule]:
 
 def divided_tower(
     tower: nn.Module | None, images: Images | None, trained: VisionTower
-) -> tuple[list[TargetModule], Untargeted | None]:
+) -> tuple[list[TargetModule], RefusedTargets | None]:
     """Return the layers of a vision tower that adapters may act on, and its other modules that peft could adapt."""
     if tower is None or images is None:
         return [], None
     targets = tower_targets(tower, images)
-    untargeted = untargeted_of([target.slices[0].name for target in targets], images, trained)
-    return (targets if trained == "train" else []), untargeted
+    refused_targets = refused_tower_targets([target.slices[0].name for target in targets], images, trained)
+    return (targets if trained == "train" else []), refused_targets
 
 
 def embedding_and_output(model: Any) -> list[TargetModule]:

@@ -240,9 +240,9 @@ def _experts(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     b = kind.bytes
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
     norm = (norm_bytes(sizes.hidden, kind) + b * sizes.hidden) / sequence_shards
-    # Of each chosen expert, its index (8 bytes) and score (4) in the router, and both again by rows sorted by expert. Of each
-    # expert, its score in fp32 where softmax or sigmoid precedes the choice, its column of scores (4), and of the map of
-    # tokens (1).
+    # For each chosen expert the router saves its index (8 bytes) and score (4), and both again by rows sorted by expert; for
+    # each expert its score in fp32 where softmax or sigmoid precedes the choice, its column of scores (4) and of the map
+    # of tokens (1).
     router = (9 * sizes.experts + 24 * sizes.topk) / sequence_shards
     # Tokens dispatched to this rank: topk copies of those of all ranks that share its experts' weights.
     rows = sizes.topk / sequence_shards * topology.expert_tensor
@@ -262,7 +262,8 @@ def _adapted(kind: LayerKind, slices: int) -> float:
 
 
 CHUNK_BYTES = 5 * 2**28
-"""As in :mod:`megascend.kernels.linear_logprobs`, which needs torch; a test compares the two."""
+"""Bytes of a chunk of logits. A copy of the constant of :mod:`megascend.kernels.linear_logprobs`, which imports torch; a test
+compares them."""
 
 
 def head_bytes(hidden: int, rows: int, tokens: float, kind: LayerKind, *, trained: bool) -> float:

@@ -213,9 +213,9 @@ def _backward(
         sizes.expert_ffn / topology.expert_tensor * sizes.topk if any(sizes.with_experts) else 0.0,
     )
     rows = sizes.topk if any(sizes.with_experts) else 1
-    # Of the two products of gate and up, of the layer's input, and of the rows that its experts compute.
+    # Gradients of the two products of gate and up, of the layer's input, and of the rows that its experts compute.
     gradients = kind.bytes * tokens * (2 * width + (1 + rows) * sizes.hidden)
-    if kind.keeps_probabilities:  # of the probabilities, and of the softmax's input
+    if kind.keeps_probabilities:  # those of the probabilities and of the softmax's input
         gradients += 2 * kind.bytes * tokens * kind.longest * sizes.heads / topology.tensor
     return gradients + (0 if kind.fused or kind.frozen else kind.bytes * parameters.layer_matrix)
 

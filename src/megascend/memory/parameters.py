@@ -70,7 +70,7 @@ def stages(
     """Return the parameters of a rank of each pipeline stage, as Megatron divides them.
 
     Args:
-        images: of a model that takes pictures.
+        images: declaration of a model's pictures; None: it takes none.
     """
     tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
     rest = {name: header for name, header in headers.items() if name not in tower}
@@ -139,7 +139,8 @@ def _shard_size(shape: tuple[int, ...], parts: int) -> int:
 
 
 RANK_MULTIPLE = 8
-"""As in :mod:`megascend.lora.stacked_adapters`, which needs torch: layers use copies of factors padded to this multiple."""
+"""Multiple to which layers pad the ranks of factors. A copy of the constant of :mod:`megascend.lora.stacked_adapters`, which
+imports torch."""
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}
 """Projections that Megatron fuses."""
 

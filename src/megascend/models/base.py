@@ -46,7 +46,7 @@ class Images:
             each feature.
         not_linear: modules of the tower whose matrices are not those of linear layers.
         processor: transformers' classes of the image processor, video processor and processor, for new models.
-        special_tokens: of the tokenizer: begin and end of a picture, a feature of a picture, a feature of a video.
+        special_tokens: the tokenizer's tokens for begin and end of a picture, a feature of a picture, a feature of a video.
     """
 
     tower: str = "model.visual."
@@ -112,7 +112,7 @@ class Architecture:
             follow, or one of their own.
         packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
             them.
-        inputs: what a sample may hold beside tokens; None: nothing.
+        inputs: declaration of the pictures that a sample may hold beside tokens; None: tokens only.
         text_type: ``model_type`` of ``text_config``, of a family whose ``config.json`` has one.
         tiny: settings of the smallest model that shows all of the family, beside the sizes that all tiny models share.
         proven: the parity tests compare training in every layout with Hugging Face.
@@ -174,8 +174,7 @@ class Architecture:
         layers = expert_layers(config)
         if layers is not None and not all(layers):
             pattern = ",".join(str(int(has_experts)) for has_experts in layers)
-            # With a pattern, ffn_hidden_size is the width of the dense layers; the experts' width is a setting of its
-            # own.
+            # With a pattern, ffn_hidden_size is the width of the dense layers; the experts' width is a setting of its own.
             settings |= {"moe_layer_freq": f"[{pattern}]", "ffn_hidden_size": config["intermediate_size"]}
         return settings
 
@@ -185,8 +184,7 @@ class Architecture:
         These are settings that would otherwise fail late and misleadingly: with a missing or unread tensor, with an assertion of
         Megatron-Core's, or by computing another function than transformers does. The self-check finds the rest.
         """
-        # Each check returns the sentence that a user reads in the refusal: the setting, what either side computes, a
-        # way out.
+        # Each check returns the sentence that a user reads in the refusal: the setting, what either side computes, a way out.
         checks = (
             self._unknown_layers(config),
             self._attention_bias(config),
@@ -208,8 +206,8 @@ class Architecture:
         """Check whether fused experts of a checkpoint are [experts, in, out].
 
         Args:
-            shapes: of the checkpoint's tensors, by name.
-            config: normalised.
+            shapes: shapes of the checkpoint's tensors, by name.
+            config: normalised configuration.
         """
         return self.interleaved_experts
 

@@ -16,7 +16,7 @@ EXPERTS = {
     "mlp_only_layers": [],
     "router_aux_loss_coef": 0.0,
 }
-"""Of tiny Qwen mixtures."""
+"""Expert settings of tiny Qwen mixtures."""
 
 
 MIXTRAL_NAMES = (

@@ -29,7 +29,7 @@ TINY_TOKENS = {
     "image_token_id": 314,
     "video_token_id": 315,
 }
-"""Beyond those that tests draw, in a vocabulary of 320."""
+"""Special tokens of a vocabulary of 320, above all token ids that tests draw."""
 
 
 def with_tower(text: Config, text_type: str, tower: Mapping[str, Any], rotated: float = 1.0) -> dict[str, Any]:

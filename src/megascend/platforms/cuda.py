@@ -64,6 +64,7 @@ class CudaPlatform(Platform):
         count = torch.cuda.device_count()
         if local_rank >= count:
             raise PlatformError(f"local rank {local_rank} has no GPU of its own: this host has {count}")
+        # Libraries that allocate on the current device would otherwise all use GPU 0.
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
 

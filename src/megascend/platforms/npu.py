@@ -78,8 +78,7 @@ class NpuPlatform(Platform):
     def room(self) -> int:
         npu = _torch_npu()
         free, _ = npu.mem_get_info()
-        # What the caching allocator has reserved and not given out is free for this process, but not in the driver's
-        # count.
+        # What the caching allocator has reserved and not given out is free for this process, but not in the driver's count.
         return free + npu.memory_reserved()
 
     def free_cached_memory(self) -> None:

@@ -22,6 +22,7 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather ``[n, ...]`` of every rank to ``[size * n, ...]`` in rank order."""
     gathered = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    # Collectives read memory in order, and the input may be a transposed view.
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
 

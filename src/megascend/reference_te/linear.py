@@ -79,6 +79,7 @@ class _LinearBase(ReferenceModule):
             raise ConfigError(f"parallel_mode must be one of {PARALLEL_MODES}, got {parallel_mode!r}")
         self._set_tp(tp_group, tp_size)
         self.parallel_mode = parallel_mode
+        # A single rank has all tokens: there is nothing to gather, and no gradient to sum over ranks.
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.in_features = in_features
         self.out_features = out_features
@@ -101,7 +102,7 @@ class _LinearBase(ReferenceModule):
             get_rng_state_tracker,
             rng_tracker_name,
         )
-        # Of every mode: Transformer Engine marks the weights of duplicated layers as sharded, too.
+        # In every mode: Transformer Engine marks the weights of duplicated layers as sharded, too.
         mark_tensor_parallel(weight, 1 if parallel_mode == "row" else 0)
         if bias:
             parameter = self._add_parameter("bias", (self.out_features,), torch.nn.init.zeros_, dtype, device)
@@ -125,8 +126,7 @@ class _LinearBase(ReferenceModule):
         if not (communicates and self.parallel_mode == "row"):
             return F.linear(x, weight, bias)  # type: ignore[reportArgumentType]
         group = self._tp_group_for("output")
-        # Each rank has a part of the inner dimension: with the bias in every product, the sum would hold it once a
-        # rank.
+        # Each rank has a part of the inner dimension: with the bias in every product, the sum would hold it once a rank.
         partial = F.linear(x, weight)  # type: ignore[reportArgumentType]
         out = sum_and_scatter(partial, group) if self.sequence_parallel else sum_over_ranks(partial, group)
         return out if bias is None else out + bias  # added once, after the sum over ranks
@@ -258,6 +258,7 @@ class GroupedLinear(ReferenceModule):
         self.in_features = in_features
         self.out_features = out_features
         self.parallel_mode = parallel_mode
+        # As in linear layers: a single rank has all tokens.
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
         self.use_bias = bias
         self.return_bias = return_bias

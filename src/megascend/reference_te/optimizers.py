@@ -102,6 +102,7 @@ class FusedAdam(torch.optim.Optimizer):
         grad, wide = param.grad.float(), param.float()
         decay = group["weight_decay"]
         if decay and not self.adam_w_mode:
+            # Not in place: for fp32 parameters ``grad`` is param.grad itself.
             grad = grad.add(wide, alpha=decay)
         beta1, beta2 = group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]
@@ -121,6 +122,7 @@ class FusedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state, and keep the moments in fp32, where torch would cast them to the parameter's dtype."""
         super().load_state_dict(state_dict)
+        # State dicts number parameters through the groups in order, which pairs them with this optimizer's.
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for name, param in zip(names, self._all_params(), strict=True):
             for key, value in state_dict["state"].get(name, {}).items():

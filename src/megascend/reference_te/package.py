@@ -35,8 +35,7 @@ def install(force: bool = False) -> list[str]:
     """
     if is_installed():
         return []
-    # Megatron-Core chooses its layer classes at import, by whether transformer_engine can be imported; later is too
-    # late.
+    # Megatron-Core chooses its layer classes at import, by whether transformer_engine can be imported; later is too late.
     early = [name for name in MUST_COME_LATER if name in sys.modules]
     if early:
         raise ImportOrderError(

@@ -42,7 +42,7 @@ def apply_rotary_pos_emb(
     if tensor_format == "thd":
         if cu_seqlens is None:
             raise ConfigError("apply_rotary_pos_emb: tensor_format='thd' needs cu_seqlens")
-        # Positions begin anew with each packed sequence, and a rank holds two chunks of each.
+        # Positions restart with each packed sequence, and a rank holds two chunks of each.
         rows = _packed_positions(cu_seqlens.tolist(), cp_size, cp_rank)
         if len(rows) != t.shape[0]:
             raise ConfigError(

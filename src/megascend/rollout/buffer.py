@@ -209,8 +209,11 @@ class RolloutBuffer:
         self.counts.learned += self.batch
         return [self._ready.pop(number) for number in numbers]
 
-    def dropped(self) -> list[tuple[str, TrajectoryGroup]]:
-        """Return reason (``equal`` or ``stale``) and group of what was dropped since the last call, the latest if it is much."""
+    def take_dropped(self) -> list[tuple[str, TrajectoryGroup]]:
+        """Return (``equal`` or ``stale``, group) of the groups dropped since the last call, and forget them.
+
+        At most the latest ``DROPPED_BATCHES`` batches.
+        """
         dropped = list(self._dropped)
         self._dropped.clear()
         return dropped

@@ -32,8 +32,8 @@ RETURN_PAUSE_S = 0.1
 """Seconds after which :meth:`RolloutCollector.take` returns None if an engine is back and waits for weights."""
 CLOSE_S = 10.0
 """Seconds that engines may take to close, before they are abandoned."""
-WARNED_BATCHES = 5
-"""Batches of groups without signal between two warnings, if no limit on them ends the run."""
+WARNING_INTERVAL = 5
+"""Batches of groups without signal between two warnings, if ``max_equal_groups`` does not end the run."""
 
 
 class PromptStream(Protocol):
@@ -53,7 +53,7 @@ class Task:
     """Settings of rollouts: episodes, sampling, and what is dropped.
 
     Attributes:
-        episodes: what happens between a prompt and its trajectories.
+        episodes: runs the episodes of a prompt, and grades them.
         decode: returns the text of token ids, for messages.
         sampling: sampling parameters of training rollouts; ``seed`` is the run's.
         group_size: episodes of one prompt.
@@ -83,11 +83,11 @@ class Task:
 
 @dataclass
 class Attempts:
-    """Failed attempts at a prompt.
+    """Attempts at a prompt that have failed.
 
     Attributes:
         failed: engines that have failed at it and still answer.
-        losses: number of engines that were lost meanwhile.
+        losses: number of engines that were lost during them.
     """
 
     failed: list[int] = field(default_factory=list)
@@ -230,15 +230,15 @@ class RolloutCollector:
 
         return self._run(copy())
 
-    def dropped(self) -> list[tuple[str, TrajectoryGroup]]:
-        """Return reason and group of what was dropped since the last call; see :meth:`RolloutBuffer.dropped`."""
+    def take_dropped(self) -> list[tuple[str, TrajectoryGroup]]:
+        """Return the groups dropped since the last call, with the reason of each; see :meth:`RolloutBuffer.take_dropped`."""
 
         async def drain() -> list[tuple[str, TrajectoryGroup]]:
-            return self._buffer.dropped()
+            return self._buffer.take_dropped()
 
         return self._run(drain())
 
-    def ended(self) -> int:
+    def completed_episodes(self) -> int:
         """Return the number of episodes that have ended, including those of evaluations."""
         return self._task.episodes.completed
 
@@ -332,8 +332,7 @@ class RolloutCollector:
     async def _roll_out(self, dispatch: Dispatch) -> None:
         """Roll out one prompt, and put its graded group into the buffer."""
         number = dispatch.number
-        # Outside the coroutine, since a retry is a dispatch of its own that must avoid the engines of the earlier
-        # ones.
+        # By prompt, not in this coroutine: a retry is a new dispatch, and must avoid the engines that failed before.
         attempts = self._attempts.setdefault(number, Attempts())
         try:
             sampling = replace(self._task.sampling, seed=_seed(self._task.sampling.seed, number))
@@ -370,7 +369,7 @@ class RolloutCollector:
                 raise
             # Raised by the user's code, not by close(): without an error the prompt would silently be missing.
             problem = DataError(
-                f"{self._task.episodes.name} was cancelled at prompt {number}, although the run goes on"
+                f"{self._task.episodes.name} was cancelled at prompt {number}, although the run has not ended"
             )
             problem.__cause__ = cancellation
             self._problem = self._problem or problem
@@ -399,8 +398,8 @@ class RolloutCollector:
                 "whether prompts are too hard, or learned already, and whether responses are long enough "
                 f"(rollout.max_tokens). rollout.max_groups_without_signal ({limit}) sets how many in a row end a run; 0: none"
             )
-        # Half-way to the limit there is still time to act; without a limit the run goes on, and the warning is repeated.
-        warn_at = limit // 2 or WARNED_BATCHES * self._buffer.batch
+        # Half-way to the limit there is still time to act; without a limit the run continues, and the warning is repeated.
+        warn_at = limit // 2 or WARNING_INTERVAL * self._buffer.batch
         if streak.groups == warn_at or (not limit and streak.groups % warn_at == 0):
             ending = f"the run ends after {limit} (rollout.max_groups_without_signal)" if limit else "no limit is set"
             log.warning("%s; %s", description, ending)
@@ -445,6 +444,7 @@ class RolloutCollector:
 
     async def _evaluate(self, prompts: Sequence[Prompt], sampling: Sampling, n: int) -> list[TrajectoryGroup]:
         def seeded(number: int) -> Sampling:
+            # From all tokens, and without routes: nothing is learned from an evaluation.
             return replace(sampling, seed=_seed(sampling.seed, number), routed_experts=False, top_p=1.0, top_k=0)
 
         async def group(number: int, prompt: Prompt) -> TrajectoryGroup | None:

@@ -222,7 +222,7 @@ def _reporting(app: ASGIApp) -> ASGIApp:
         headers = dict(scope["headers"])
         body_ended = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
 
-        # A client answered before its body has ended may go on sending: the deadline for a head covers that, too.
+        # A client answered before its body has ended may keep sending: the deadline for a head covers that, too.
         async def receive_noting_end() -> Message:
             nonlocal body_ended
             message = await receive()

@@ -280,6 +280,7 @@ class EnginePool:
         tasks = [member.check for member in self._members if member.check is not None]
         for task in tasks:
             task.cancel()
+        # Ended before the engines that they ask are closed.
         await asyncio.gather(*tasks, return_exceptions=True)
         closings = (member.engine.close() for member in self._members)
         for member, result in zip(self._members, await asyncio.gather(*closings, return_exceptions=True), strict=True):

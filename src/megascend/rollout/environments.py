@@ -414,7 +414,7 @@ class EnvironmentEpisodes(Episodes):
 
     async def _episode(self, policy: Policy, prompt: Prompt) -> list[Trajectory]:
         """Run one episode on the environments' thread; return nothing if it failed."""
-        # Of this episode alone, and alive as long as it is.
+        # Unique among running episodes: the policy belongs to this episode and lives as long.
         key = id(policy)
         self._running[key] = time.monotonic(), prompt
         problem: Exception | None = None

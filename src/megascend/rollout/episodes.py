@@ -39,7 +39,7 @@ class Episodes(ABC):
         name: the reward function or the environment, for messages.
         completed: episodes that have ended, those of evaluations included.
         timed_out, failed: episodes that have ended without a trajectory: cancelled at their deadline, or by an exception.
-        last_failure: what the last of these did.
+        last_failure: description of the last of these failures.
     """
 
     name: str
@@ -164,6 +164,7 @@ class Graders:
         future: Future[T] = Future()
         self._calls.put((prompt, grade, future))
         if len(self._started) < self._threads:
+            # Daemons: a reward function that never returns must not keep the process alive.
             self._started.append(threading.Thread(target=self._work, name="reward", daemon=True))
             self._started[-1].start()
         return future

@@ -19,8 +19,8 @@ class Trajectory:
         tokens: token ids after the prompt, as sampled, with stop tokens.
         logprobs: the engine's log-probability of each sampled token, under the distribution from which it was sampled; 0 for
             tokens that were not sampled.
-        sampled: whether the model sampled each token; the trainer learns from no other. None: it sampled all of them.
-        reward: of the whole trajectory.
+        sampled: for each token, True if the model sampled it; the trainer learns from these only. None: all of them.
+        reward: reward of the whole trajectory.
         rewards: parts of the reward by name, as the environment reports them.
         finish_reason: ``stop`` if the last response is complete, ``length`` if it was cut off.
         first_version, last_version: versions of the weights that sampled the first and the last token.

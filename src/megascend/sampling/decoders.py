@@ -16,7 +16,7 @@ from megascend.batch.images import SampleImages, positions
 from megascend.batch.micro_batch import MicroBatch, next_tokens
 from megascend.batch.sample import Sample
 from megascend.engines.base import Engine, Output
-from megascend.engines.key_values import Filling, Growing, KeyValues
+from megascend.engines.key_values import DecodeStep, KeyValues, Prefill
 from megascend.sampling.request import SampleRequest
 from megascend.sampling.rows import ResponseRow
 from megascend.step.step import Step
@@ -45,7 +45,7 @@ class Decoder(AbstractContextManager["Decoder"], ABC):
         """Do nothing by default."""
 
 
-class Recomputed(Decoder):
+class RecomputingDecoder(Decoder):
     """Decoder without a cache: computes prompt and response again for every token."""
 
     def __init__(self, step: Step) -> None:
@@ -63,7 +63,7 @@ def sample_of(row: ResponseRow) -> Sample:
     return Sample(tokens, tokens, [0.0] * len(tokens), adapter=row.request.adapter, images=row.request.images)
 
 
-class Cached(Decoder):
+class CachedDecoder(Decoder):
     """Decoder with a KV cache: computes a prompt once, for all of its responses.
 
     Args:
@@ -103,7 +103,7 @@ class Cached(Decoder):
         self._cache = cache = KeyValues(len(samples), self._longest, self._engine.device)
 
         def fill_cache(batch: MicroBatch) -> None:
-            batch.cached = Filling(cache, tuple(batch.members), tuple(batch.lengths), tuple(batch.padded_lengths))
+            batch.cached = Prefill(cache, tuple(batch.members), tuple(batch.lengths), tuple(batch.padded_lengths))
 
         logits = self._step.next_token_logits(samples, everywhere=False, on_batch=fill_cache)
         prompt_index = {request_index: index for index, request_index in enumerate(prompts)}
@@ -140,9 +140,9 @@ class Cached(Decoder):
         batches = []
         for part in parts:
             members = order[part[0] : part[-1] + 1] if len(part) else []
-            growing = Growing(cache, slice(int(part[0]), int(part[-1]) + 1)) if members else None
+            decode_step = DecodeStep(cache, slice(int(part[0]), int(part[-1]) + 1)) if members else None
             part_rows = [rows[member] for member in members]
-            batches.append(self._batch(part_rows, [index[member] for member in members], growing))
+            batches.append(self._batch(part_rows, [index[member] for member in members], decode_step))
 
         def scores(batch: MicroBatch, output: Output) -> tuple[Tensor, Tensor]:
             return batch.weights.sum(), output.logits(torch.arange(int((~batch.padding).sum()) if batch.cached else 0))
@@ -154,7 +154,7 @@ class Cached(Decoder):
         cache.advance()
         return torch.cat(stored)[torch.tensor(order).argsort()] if rows and stored else None
 
-    def _batch(self, rows: Sequence[ResponseRow], index: Sequence[int], growing: Growing | None) -> MicroBatch:
+    def _batch(self, rows: Sequence[ResponseRow], index: Sequence[int], decode_step: DecodeStep | None) -> MicroBatch:
         """Build a micro batch of the rows' new tokens, or one that only matches other ranks'; ``index``: adapters', ascending."""
         tokens = [row.tokens[-1] for row in rows] or [0]
         batch = next_tokens(
@@ -163,7 +163,7 @@ class Cached(Decoder):
             list(index) or [0],
             self._engine.device,
             multiple=self._engine.layout.token_multiple,
-            cached=growing,
+            cached=decode_step,
             spatial=self._engine.info.image_layout is not None,
         )
         samples = [Sample([token], [token], [0.0]) for token in tokens]

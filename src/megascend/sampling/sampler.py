@@ -17,7 +17,7 @@ from megascend.batch import images
 from megascend.distributed.objects import gather_objects
 from megascend.errors import EngineError
 from megascend.sampling.choice import choose, top_logprobs
-from megascend.sampling.decoders import Cached, Decoder, Recomputed
+from megascend.sampling.decoders import CachedDecoder, Decoder, RecomputingDecoder
 from megascend.sampling.prompts import PromptScores, score_prompts
 from megascend.sampling.request import SampleRequest, SampleResult, Stop, TopLogprobs
 from megascend.sampling.rows import Decode, ResponseRow, batches, ends, rows_of, shares
@@ -186,9 +186,9 @@ class Sampler:
         _cancel(batch, all_cancelled)
         decoder: Decoder
         if self.cache_unsupported_reason is not None:
-            decoder = Recomputed(self._step)
+            decoder = RecomputingDecoder(self._step)
         else:
-            decoder = Cached(self._step, self._engine, batch)
+            decoder = CachedDecoder(self._step, self._engine, batch)
         while any(row.reason is None for row in batch):
             with self._groups.monitor.phase("sample"), decoder:
                 for _ in count() if tokens is None else range(tokens):

@@ -21,7 +21,7 @@ from megascend.selfcheck import in_process, process, suspects
 from megascend.selfcheck.process import Trial, TrialResult, Worker, cache_folder, versions
 from megascend.selfcheck.slicing import ORIGINAL_POSITIONS, CannotSliceError, Slice, slice_model
 from megascend.selfcheck.trial_inputs import description
-from megascend.selfcheck.verdict import Convicted, Verdict, gaps, objection, warnings_about
+from megascend.selfcheck.verdict import DisagreeingSetting, Verdict, gaps, objection, warnings_about
 
 if TYPE_CHECKING:
     from megascend.distributed.process_groups import ProcessGroups
@@ -113,6 +113,7 @@ def _on_rank_0(make: Callable[[], Verdict], groups: ProcessGroups) -> Verdict:
         except MegascendError as error:
             box.append((None, error))
 
+    # A daemon: if another rank fails meanwhile, this process must be able to end before the check does.
     worker = threading.Thread(target=work, name="megascend-self-check", daemon=True)
     if groups.rank == 0:
         worker.start()
@@ -216,7 +217,7 @@ def compare(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
     return replace(verdict, convicted=convicted, short_ones_agree=short_ones_agree), True
 
 
-def find_settings(part: Slice, result: TrialResult) -> tuple[list[Convicted], bool]:
+def find_settings(part: Slice, result: TrialResult) -> tuple[list[DisagreeingSetting], bool]:
     """Return the settings that cause a difference, and whether samples on the short side of RoPE's switch agree."""
     first_suspects = suspects.known_suspects(part.config, result.full)
     other_suspects = suspects.other_suspects(part.config, result.default, first_suspects)
@@ -230,7 +231,9 @@ def find_settings(part: Slice, result: TrialResult) -> tuple[list[Convicted], bo
     guilty = suspects.culprits(first, agrees[: len(first.configs)]) or suspects.culprits(
         second, agrees[len(first.configs) : len(configs)]
     )
-    return [Convicted(suspect.name, repr(suspect.value), repr(suspect.plain)) for suspect in guilty], agrees[-1]
+    return [DisagreeingSetting(suspect.name, repr(suspect.value), repr(suspect.plain)) for suspect in guilty], agrees[
+        -1
+    ]
 
 
 # --- the cache of verdicts ---

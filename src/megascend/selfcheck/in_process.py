@@ -105,6 +105,7 @@ def check_first_pass(model_dir: Path, config: Any, longest: int, subject: Subjec
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     try:
         part = slice_here(raw, config, longest)
+        # Copies: configuration classes keep and modify the nested dicts that they are given.
         small = AutoConfig.for_model(**copy.deepcopy(part.config))
         with torch.random.fork_rng(devices=[]):
             plain = subject.plain(copy.deepcopy(small))
@@ -132,6 +133,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
 
     with torch.random.fork_rng(devices=[]), torch.no_grad(), contextlib.ExitStack() as stack:
         try:
+            # Copies: configuration classes and models keep and modify the nested dicts that they are given.
             config = AutoConfig.for_model(**copy.deepcopy(trial.config))
             plain = subject.plain(copy.deepcopy(config)).eval()
             randomise(plain, trial.seed)
@@ -149,8 +151,7 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
             return TrialResult(transformers_problem=description(error))
         samples = [ids[:-1] for ids in chosen["samples"]]
         with _engine_errors(subject, plain):
-            # Both ways: a mistake of packing or of masks shows only where samples share a micro batch, and has its
-            # own remedy.
+            # Both ways: a mistake of packing or of masks shows only where samples share a micro batch, and has its own remedy.
             separate = [subject.logits(model, [ids])[0] for ids in samples]
             batched = subject.logits(model, samples)
     expected = [(logits, ids[1:]) for logits, ids in zip(chosen["logits"], chosen["samples"], strict=True)]

@@ -182,8 +182,7 @@ class Worker:
             encoding="utf-8",
         )
         try:
-            # A line on stdin starts the job; until then the worker imports, and the end of stdin tells it that nobody
-            # needs it.
+            # A line on stdin starts the job; until then the worker imports, and the end of stdin tells it that nobody needs it.
             self._process.communicate(f"{job}\n", timeout=deadline_s)
         except subprocess.TimeoutExpired as error:
             raise PlatformError(f"its process took longer than {deadline_s:.0f} s") from error

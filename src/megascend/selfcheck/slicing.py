@@ -94,8 +94,7 @@ def _layers(full: Mapping[str, Any]) -> tuple[int, str]:
     """Return how many of the first layers include every kind of layer, and a description of kinds left out."""
     total: int = full["num_hidden_layers"]
     kinds = [_kind(full, layer) for layer in range(total)]
-    # Layers are kept from the first on, not picked: settings such as first_k_dense_replace count from the model's
-    # first layer.
+    # Layers are kept from the first on, not picked: settings such as first_k_dense_replace count from the model's first layer.
     required = max(kinds.index(kind) for kind in dict.fromkeys(kinds)) + 1
     if required <= MAX_LAYERS:
         return min(total, max(2, required)), ""
@@ -177,8 +176,7 @@ def _positions(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int) ->
     changed["max_position_embeddings"] = max(2, limit * ORIGINAL_POSITIONS // original)
     if full.get("original_max_position_embeddings"):
         changed["original_max_position_embeddings"] = ORIGINAL_POSITIONS
-    # Samples shrink with the positions: a run whose samples never pass the switch is not refused for what lies beyond
-    # it.
+    # Samples shrink with the positions: a run whose samples never pass the switch is not refused for what lies beyond it.
     longest = longest * ORIGINAL_POSITIONS // original
     return changed, max(2, min(longest, changed["max_position_embeddings"]))
 

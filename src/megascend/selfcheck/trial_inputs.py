@@ -63,10 +63,10 @@ class Choices(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.topk, torch.Tensor.topk):
-            self._look(*args, **kwargs)
+            self._record_margin(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _look(self, scores: Tensor, k: int, dim: int = -1, **_: Any) -> None:
+    def _record_margin(self, scores: Tensor, k: int, dim: int = -1, **_: Any) -> None:
         if not 0 < k < scores.shape[dim]:
             return
         best = scores.float().sort(dim, descending=True).values
@@ -126,6 +126,7 @@ def rounding(model: torch.nn.Module, samples: list[Tensor], logits: list[Tensor]
     largest = max(float(values.abs().max()) for values in logits)
     change = 0.0
     with torch.no_grad():
+        # Every rounding starts from the same values, which are restored at the end.
         exact = [parameter.clone() for parameter in parameters]
         for _ in range(ROUNDINGS):
             for parameter, value in zip(parameters, exact, strict=True):

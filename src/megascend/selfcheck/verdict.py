@@ -13,8 +13,8 @@ from megascend.selfcheck.suspects import advice
 
 
 @dataclass(frozen=True)
-class Convicted:
-    """A setting on which the two sides disagree, and the plain value with which they agree."""
+class DisagreeingSetting:
+    """A setting with which the two sides differ, and the plain value with which they agree."""
 
     name: str
     value: str
@@ -45,7 +45,7 @@ class Verdict:
     lengths: list[int] = field(default_factory=list)
     mixed_only: bool = False
     short_ones_agree: bool = False
-    convicted: list[Convicted] = field(default_factory=list)
+    convicted: list[DisagreeingSetting] = field(default_factory=list)
     not_shown: str = ""
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -58,7 +58,7 @@ class Verdict:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Verdict:
         """Build the cached verdict from the values of :meth:`to_dict`."""
-        convicted = [Convicted(**setting) for setting in values["convicted"]]
+        convicted = [DisagreeingSetting(**setting) for setting in values["convicted"]]
         return replace(cls(**{**values, "convicted": convicted}), cached=True)
 
     def summary(self) -> str:
@@ -127,7 +127,7 @@ def warnings_about(verdict: Verdict, config: Mapping[str, Any]) -> list[str]:
     return warnings
 
 
-def _setting_name(setting: Convicted, config: Mapping[str, Any]) -> str:
+def _setting_name(setting: DisagreeingSetting, config: Mapping[str, Any]) -> str:
     # The slice may have scaled the value; the message shows the one of the user's config.json.
     value = config.get(setting.name)
     text = repr(value) if isinstance(value, str | int | float) else setting.value

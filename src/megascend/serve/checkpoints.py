@@ -157,8 +157,7 @@ class Checkpoints:
     def commit(self, tenant: str, record: Record) -> Record:
         """Write the record of a complete checkpoint directory, which publishes it; fill in its size."""
         directory = record.path.directory(self.root, tenant)
-        # The size is stored, since quotas and listings ask for it often, and a checkpoint does not change once it is
-        # published.
+        # The size is stored, since quotas and listings ask for it often, and a checkpoint does not change once it is published.
         sized = replace(record, size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
         self._write(tenant, sized)
         return sized

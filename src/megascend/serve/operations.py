@@ -11,7 +11,7 @@ from typing import Any
 
 from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
-from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, adam_of
+from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, parse_adam
 from megascend.serve.api.wire import TrainAnswer, TrainRequest, number_of
 from megascend.serve.checkpoints import CheckpointPath, Kind, Record, sampler_name
 from megascend.serve.errors import RequestRefusedError
@@ -74,7 +74,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         path, sampler = _save_target(model, options, kind, number)
         if options.kind != "snapshot":
             raise ConfigError(f"kind {str(options.kind)[:40]!r}: this server saves snapshots only")
-        # Of what is there: the size of this one is unknown, so a tenant can exceed its limit by one checkpoint.
+        # Stored checkpoints only: the size of this one is unknown, so a tenant can exceed its limit by one checkpoint.
         used = service.checkpoints.total_bytes(model.tenant)
         if used > service.settings.limits.storage_bytes:
             raise ConfigError(
@@ -207,7 +207,7 @@ def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future
     model = service.tenancy.model(body.get("model_id"), tenant)
     settings = body.get("adam_params") or body.get("optimizer_params") or body.get("optim_params") or {}
     try:
-        adam = adam_of(settings if isinstance(settings, dict) else {"learning_rate": settings})
+        adam = parse_adam(settings if isinstance(settings, dict) else {"learning_rate": settings})
         problem = None
     except ConfigError as error:
         adam, problem = Adam(), str(error)  # fails in its turn, which drops the accumulated gradients

@@ -89,7 +89,7 @@ class PictureReader:
     """Reads the chunks of one request, whose pictures share a limit of pixels.
 
     Args:
-        processor: of the served model's pictures; None: it takes none.
+        processor: decodes pictures for the served model; None: it takes none.
     """
 
     def __init__(self, processor: PictureProcessor | None) -> None:

@@ -47,14 +47,14 @@ def serve(
     from megascend.app.stop_signals import StopSignals
     from megascend.data.pictures import PictureProcessor
     from megascend.serve.scheduler.inbox import Inbox
-    from megascend.serve.scheduler.runner import work
+    from megascend.serve.scheduler.runner import run_commands
 
     with StopSignals(launched=True) as signals, make_backend(settings) as backend:
-        servers = vllm_servers(settings, backend)  # collective: before the other ranks enter work()
+        servers = vllm_servers(settings, backend)  # collective: before the other ranks enter run_commands()
         generate = sampler(settings, backend).in_slices
         pictures = PictureProcessor.for_model(settings.model, settings.pictures)
         if backend.rank != 0:
-            work(backend, settings.batch_tokens, None, lambda outcomes: None, generate, pictures)
+            run_commands(backend, settings.batch_tokens, None, lambda outcomes: None, generate, pictures)
             return
         inbox = Inbox(
             settings.window_ms / 1000, settings.batch_tokens, lambda: signals.received is not None or stopped()
@@ -68,7 +68,7 @@ def serve(
         memory = device.memory
         with http_server(settings, keys, base, inbox, lambda: (device.name, memory()), vllm) as (address, report):
             ready(address)
-            work(backend, settings.batch_tokens, inbox, report, generate, pictures)
+            run_commands(backend, settings.batch_tokens, inbox, report, generate, pictures)
 
 
 def make_backend(settings: ServeConfig) -> Any:
@@ -92,7 +92,7 @@ def make_backend(settings: ServeConfig) -> Any:
     values |= {"batching": settings.batching, "platform": settings.platform, "timeout_s": settings.timeout_s}
     if settings.vision_tower != "frozen":
         values["vision_tower"] = settings.vision_tower
-    if "parallel" in backends.settings_of(settings.engine) or settings.parallel != type(settings.parallel)():
+    if "parallel" in backends.accepted_settings(settings.engine) or settings.parallel != type(settings.parallel)():
         values["parallel"] = settings.parallel
     return backends.make_backend(settings.engine, model=settings.model, **values)
 
@@ -165,7 +165,7 @@ def keys_of(settings: ServeConfig, environment: dict[str, str]) -> tuple[dict[st
     if settings.durable and environment.get("RANK", "0") == "0":
         return api_keys.load_or_create(settings.storage / "made_key.sha256")
     key = api_keys.new_key()
-    return {api_keys.digest_of(key): "local"}, key
+    return {api_keys.key_digest(key): "local"}, key
 
 
 @contextmanager
@@ -217,6 +217,7 @@ def http_server(
     service.ready = True
 
     def report(outcomes: list[Outcome]) -> None:
+        # Called on the ranks' thread; the service's state belongs to the event loop.
         loop.call_soon_threadsafe(service.finish, outcomes)
 
     host, port = listening.getsockname()[:2]

@@ -19,7 +19,7 @@ class MaskedOutput:
     See :class:`megascend.engines.base.Output`.
 
     Attributes:
-        output: of the model, for all of its vocabulary.
+        output: the model's output, over its whole vocabulary.
         allowed: int64 [n, A], -1 at unused slots; a row without any: the whole vocabulary.
     """
 

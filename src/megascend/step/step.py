@@ -123,10 +123,10 @@ class Step:
                 with ExitStack() as contexts:
                     batches, batch_metrics = self._run_or_raise_oom(run_batches, contexts, call)
                     metrics, values = self._reduce_metrics(batch_metrics, normalizer)
-                    replayed = self._replayed(agreed)
+                    replayed = self._reduce_replay_counts(agreed)
                     sample_outputs: dict[str, Any] = {}
                     if outputs:
-                        sample_outputs = self._by_sample({outputs: token_outputs}, batches, plan, len(samples))
+                        sample_outputs = self._gather_by_sample({outputs: token_outputs}, batches, plan, len(samples))
                     # Last, so that an error before it leaves the gradients unchanged.
                     self._accumulate() if accumulate else trainable.abandon()
             except LossFunctionError:  # raised by _reduce_metrics on all ranks, after the model's collectives
@@ -251,7 +251,7 @@ class Step:
                 for dummy batches, which only match other ranks' collectives.
             output: kind of output that the model's head must compute.
             requires: fields that all samples must have.
-            loss: whose fields micro batches are to have; default: those of a forward pass.
+            loss: loss whose fields the micro batches need; default: those of a forward pass.
         """
         engine, trainable = self._engine, self._engine.trainable
         require_head(engine, output, call)
@@ -275,7 +275,7 @@ class Step:
             with ExitStack() as contexts:
                 batches, stored = self._run_or_raise_oom(run_batches, contexts, call)
             values = {name: [item[name] for item in stored] for name in names}
-            return self._by_sample(values, batches, plan, len(samples))
+            return self._gather_by_sample(values, batches, plan, len(samples))
 
     @torch.no_grad()
     def next_token_logits(
@@ -312,8 +312,8 @@ class Step:
                     on_batch(batch)
             with engine.evaluating(), trainable.applying(order):
                 stored = engine.run(batches, scores, forward_only=True)
-            values = [list(self._over_context(logits)) for logits in stored]
-            ordered = self._in_order(values, plan, len(samples)) if stored else []
+            values = [list(self._sum_over_context(logits)) for logits in stored]
+            ordered = self._restore_order(values, plan, len(samples)) if stored else []
             if everywhere and self._topology.pipeline > 1:
                 ordered = broadcast_object(ordered, "pp", self._groups, self._topology.pipeline - 1, "logits")
         return ordered  # type: ignore[return-value]  every sample is in one micro batch
@@ -457,10 +457,11 @@ class Step:
                 if name in item:
                     values[:, position] += item[name]
         if self._topology.world_size > 1:
+            # Over the world: ranks that compute no loss, and tensor parallel copies, contribute zeros.
             dist.all_reduce(values, group=self._groups.device_group("world"))
         return names, values
 
-    def _replayed(self, agreed: agreement.Agreement) -> Tensor | None:
+    def _reduce_replay_counts(self, agreed: agreement.Agreement) -> Tensor | None:
         """Sum the counts of router replay over ranks; None if no rank has a sample with ``routed_experts``. Collective."""
         if self._engine.router_replay is None or not any(counts.routed for counts in agreed.counts.values()):
             return None
@@ -469,14 +470,16 @@ class Step:
             dist.all_reduce(counts, group=self._groups.device_group("world"))
         return counts
 
-    def _by_sample(
+    def _gather_by_sample(
         self, values: dict[str, list[Tensor]], batches: list[MicroBatch], plan: list[list[int]], count: int
     ) -> dict[str, Any]:
         """Turn ``values``, a tensor per micro batch on the last stage, into one CPU tensor per sample on every stage."""
         by_sample = {}
         for name, tensors in values.items():
             pairs = zip(batches, tensors, strict=True) if tensors else ()
-            by_sample[name] = self._in_order([self._collect(batch, tensor) for batch, tensor in pairs], plan, count)
+            by_sample[name] = self._restore_order(
+                [self._collect(batch, tensor) for batch, tensor in pairs], plan, count
+            )
         if self._topology.pipeline > 1:
             last = self._topology.pipeline - 1
             by_sample = broadcast_object(by_sample, "pp", self._groups, last, "log-probabilities")
@@ -486,9 +489,10 @@ class Step:
         """Return one unpadded CPU tensor per sample from the tokens of all context parallel ranks."""
         padded = values.new_zeros((sum(batch.padded_lengths), *values.shape[1:]))
         padded.index_copy_(0, batch.token_index.to(values.device), values)
-        return [tensor.clone() for tensor in unpack(self._over_context(padded), batch)]
+        # Copies: a view of one sample would keep the values of the whole micro batch alive.
+        return [tensor.clone() for tensor in unpack(self._sum_over_context(padded), batch)]
 
-    def _over_context(self, values: Tensor) -> Tensor:
+    def _sum_over_context(self, values: Tensor) -> Tensor:
         """Sum values over context parallel ranks, which have zeros for each other's tokens; return them on the CPU."""
         if self._context_group is not None:
             values = values.to(self._engine.device)
@@ -496,7 +500,7 @@ class Step:
         return values.cpu()
 
     @staticmethod
-    def _in_order(values: list[list[Tensor]], plan: list[list[int]], count: int) -> list[Tensor | None]:
+    def _restore_order(values: list[list[Tensor]], plan: list[list[int]], count: int) -> list[Tensor | None]:
         """Sort tensors of samples, by micro batch, into the order of the ``count`` samples of the call."""
         ordered: list[Tensor | None] = [None] * count
         for members, tensors in zip(plan, values, strict=False):

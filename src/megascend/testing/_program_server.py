@@ -3,7 +3,7 @@
 Reads a JSON request a line: ``imports`` (modules to have before the fork), ``program`` (a file, or None with its ``text``),
 ``modules`` (imported in the fork, before it runs), ``hidden`` (packages that it finds missing), ``arguments``, ``directory`` (to
 run in), ``environment`` (its variables) and ``files`` (paths of the standard input, output and error output). Answers each with a
-line: the exit code, or minus the signal. Ends at the end of its input, with whoever started it.
+line: the exit code, or minus the signal. Ends at the end of its input, that is, with the process that started it.
 """
 
 from __future__ import annotations

@@ -46,13 +46,13 @@ class RankFiles:
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """Outcome of a rank's function. ``at`` is ``time.monotonic()``, which all processes of a machine share.
+    """Outcome of a rank's function. ``ended_at`` is ``time.monotonic()``, which all processes of a machine share.
 
     Exactly one of ``result`` (pickled) and ``failure`` (a formatted traceback) is meaningful; ``error`` is the pickled
     exception where it can be pickled.
     """
 
-    at: float
+    ended_at: float
     result: bytes = b""
     failure: str = ""
     error: bytes = b""
@@ -83,8 +83,8 @@ def run_rank(
         with open(files.stack, "w", encoding="utf-8") as stack:
             faulthandler.enable(sys.stderr)  # a crash shows its stack in this rank's output
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-            outcome = _outcome_of(call, files, world_size, backend, timeout_s)
-            # By a rename: the parent reads the file as soon as it exists.
+            outcome = _run_call(call, files, world_size, backend, timeout_s)
+            # Written by a rename: the parent reads the file as soon as it exists.
             with replacing(files.outcome) as fresh:
                 fresh.write_bytes(pickle.dumps(outcome))
             sys.stdout.flush()
@@ -95,14 +95,14 @@ def run_rank(
         os._exit(70)  # EX_SOFTWARE: reached only if the lines above failed
 
 
-def _outcome_of(
+def _run_call(
     call: Callable[[], Any], files: RankFiles, world_size: int, backend: str | None, timeout_s: float
 ) -> RankOutcome:
     try:
         _set_environment(files, world_size)
-        _show_messages()
+        _log_to_output()
         _set_up_torch(files, world_size, backend, timeout_s)
-        return RankOutcome(result=pickle.dumps(call()), at=time.monotonic())
+        return RankOutcome(result=pickle.dumps(call()), ended_at=time.monotonic())
     except BaseException as error:  # noqa: BLE001  SystemExit and pytest's outcomes are failures of the rank too
         time_s = time.monotonic()
         try:
@@ -111,11 +111,11 @@ def _outcome_of(
             pickle.loads(pickled)
         except Exception:  # noqa: BLE001  an exception that cannot travel: its traceback does
             pickled = b""
-        return RankOutcome(failure=traceback.format_exc(), error=pickled, at=time_s)
+        return RankOutcome(failure=traceback.format_exc(), error=pickled, ended_at=time_s)
 
 
 def _set_environment(files: RankFiles, world_size: int) -> None:
-    # Of a launcher around the tests: torch would connect to its store.
+    # Left by a launcher around the tests: torch would connect to its store.
     for stale in ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(stale, None)
     os.environ.update(
@@ -129,7 +129,7 @@ def _set_environment(files: RankFiles, world_size: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
 
 
-def _show_messages() -> None:
+def _log_to_output() -> None:
     """Write this rank's log messages to its output, independent of the parent's handlers."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setLevel(logging.WARNING)

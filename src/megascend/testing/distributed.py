@@ -31,7 +31,7 @@ POLL_S = 0.005
 GRACE_S = 0.3  # after the first failure: time for failures that explain each other to arrive
 LOST_PEER_S = 5.0  # the same where each failure so far is a connection that a peer has closed
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer")  # gloo's words
-EXIT_S = 30.0  # for ranks that are on their way out: a busy machine may take a while over it
+EXIT_S = 30.0  # for ranks that have started to exit: a busy machine may take a while
 STACK_S = 10.0  # after the deadline: time for hanging ranks to write their stacks
 PF_EXITING = 0x4  # linux/sched.h
 OUTPUT_TAIL = 4000  # characters of a rank's output shown in an error
@@ -60,8 +60,8 @@ def run_distributed(
         init: create the default process group. With False, ``fn`` creates it itself; the environment variable
             ``MEGASCEND_STORE`` then holds the path for a ``torch.distributed.FileStore``, as
             :func:`megascend.distributed.process_groups.initialize` expects.
-        expect_lost: ranks that are to die, stop or hang. They are not waited for and no failure; in place of a result
-            stands a :class:`Lost`. One that returns or raises after all is a failure.
+        expect_lost: ranks that are to die, stop or hang. The call does not wait for them, and their result is a
+            :class:`Lost`. One that returns or raises after all is a failure.
 
     Raises:
         DistributedTestError: a rank raised, died or did not finish in time. The message holds, for each such rank, its
@@ -72,7 +72,7 @@ def run_distributed(
     _check_forkable(world_size)
     with tempfile.TemporaryDirectory(prefix="megascend-ranks-") as folder:
         ranks = [Rank(RankFiles(Path(folder), rank)) for rank in range(world_size)]
-        # Ranks block in reading it and exit together, when the parent closes its end.
+        # Ranks block in reading this pipe, and exit together when the parent closes its end.
         release_read, release_write = os.pipe()
         try:
             for rank in ranks:
@@ -84,17 +84,17 @@ def run_distributed(
                     timeout_s,
                     (release_read, release_write),
                 )
-            staying = [rank for rank in ranks if rank.files.rank not in expect_lost]
+            survivors = [rank for rank in ranks if rank.files.rank not in expect_lost]
             lost_ranks = [rank for rank in ranks if rank.files.rank in expect_lost]
-            _wait(staying, lost_ranks, time.monotonic() + timeout_s, timeout_s)
-            _let_exit(lost_ranks, GRACE_S)
+            _wait(survivors, lost_ranks, time.monotonic() + timeout_s, timeout_s)
+            _wait_for_exit(lost_ranks, GRACE_S)
             # Lets the ranks exit, while their results are unpickled.
             os.close(release_write)
             release_write = -1
             results: list[Any] = [
                 pickle.loads(rank.outcome.result) if rank.outcome else Lost(rank.status) for rank in ranks
             ]
-            _let_exit(staying)
+            _wait_for_exit(survivors)
         finally:
             for rank in ranks:
                 rank.kill()
@@ -106,11 +106,11 @@ def run_distributed(
 
 @dataclass(frozen=True)
 class Lost:
-    """Stands for the result of a rank that was expected to be lost.
+    """Result of a rank that was expected to be lost.
 
     Attributes:
-        status: its exit code, or minus the signal that killed it; None if it still ran, or was stopped, when all others had
-            finished.
+        status: exit code of the rank, or minus the signal that killed it; None if it still ran, or was stopped, when all
+            others had finished.
     """
 
     status: int | None
@@ -129,8 +129,8 @@ class Rank:
     def __post_init__(self) -> None:
         self._outcome = str(self.files.outcome)  # looked for every POLL_S
 
-    def look(self) -> None:
-        """Take note of an outcome file, and of the end of the process."""
+    def poll(self) -> None:
+        """Read the outcome file if it is there, and reap the process if it has ended."""
         if self.status is None:
             # WNOWAIT leaves a zombie: its id stays reserved until the process group has been killed.
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
@@ -164,7 +164,7 @@ class Rank:
     def failed_at(self) -> float | None:
         """Return when this rank failed, or None. A death counts a little earlier, being noticed late."""
         if self.outcome is not None:
-            return self.outcome.at if self.outcome.failure else None
+            return self.outcome.ended_at if self.outcome.failure else None
         return self.ended_at if self.status is not None else None
 
     @property
@@ -196,7 +196,7 @@ def _from_function(stack: str) -> str:
     """Return a faulthandler stack without the frames below the rank's function: the caller's own, copied by the fork."""
     result, below = [], False
     for line in stack.splitlines():
-        below = (below or "in _outcome_of" in line) and line.startswith(" ")
+        below = (below or "in _run_call" in line) and line.startswith(" ")
         if not below:
             result.append(line)
     return "\n".join(result).rstrip()
@@ -246,7 +246,7 @@ def _wait(ranks: list[Rank], lost_ranks: list[Rank], deadline: float, timeout_s:
     """Return when every one of ``ranks`` has a result; raise on the first failure or at the deadline."""
     while True:
         for rank in [*ranks, *lost_ranks]:
-            rank.look()
+            rank.poll()
         for rank in lost_ranks:
             if rank.outcome is not None:
                 event = rank.report() if rank.outcome.failure else f"rank {rank.files.rank} returned"
@@ -270,7 +270,7 @@ def _failure(ranks: list[Rank]) -> DistributedTestError:
     while time.monotonic() < start + (LOST_PEER_S if cause_is_missing() else GRACE_S):
         time.sleep(POLL_S)
         for rank in ranks:
-            rank.look()
+            rank.poll()
     # A crash dump delays the end of a rank that died, so the error of a peer that lost its connection can come before it.
     failed = sorted(
         (rank for rank in ranks if rank.failed_at is not None),
@@ -304,20 +304,20 @@ def _hang(ranks: list[Rank], timeout_s: float) -> DistributedTestError:
     )
 
 
-def _let_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
-    """Give finished ranks a moment to exit by themselves; ranks that have started to exit get more time."""
+def _wait_for_exit(ranks: list[Rank], timeout_s: float = 2.0) -> None:
+    """Wait a moment for finished ranks to exit; ranks that have started to exit get more time."""
     start = time.monotonic()
-    while staying := [rank.pid for rank in ranks if rank.status is None]:
+    while survivors := [rank.pid for rank in ranks if rank.status is None]:
         left = start + timeout_s - time.monotonic()
         # Freeing the memory of a rank can take seconds on a busy machine; killing it then would count as a failure.
-        if left < -EXIT_S or (left < 0 and not any(map(_exits, staying))):
+        if left < -EXIT_S or (left < 0 and not any(map(_is_exiting, survivors))):
             return
         for rank in ranks:
-            rank.look()
+            rank.poll()
         time.sleep(POLL_S)
 
 
-def _exits(pid: int) -> bool:
+def _is_exiting(pid: int) -> bool:
     """Check whether the kernel is already cleaning up a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")

@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megascend.diagnostics.faults import VARIABLE, Action, Armed, Fault, environment, hang, inject, read
+from megascend.diagnostics.faults import VARIABLE, Action, ArmedFaults, Fault, environment, hang, inject, read
 from megascend.errors import ConfigError, PlatformError
 
 __all__ = [
     "VARIABLE",
     "Action",
-    "Armed",
+    "ArmedFaults",
     "Fault",
     "environment",
     "flip_byte",

@@ -44,7 +44,7 @@ def main(job_path: str, result_path: str) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(tuple(job.get("frozen", ()))))
     if stored != dtype:
-        model = Rounded(model, dtype)
+        model = RoundedWeights(model, dtype)
     samples = job["samples"]
     if "image_token" in job:
         samples = [{**sample, "image_token": job["image_token"]} for sample in samples]
@@ -69,7 +69,7 @@ def main(job_path: str, result_path: str) -> None:
     save_file(result, result_path)
 
 
-class Rounded:
+class RoundedWeights:
     """A model whose weights are rounded to ``dtype`` at each call; what it computes follows from them."""
 
     def __init__(self, model: Any, dtype: torch.dtype) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megascend.batch.sample import Sample
 
 
-class Reported(Protocol):
+class CaseResult(Protocol):
     """Results that must be equal on every rank of a case."""
 
     @property
@@ -38,13 +38,13 @@ class Reported(Protocol):
     def grad_norms(self) -> list[float]: ...
 
 
-T = TypeVar("T", bound=Reported)
+T = TypeVar("T", bound=CaseResult)
 
 # Odd and even lengths, none of them equal, so that padding and packing differ.
 LENGTHS = (20, 33, 9, 28, 17, 40, 25, 12)
 PROMPT = 3
 STEPS = int(os.environ.get("MEGASCEND_PARITY_STEPS", "10"))
-"""Of a trajectory."""
+"""Optimizer steps of a training curve."""
 LR, WEIGHT_DECAY, MAX_GRAD_NORM = 5e-3, 0.01, 1.0
 REFERENCE_TIMEOUT_S = 240.0
 TINY_VOCABULARY = 300
@@ -382,7 +382,7 @@ def hf_reference(
         weights: also return the trained ones.
         gradients: also return those of the first step, before clipping.
         reduction: ``sum``: the loss is not divided by the sum of weights.
-        image_token: of a model that takes pictures, the id of the token that stands for them; ``fields`` may have
+        image_token: id of the token that stands for a picture's features; ``fields`` may have
             ``pixel_values`` and ``grids``.
         frozen: beginnings of names of parameters that are not trained.
     """
@@ -532,8 +532,8 @@ class RelativeDifferences:
     """Largest differences to the reference over the size of what is compared; None where the case does not compare it.
 
     Attributes:
-        loss, grad_norm: of any step, over the reference's value.
-        logits: of any logit of a sample of the untrained model, over the sample's largest.
+        loss, grad_norm: largest difference in any step, over the reference's value.
+        logits: largest difference of any logit of the untrained model, over its sample's largest logit.
         weights: L2 norm of the difference of any trained and exported tensor, over the tensor's.
     """
 

@@ -30,11 +30,11 @@ IMPORTED = {
     "peft": ("peft",),
     "safetensors": ("safetensors.torch",),
 }
-"""By package that a program imports: the modules that are imported for all programs."""
+"""Modules that are imported once for all programs, by the package that a program imports."""
 
 
 KERNEL_PACKAGES = ("fla", "causal_conv1d")
-"""Where they are installed, transformers calls their kernels for linear attention, which run on accelerators only."""
+"""Packages whose kernels for linear attention transformers calls if they are installed; they run on accelerators only."""
 READ_AT_START = (
     *("PYTHON", "LD_", "LANG", "LC_", "PATH", "HOME", "XDG_", "TMP", "MPL"),
     *("OMP_", "MKL_", "ONEDNN_", "ATEN_", "TORCH", "CUDA", "NVTE_", "ASCEND", "SIMNPU", "HF_", "TRANSFORMERS_"),
@@ -143,7 +143,7 @@ class ProgramServer:
         at_start = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
         if self._process is None or self._owner != os.getpid() or self._environment != at_start:
             self.close()
-            # Registered anew, so that it runs once, and in the process that started the server.
+            # Registered again, so that it runs once, and in the process that started the server.
             atexit.unregister(self.close)
             atexit.register(self.close)
             self._owner, self._environment = os.getpid(), at_start

@@ -23,7 +23,7 @@ class AllRanks:
     """The engines for all ranks of a trainer: rank 0 calls them, and all ranks raise its errors.
 
     Attributes:
-        delivery: on rank 0, until it is closed.
+        delivery: connection to the engines; None on other ranks, and after :meth:`WeightSync.close`.
     """
 
     groups: ProcessGroups
@@ -31,11 +31,11 @@ class AllRanks:
 
     def verify(self, update: Update) -> None:
         """Wait until all engines have verified the update. Collective."""
-        self.call(lambda delivery: delivery.verify(update), "whether the engines verified it")
+        self.call(lambda delivery: delivery.verify(update), "verification by the engines")
 
     def commit(self, update: Update) -> None:
         """Activate the update on all engines. Collective."""
-        self.call(lambda delivery: delivery.commit(update), "whether the engines committed it")
+        self.call(lambda delivery: delivery.commit(update), "the commit on the engines")
 
     def drop(self, update: Update) -> None:
         """Leave the update's group; on rank 0, make the engines drop it."""

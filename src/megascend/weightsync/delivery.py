@@ -43,7 +43,7 @@ from weightwire.transports.choice import AUTO, Location, check, choose, choose_p
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
+RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 """Runs a coroutine to completion, from a thread without an event loop."""
 MARGIN_S = EXPLAIN_S + 2.0
 """Seconds past a deadline that this process may need to report a failure to others."""
@@ -55,7 +55,7 @@ class Ticket:
     """All that a rank needs to join a sharded update.
 
     Attributes:
-        address, name: of the update's group.
+        address, name: address and name of the update's group.
         device: type of the device of the buffers.
         base: version from which differences are sent, or None.
     """
@@ -71,7 +71,7 @@ class Ticket:
 
 
 @dataclass
-class Planned:
+class PlanRecord:
     """A plan, as rank 0 knows it.
 
     Attributes:
@@ -170,7 +170,7 @@ def run_phases(
     begin: Callable[[Update], object],
     transfer: Callable[[Update], object],
 ) -> None:
-    """Run an update's phases, and note their seconds.
+    """RunCoroutine an update's phases, and note their seconds.
 
     Any error, of a rank or an engine, ends the update for all engines. Until the commit it is dropped, and they keep the old
     weights; a commit that failed on some engines cannot be dropped on the others.
@@ -224,7 +224,7 @@ class Delivery:
         digest: str = "multilinear64",
         overlap: bool = True,
         options: Mapping[str, Any] | None = None,
-        run: Run | None = None,
+        run: RunCoroutine | None = None,
     ) -> None:
         self._transport, self._device, self._options = transport, device, dict(options or {})
         self._bucket_bytes, self._digest = bucket_bytes, digest
@@ -237,7 +237,7 @@ class Delivery:
         if run is None:
             self._loop = LoopThread("megascend-weightsync")
             run = self._loop.run
-        self._run: Run = run
+        self._run: RunCoroutine = run
 
     def push(self, engines: Sequence[InferenceEngine], version: int, tensors: Mapping[str, Tensor]) -> Update:
         """Update all engines to ``version``: begin, transfer, verify and commit.
@@ -321,7 +321,7 @@ class Delivery:
             raise PlanError(str(error)) from error
 
     def begin_sharded(
-        self, update: Update, specs: tuple[TensorSpec, ...], planned: Planned, base: int | None
+        self, update: Update, specs: tuple[TensorSpec, ...], plan: PlanRecord, base: int | None
     ) -> Ticket:
         """Offer a sharded update to all engines.
 
@@ -331,17 +331,17 @@ class Delivery:
         Returns:
             What every rank needs to join the update's group.
         """
-        update.transport, update.base = planned.transport, base
+        update.transport, update.base = plan.transport, base
         manifest, device = self._manifest(update, specs)
-        accepted, failed = self._offer(update, manifest, planned.engines, planned)
+        accepted, failed = self._offer(update, manifest, plan.engines, plan)
         # An engine that was restarted knows neither the plan nor the base: no failure, it needs a complete update.
         unknown = [error for error in failed.values() if isinstance(error, BaseError | PlanError)]
-        if unknown and (base is not None or planned.provisioned):
+        if unknown and (base is not None or plan.provisioned):
             log.info("version %d is sent completely: %s", update.version, unknown[0])
             self.drop(update)
-            planned.provisioned.clear()
+            plan.provisioned.clear()
             update.base = None
-            accepted, failed = self._offer(update, manifest, planned.engines, planned)
+            accepted, failed = self._offer(update, manifest, plan.engines, plan)
         self._require_all(accepted, failed, f"version {update.version} was not begun", OLD_WEIGHTS)
         return Ticket(
             address=(self._listener.host, self._listener.port),
@@ -428,25 +428,25 @@ class Delivery:
         return Manifest(update.version, specs, bucket_bytes, self._digest, adapter), device
 
     def _offer(
-        self, update: Update, manifest: Manifest, counts: Mapping[str, int], planned: Planned | None = None
+        self, update: Update, manifest: Manifest, counts: Mapping[str, int], plan: PlanRecord | None = None
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
         """Announce the update's group, and offer the update to every engine; return their answers and errors.
 
         Args:
             counts: number of workers by engine.
-            planned: of a sharded update.
+            plan: plan of a sharded update; None: rank 0 sends whole tensors.
         """
         trainers = [f"trainer {self._owner}"]
-        if planned is not None:
-            trainers = [f"{trainers[0]} rank {rank}" for rank in range(planned.senders)]
+        if plan is not None:
+            trainers = [f"{trainers[0]} rank {rank}" for rank in range(plan.senders)]
         update.name = self._listener.new_group([*trainers, *_members(counts)], senders=len(trainers))
         offers, first = {}, len(trainers)
         for name, workers in counts.items():
             sharded = None
-            if planned is not None:
+            if plan is not None:
                 # Engines keep their shares: tens of thousands of slices would be sent again with every push.
-                shares = None if name in planned.provisioned else tuple(planned.shares[first : first + workers])
-                sharded = Sharding(planned.identity, len(trainers), shares, update.base, planned.keep)
+                shares = None if name in plan.provisioned else tuple(plan.shares[first : first + workers])
+                sharded = Sharding(plan.identity, len(trainers), shares, update.base, plan.keep)
             offers[name] = Offer(
                 update=update.name,
                 owner=self._owner,

@@ -18,7 +18,7 @@ from megascend.distributed.objects import broadcast_object, collect_objects, fro
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.kernels.reductions import out_of_range
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank
-from megascend.weightsync.delivery import Delivery, Planned, Ticket, Update
+from megascend.weightsync.delivery import Delivery, PlanRecord, Ticket, Update
 from weightwire.errors import PlanError
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
@@ -75,7 +75,7 @@ class ShardedSync:
         self._differences = self._rest = 0  # pushes of differences in a row; complete pushes still to come in mode auto
         self._specs: tuple[TensorSpec, ...] = ()
         self._share: Share | None = None
-        self._planned: Planned | None = None
+        self._planned: PlanRecord | None = None
         self._refusal: tuple[tuple[str, ...], str] | None = None
         self._refused_pushes = 0
         self._logged = ""
@@ -108,7 +108,7 @@ class ShardedSync:
             valid = self._planned is not None and tuple(self._planned.engines) == names and self._specs == specs
             return valid, ""
 
-        valid, reason = from_rank_0(state, self._groups, "whether there is a plan of the transfer")
+        valid, reason = from_rank_0(state, self._groups, "the state of the transfer plan")
         if valid:
             return reason
         self.forget()
@@ -146,7 +146,7 @@ class ShardedSync:
 
     def _plan(
         self, engines: Sequence[InferenceEngine], slices: list[list[Region]], places: list[Location], delivery: Delivery
-    ) -> Planned:
+    ) -> PlanRecord:
         counts, needs = delivery.ask_needs(engines, self._specs)
         all_pieces = complete(self._specs)
         silent = [name for name, answer in needs.items() if answer is None]
@@ -163,7 +163,7 @@ class ShardedSync:
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
         transport = delivery.check_pairs(engines, places)
         result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
-        return Planned(counts, result.shares(), transport, keep=self._history is not None)
+        return PlanRecord(counts, result.shares(), transport, keep=self._history is not None)
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
@@ -202,9 +202,9 @@ class ShardedSync:
         def connect() -> None:
             update.sender = self._connect(ticket)
 
-        ticket = self._ranks.call(offer, "whether the engines receive")
+        ticket = self._ranks.call(offer, "the offer to the engines")
         failure = f"version {update.version} was not begun"
-        on_every_rank(connect, self._groups, "whether all ranks have joined", failure)
+        on_every_rank(connect, self._groups, "joining the group of the update", failure)
 
     def _connect(self, ticket: Ticket) -> ShardSender:
         assert self._share is not None
@@ -237,7 +237,7 @@ class ShardedSync:
         sender = update.sender
         assert isinstance(sender, ShardSender)
         digests = on_every_rank(
-            lambda: self._send(sender), self._groups, "how the transfer went", "the model was not sent"
+            lambda: self._send(sender), self._groups, "the outcome of the transfer", "the model was not sent"
         )
         # Only now: other members may still read the last messages from this process. Rank 0 leaves last.
         if self._groups.rank != 0:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.distributed.objects import agree, from_rank_0
 from megascend.errors import ConfigError, MegascendError
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank, on_rank_0
-from megascend.weightsync.delivery import MARGIN_S, Delivery, Run, Update, run_phases
+from megascend.weightsync.delivery import MARGIN_S, Delivery, RunCoroutine, Update, run_phases
 from megascend.weightsync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Pushed:
+class PushResult:
     """Result of a push.
 
     Attributes:
@@ -48,7 +48,7 @@ class Pushed:
             ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
         payload: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
             push, has in the end.
-        share: of a sharded push, ``payload`` relative to complete weights.
+        share: ``payload`` of a sharded push relative to complete weights.
     """
 
     version: int
@@ -115,7 +115,7 @@ class WeightSync:
         sharded: bool | None = None,
         mode: Mode = "full",
         full_every: int = 50,
-        run: Run | None = None,
+        run: RunCoroutine | None = None,
     ) -> None:
         self.engines = list(engines)
         self._backend, self._groups = backend, backend.groups
@@ -151,7 +151,7 @@ class WeightSync:
 
         on_rank_0(listen, self._groups, f"WeightSync({transport=}, {host=}, {bucket_bytes=}, {digest=})")
 
-    def push(self, version: int, adapter: str | None = None, *, alone: bool = False) -> Pushed:
+    def push(self, version: int, adapter: str | None = None, *, adapter_only: bool = False) -> PushResult:
         """Update all engines to the current weights, as ``version``. Collective.
 
         Engines keep generating with the old weights while they receive. They pause only for the commit, which starts once all
@@ -160,24 +160,26 @@ class WeightSync:
         Args:
             version: greater than the last one of the same target.
             adapter: adapter to merge into the model that is sent.
-            alone: send only the adapter's factors; engines load them under its name.
+            adapter_only: send only the adapter's factors; engines load them under its name.
 
         Raises:
             EngineFaultError: on every rank: an engine was too slow, was lost, or failed. The message names the engine and its
                 error, and which engines keep the old weights: all of them, unless the commit failed. The next push works.
             WeightSyncError: on every rank: likewise, of an engine that refused, or a failure of the trainer's.
-            ConfigError: unknown adapter, or ``alone`` without one.
+            ConfigError: unknown adapter, or ``adapter_only`` without one.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
         with self._groups.monitor.phase("weight sync"):
             # Compared before anything is exported: ranks that push different things would wait for each other in the export.
-            self._agree(version, adapter, alone)
+            self._agree(version, adapter, adapter_only)
             # Every rank has an Update, but only rank 0 calls engines: its durations and amounts are the ones reported.
             update = Update(list(self.engines), version)
             with update.timed("describe"):
-                rank_0 = self._rank_0_sender(adapter, alone)
+                rank_0 = self._rank_0_sender(adapter, adapter_only)
                 # Without a reason against it every rank sends its own slices; rank 0 otherwise gathers and sends whole tensors.
-                reason = self._shards.refusal(adapter, alone) or self._shards.prepare(update.engines, rank_0.specs)
+                reason = self._shards.refusal(adapter, adapter_only) or self._shards.prepare(
+                    update.engines, rank_0.specs
+                )
             sender = rank_0 if reason else self._shards
             try:
                 run_phases(update, self._ranks, sender.begin, sender.transfer)
@@ -186,7 +188,7 @@ class WeightSync:
                     self._shards.forget()
                 raise
             pushed = from_rank_0(
-                lambda: Pushed(
+                lambda: PushResult(
                     version,
                     update.nbytes,
                     update.buckets,
@@ -201,7 +203,7 @@ class WeightSync:
                     parts=update.parts,
                 ),
                 self._groups,
-                "what was pushed",
+                "the result of the push",
             )
             if pushed.sharded:
                 self._shards.succeeded(version, pushed.base, pushed.share)
@@ -221,16 +223,16 @@ class WeightSync:
 
     # --- on all ranks ---
 
-    def _agree(self, version: int, adapter: str | None, alone: bool) -> None:
+    def _agree(self, version: int, adapter: str | None, adapter_only: bool) -> None:
         problem: MegascendError | None = None
         if isinstance(version, bool) or not isinstance(version, int) or version < 0:
             problem = ConfigError(f"push: version {version!r} is not a number from 0 on")
-        elif alone and adapter is None:
-            problem = ConfigError("push(alone=True): name the adapter")
+        elif adapter_only and adapter is None:
+            problem = ConfigError("push(adapter_only=True): name the adapter")
         elif adapter is not None and adapter not in self._backend.adapters:
             names = ", ".join(self._backend.adapters) or "none"
             problem = ConfigError(f"push: unknown adapter {adapter!r}; loaded: {names}")
-        agree(f"push({version=}, {adapter=}, {alone=})", self._groups, problem)
+        agree(f"push({version=}, {adapter=}, {adapter_only=})", self._groups, problem)
 
     def _rank_0_sender(self, adapter: str | None, factors_only: bool) -> RankZeroSender:
         if factors_only and adapter is not None:
@@ -263,14 +265,12 @@ class RankZeroSender:
 
     def begin(self, update: Update) -> None:
         """Offer the update to the engines, and connect rank 0."""
-        self.ranks.call(
-            lambda delivery: delivery.begin(update, self.specs, self.adapter), "whether the engines receive"
-        )
+        self.ranks.call(lambda delivery: delivery.begin(update, self.specs, self.adapter), "the offer to the engines")
 
     def transfer(self, update: Update) -> None:
         """Export, and send on rank 0."""
         failure = "the model was not sent" if self.adapter is None else f"adapter {self.adapter.name} was not sent"
-        on_every_rank(lambda: self._export(update), self.ranks.groups, "how the transfer went", failure)
+        on_every_rank(lambda: self._export(update), self.ranks.groups, "the outcome of the transfer", failure)
 
     def _export(self, update: Update) -> None:
         with contextlib.closing(self.stream) as stream:  # tells the other ranks that this one stopped early

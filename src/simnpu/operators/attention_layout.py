@@ -76,7 +76,7 @@ class Layout:
         """softmax_max or softmax_sum from [batch, heads, sequence, 1] blocks: [B, N, S, 8], or [T, N, 8] for TND.
 
         Unless ``softmax_layout`` is ``TND``, the memory of the latter runs sequence by sequence as [N, S, 8] under the
-        shape [T, N, 8]: whoever indexes it has to know (public documentation of npu_fusion_attention).
+        shape [T, N, 8]: code that indexes it has to know (public documentation of npu_fusion_attention).
         """
         if not self.packed:
             return blocks[0].expand(*blocks[0].shape[:-1], STATISTICS).contiguous()

@@ -10,7 +10,7 @@ __all__ = ["init", "set_state", "start", "step"]
 
 
 @functools.cache
-def say_so() -> None:
+def warn() -> None:
     print(
         "torch_npu.profiler.dynamic_profile: the simulated device does not watch the configuration file and records "
         "nothing; use torch_npu.profiler.profile",
@@ -19,11 +19,11 @@ def say_so() -> None:
 
 
 def init(path: str) -> None:
-    say_so()
+    warn()
 
 
 def start(config_path: str | None = None) -> None:
-    say_so()
+    warn()
 
 
 def step() -> None:

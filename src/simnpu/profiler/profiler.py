@@ -195,7 +195,7 @@ def tensorboard_trace_handler(
         info = {"simulated": NOTE, "config": vars(session.experimental_config), "metadata": session.metadata}
         (folder / "profiler_info.json").write_text(json.dumps(info, indent=2, default=str), encoding="utf-8")
         if analyse_flag:
-            with tempfile.TemporaryDirectory() as scratch:  # whoever watches the folder sees whole files
+            with tempfile.TemporaryDirectory() as scratch:  # programs that watch the folder see complete files
                 session.export_chrome_trace(os.path.join(scratch, "trace_view.json"))
                 shutil.move(os.path.join(scratch, "trace_view.json"), output / "trace_view.json")
 

@@ -255,7 +255,7 @@ class DeviceWork:
 
     Args:
         work: the process group's handle.
-        name: of the transport, for messages.
+        name: name of the transport, for messages.
     """
 
     def __init__(self, work: Any, buffer: torch.Tensor, group: Group, name: str) -> None:
@@ -289,7 +289,7 @@ class ThreadWork:
     Args:
         wait: blocks until the transfer is complete, or raises.
         buffer: kept alive until then.
-        name: of the transport, for messages.
+        name: name of the transport, for messages.
     """
 
     def __init__(self, wait: Callable[[], object], buffer: torch.Tensor, group: Group, name: str) -> None:

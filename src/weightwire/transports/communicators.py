@@ -111,8 +111,8 @@ class CommunicatorTransport:
     Subclasses connect, in their constructors.
 
     Attributes:
-        name: of the transport, for messages.
-        communicators: those of its kind.
+        name: name of the transport, for messages.
+        communicators: cache of communicators of its kind.
     """
 
     name: ClassVar[str]

@@ -37,7 +37,7 @@ class CudaIpcTransport:
         self._count = 0
         self._shared: dict[int, tuple[int, torch.UntypedStorage]] = {}  # sender's: by address
         self._opened: dict[int, torch.Tensor] = {}  # a receiver's: by the sender's number
-        self._pending: list[Received] = []
+        self._pending: list[IncomingBucket] = []
         self._source: torch.device | None = None  # a receiver's: the sender's device
         if self._rank == 0:
             # By UUID: CUDA_VISIBLE_DEVICES numbers the same device differently in each process.
@@ -48,16 +48,15 @@ class CudaIpcTransport:
         number = self._take_number()
         storage = buffer.untyped_storage()
         message = json.dumps([self._publish(storage), buffer.storage_offset() * buffer.element_size(), buffer.nbytes])
-        # Offset and size, as allocations are shared whole: buckets are slices of few allocations, which are mapped
-        # once each.
+        # Offset and size, as allocations are shared whole: buckets are slices of few allocations, which are mapped once each.
         self._store.set(f"bucket/{number}", message)
         return OfferedBucket(self._store, self._group, number, self._size, buffer)
 
-    def receive(self, buffer: torch.Tensor) -> Received:
+    def receive(self, buffer: torch.Tensor) -> IncomingBucket:
         """See :class:`weightwire.transports.base.Transport`."""
         # The buffer's memory may have been another tensor's, whose last kernels are still to run.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._pending.append(Received(self, self._take_number(), buffer))
+        self._pending.append(IncomingBucket(self, self._take_number(), buffer))
         return self._pending[-1]
 
     def offered(self, number: int) -> bool:
@@ -68,8 +67,7 @@ class CudaIpcTransport:
         """Queue the copy of a published bucket; return an event that follows it."""
         storage, offset, length = _numbers(self._store.get(f"bucket/{number}"), 3)
         source = self._open(storage)
-        # The store is not authenticated: a wrong range would read beyond the mapped allocation, on the device and
-        # silently.
+        # The store is not authenticated: a wrong range would read beyond the mapped allocation, on the device and silently.
         if length != buffer.nbytes or offset < 0 or offset + length > source.nbytes:
             raise TransportError(
                 f"cuda_ipc: bucket {number} is offered as bytes {offset} to {offset + length} of {source.nbytes}, and "
@@ -81,17 +79,17 @@ class CudaIpcTransport:
             copied.record(self._stream)
         return copied
 
-    def finish(self, received: Received, timeout_s: float) -> None:
+    def finish(self, bucket: IncomingBucket, timeout_s: float) -> None:
         """Wait for the oldest bucket, acknowledge it, and start the next copy if that bucket is published already."""
-        number, activity = received.number, f"cuda_ipc: bucket {received.number}"
-        if received.copied is None:
+        number, activity = bucket.number, f"cuda_ipc: bucket {bucket.number}"
+        if bucket.copied is None:
             wait_until(lambda: self.offered(number), self._group, timeout_s, f"{activity} has not been offered")
-            received.copied = self.begin_copy(number, received.buffer)
+            bucket.copied = self.begin_copy(number, bucket.buffer)
         # Polled, not synchronized: a wait for the device could not be ended when the sender is lost.
-        wait_until(received.copied.query, self._group, timeout_s, f"{activity} has not been copied")
+        wait_until(bucket.copied.query, self._group, timeout_s, f"{activity} has not been copied")
         # Only after the copy: from here on the sender may overwrite the buffer.
         self._store.set(f"taken/{number}/{self._rank}", "1")
-        self._pending.remove(received)
+        self._pending.remove(bucket)
         if self._pending and self._pending[0].copied is None and self.offered(self._pending[0].number):
             self._pending[0].copied = self.begin_copy(self._pending[0].number, self._pending[0].buffer)
 
@@ -152,7 +150,7 @@ class OfferedBucket:
         wait_for_keys(self._keys, self._store, self._group, timeout_s, activity)
 
 
-class Received:
+class IncomingBucket:
     """A bucket to copy. Waits happen in order.
 
     Attributes:
@@ -200,7 +198,7 @@ def _handle(text: bytes) -> list[Any]:
     try:
         fields = json.loads(text)
         values = [fields[name] for name in HANDLE_FIELDS]
-        # The store is not authenticated, and these values go on to PyTorch's C++ code.
+        # The store is not authenticated, and these values are passed to PyTorch's C++ code.
         if len(fields) != len(kinds) or [type(value) for value in values] != list(kinds):
             raise ValueError("fields of other types")
         return [base64.b64decode(value, validate=True) if isinstance(value, str) else value for value in values]

@@ -85,5 +85,6 @@ class HcclTransport(CommunicatorTransport):
         """Abort the communicator if a broadcast is in flight."""
         self._healthy = False
         if self._communicator is not None and any(not work.ended for work in self._in_flight):
+            # A communicator that is already in error may refuse to be aborted; the next update creates a new one.
             with contextlib.suppress(RuntimeError):
                 self._communicator.handle[0].abort()

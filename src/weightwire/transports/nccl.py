@@ -84,6 +84,7 @@ def _abort(pg: Any) -> None:
         log.debug("NCCL did not abort a communicator: %s", error)
 
 
+# Bounded: aborting a communicator whose peer is lost may not return.
 @atexit.register
 def _end_with_the_process() -> None:
     until = time.monotonic() + CLOSE_S

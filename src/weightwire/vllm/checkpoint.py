@@ -45,7 +45,7 @@ def prediction_tensors(names: Iterable[str], config: Any) -> set[str]:
     return {name for name in names if in_prediction_head(name, heads)}
 
 
-class Expected:
+class ExpectedTensors:
     """Tensors expected in an update: those of the checkpoint from which the engine was started.
 
     Args:

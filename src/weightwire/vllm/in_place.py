@@ -68,9 +68,9 @@ class ExchangePart:
 
     Attributes:
         target: the part of the parameter, on the engine's device.
-        dtype: of the source.
+        dtype: dtype of the source.
         offset: first byte of the source.
-        shape, strides: of the source, in elements.
+        shape, strides: shape and strides of the source, in elements.
     """
 
     target: Tensor
@@ -126,7 +126,7 @@ class Exchange:
         self._parts, self._keep, self._tied = split(merged(parts)), keep, tied
         device = self._parts[0].target.device
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        # Of the parts whose old weights do not fit into their sources' bytes: few, or Recording would have refused.
+        # Old weights of parts that do not fit into their sources' bytes: few, or Recording would have refused.
         self._separate: dict[int, Tensor] = {}
         self._bound: tuple[int, list[_Group]] = 0, []
         self._changed_groups: list[_Group] = []

@@ -24,7 +24,7 @@ from weightwire.plan import Region, Share
 from weightwire.receiver import Receiver
 from weightwire.reception import COMMITTED, RECEIVING
 from weightwire.vllm import contract
-from weightwire.vllm.checkpoint import Expected
+from weightwire.vllm.checkpoint import ExpectedTensors
 from weightwire.vllm.in_place import Exchange, NotInPlaceError, Recording, learn
 from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
 from weightwire.vllm.needs import worker_needs
@@ -51,7 +51,7 @@ class WorkerUpdates:
         # Staging on the device needs room for a second model; the host is the way out.
         device = os.environ.get(contract.STAGING) or next(model().parameters()).device
         name = f"worker {self._number} of {config.model}"
-        check = Expected(config.model, config.hf_config).check
+        check = ExpectedTensors(config.model, config.hf_config).check
         self.receiver = Receiver(name, device=device, check=check, needs=self.needs)
         self._needs: tuple[Sequence[TensorSpec], tuple[Region, ...]] | None = None
         self._offer: Offer | None = None
@@ -275,6 +275,7 @@ class _Copy(threading.Thread):
     """
 
     def __init__(self, model: torch.nn.Module, memory: Snapshot | None) -> None:
+        # A daemon: a worker that ends must not wait for a copy.
         super().__init__(name="weightwire-snapshot", daemon=True)
         self.snapshot: Snapshot | None = None
         self._model, self._memory = model, memory
@@ -291,8 +292,7 @@ class _Copy(threading.Thread):
 
 def _adapters_directory() -> Path:
     directory = Path(tempfile.gettempdir()) / f"weightwire-{os.getuid()}"
-    # In a directory that everyone may write to, another user could have prepared this name: hence the look at its
-    # owner.
+    # In a directory that everyone may write to, another user could have prepared this name: hence the look at its owner.
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.stat().st_uid != os.getuid():
         raise UpdateError(f"{directory} belongs to another user")

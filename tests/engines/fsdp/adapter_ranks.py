@@ -206,7 +206,10 @@ def exported(
             backend.export_hf(Path(folder) / "merged", adapter="it")
             backend.save_adapter("it", Path(folder) / "saved")
             streams = [
-                {name: tensor.clone() for name, tensor in backend.named_weights("it", alone=unmerged, receivers="main")}
+                {
+                    name: tensor.clone()
+                    for name, tensor in backend.named_weights("it", adapter_only=unmerged, receivers="main")
+                }
                 for unmerged in (False, True)
             ]
             return backend.forward(samples, logits=True, adapter="it").logits, *streams

@@ -128,8 +128,8 @@ def test_adapted_experts_match_transformers_with_merged_weights(kind, counts):
     hidden_states, routing_weights = inputs()
     layers.stacked = stacked
     layers.segments = segments_of(counts)
-    compute, along = getattr(module, COMPUTED_BY)
-    actual = compute(module, hidden_states, index, routing_weights, along())
+    compute, token_adapters = getattr(module, COMPUTED_BY)
+    actual = compute(module, hidden_states, index, routing_weights, token_adapters())
     layers.require_called()
     actual.backward(upstream)
     stacked.collect()

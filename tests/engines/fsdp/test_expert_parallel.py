@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
+from megascend.engines.fsdp.expert_parallel import ExpertShare, compute_on_expert_ranks, keep_local_experts
 from megascend.errors import ConfigError
 from megascend.testing import run_distributed
 
@@ -48,14 +48,14 @@ def test_expert_parallel_ranks_match_one_process(size: int, busy: tuple[int, ...
         rank = dist.get_rank()
         module = nn.Sequential(Experts(matrices()))
         share = ExpertShare(dist.group.WORLD, size, rank)
-        keep_own_experts(module, share.size, lambda child: isinstance(child, Experts))
+        keep_local_experts(module, share.size, lambda child: isinstance(child, Experts))
         part = matrices().chunk(size)[rank]
         assert module[0].weight.shape == part.shape
         module[0].weight.data = part
         hidden, index, weights = inputs(rank, busy)
         hidden.requires_grad_()
         weights.requires_grad_()
-        out = computed_where_experts_are(module[0], hidden, index, weights, share, products)
+        out = compute_on_expert_ranks(module[0], hidden, index, weights, share, products)
         out.square().sum().backward()
         return out.detach(), hidden.grad, weights.grad, module[0].weight.grad
 
@@ -80,4 +80,4 @@ def test_expert_parallel_ranks_match_one_process(size: int, busy: tuple[int, ...
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     share = ExpertShare(None, 3, 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"parallel\.expert=3 cannot divide 0, 4 experts of Experts"):
-        keep_own_experts(nn.Sequential(Experts(matrices())), share.size, lambda child: isinstance(child, Experts))
+        keep_local_experts(nn.Sequential(Experts(matrices())), share.size, lambda child: isinstance(child, Experts))

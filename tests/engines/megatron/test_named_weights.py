@@ -342,7 +342,7 @@ def test_stalled_reader_is_named_in_time(parity_folder, tmp_path):
         return str(raised.value)
 
     message = run_distributed(on_rank, 2, init=False, timeout_s=180, expect_lost=())[1]
-    assert "Rank 0 has not come" in message
+    assert "Rank 0 has not arrived" in message
 
 
 def test_unexpected_tensors_raise_for_the_reader(parity_folder):
@@ -376,7 +376,7 @@ def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder
         return (
             {name: tensor.clone() for name, tensor in backend.named_weights()},
             {name: tensor.clone() for name, tensor in backend.named_weights("a", receivers="main")},
-            dict(backend.named_weights("a", alone=True, receivers={1})),
+            dict(backend.named_weights("a", adapter_only=True, receivers={1})),
             [(name, tensor.shape, tensor.device.type) for name, tensor in backend.named_weights("a", device="meta")],
         )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.rollout.collector import RolloutCollector
     from megascend.weightsync import WeightSync
-    from megascend.weightsync.sync import Pushed
+    from megascend.weightsync.sync import PushResult
     from weightwire.engine import InferenceEngine
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class EngineUpdates:
     one that fails again counts as lost although it reports its version, and holds up no other from then on.
 
     Args:
-        rollouts: whose collector knows the engines.
+        rollouts: rollouts whose collector knows the engines.
         adapter: adapter to merge into the weights.
 
     Attributes:
@@ -81,7 +81,7 @@ class EngineUpdates:
         # Also after a resume: engines may have been restarted with the checkpoint's first weights.
         self._push(steps, returned=True)
 
-    def push(self, step: int) -> Pushed | None:
+    def push(self, step: int) -> PushResult | None:
         """Give the weights after ``step`` to all engines that have earlier ones of this run.
 
         Returns:
@@ -98,11 +98,11 @@ class EngineUpdates:
             try:
                 self._push(self._backend.step_count, returned=True)
             except (WeightSyncError, ConfigError) as error:
-                # On every rank; the others go on sampling.
+                # On every rank; the other engines keep sampling.
                 problem = error
                 self._rollouts.on_rank_0(lambda collector: collector.reject(self._sync.engines, problem))
 
-    def _push(self, step: int, *, returned: bool) -> Pushed | None:
+    def _push(self, step: int, *, returned: bool) -> PushResult | None:
         version, pushed = step + self.offset, None
 
         def choose(collector: RolloutCollector) -> tuple[int, bool]:
@@ -231,7 +231,7 @@ def make_engine(config: RlConfig, index: int, address: str, servers: EngineServe
             name=f"local engine {index}",
             timeout_s=config.rollout.timeout_s,
             precision=config.precision,
-            # With one seed, engines would draw alike for requests that have none of their own.
+            # With one seed, engines would draw the same numbers for requests without a seed.
             seed=config.seed + index,
         )
     if address == VLLM:

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Learned:
+class LearnResult:
     """Result of learning from a batch, the same on every rank.
 
     Attributes:
         result: result of ``forward_backward``.
-        mismatch: between the engines' log-probabilities and the trainer's before the step, or None where it was not measured. It
-            holds both what kernels compute differently and what the policy has changed since the responses were sampled.
-        divergence: of the policy before the step from the reference; None without one.
+        mismatch: difference between the engines' log-probabilities and the trainer's before the step, or None where it was not
+            measured: by other kernels, and by what the policy has changed since the responses were sampled.
+        divergence: divergence of the policy before the step from the reference; None without a reference.
         penalised: the groups with the rewards that advantages were computed from; None: their own.
-        entropy: mean entropy of the trainer's distribution at the sampled tokens, in nats; None where the mismatch is.
+        entropy: mean entropy of the trainer's distribution at the sampled tokens, in nats; None where ``mismatch`` is None.
     """
 
     result: ForwardBackwardResult
@@ -53,7 +53,7 @@ def learn(
     measured: bool = True,
     reference: Reference | None = None,
     teacher: TeacherScores | None = None,
-) -> Learned:
+) -> LearnResult:
     """Accumulate the gradients of one batch of groups. Collective; every rank passes the same groups.
 
     Args:
@@ -86,7 +86,7 @@ def learn(
     if reference is not None:
         reference_logprobs = reference.logprobs(shard)
         if reference.in_reward and trainer is not None:
-            penalised = reference.penalised(groups, samples, shard, trainer, reference_logprobs)
+            penalised = reference.penalise(groups, samples, shard, trainer, reference_logprobs)
             # Lengths are the same, and so is this rank's share.
             shard = backend.shard(step_samples(penalised, objective, teacher))
         shard, loss = reference.attached(shard, reference_logprobs), reference.with_kl(loss)
@@ -94,12 +94,12 @@ def learn(
         shard = [corrected(sample, logprobs.cpu(), cap) for sample, logprobs in zip(shard, trainer, strict=True)]
     loss = averaged(loss, groups, objective)
     if reference is None:
-        return Learned(backend.forward_backward(shard, loss=loss, adapter=adapter), mismatch, entropy=entropy)
+        return LearnResult(backend.forward_backward(shard, loss=loss, adapter=adapter), mismatch, entropy=entropy)
     result = backend.forward_backward(shard, loss=loss, adapter=adapter, logprobs=trainer is None)
     policy = result.logprobs if trainer is None else trainer
     assert policy is not None
     divergence = reference.divergence(shard, policy, reference_logprobs)
-    return Learned(result, mismatch, divergence, penalised, entropy)
+    return LearnResult(result, mismatch, divergence, penalised, entropy)
 
 
 def step_samples(
@@ -132,7 +132,7 @@ def step_samples(
             if objective.average == "responses":
                 sample.weights = sample.weights / trajectory.sampled_tokens
             samples.append(sample)
-    return samples if teacher is None else teacher.taught(samples)
+    return samples if teacher is None else teacher.add_to(samples)
 
 
 def allowed_rows(before: int, allowed: Sequence[Sequence[int]]) -> torch.Tensor:

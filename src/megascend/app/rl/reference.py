@@ -99,7 +99,7 @@ class Reference:
 
     @property
     def in_reward(self) -> bool:
-        """True if rewards are penalised."""
+        """True if rewards are penalise."""
         return self._settings.penalty == "reward" and self._settings.coefficient > 0
 
     @property
@@ -131,7 +131,7 @@ class Reference:
         with self._weights.in_place():
             return self._backend.forward(samples).logprobs
 
-    def penalised(
+    def penalise(
         self,
         groups: Sequence[TrajectoryGroup],
         samples: Sequence[Sample],
@@ -139,13 +139,13 @@ class Reference:
         policy: Sequence[Tensor],
         reference: Sequence[Tensor],
     ) -> list[TrajectoryGroup]:
-        """Return the groups with the coefficient times the summed estimates of a trajectory's tokens taken from its reward.
+        """Subtract from each trajectory's reward the coefficient times its tokens' summed estimates; return such groups.
 
         Collective.
 
         Args:
-            samples: of all trajectories, in order.
-            shard: those of this data parallel rank; the same objects.
+            samples: samples of all trajectories, in order.
+            shard: the samples of this data parallel rank; the same objects.
             policy, reference: log-probabilities of their targets, [length] each.
         """
         estimate, order = ESTIMATORS[self._settings.kl_estimator], {id(sample): i for i, sample in enumerate(samples)}
@@ -189,7 +189,7 @@ class Reference:
         """Return the estimates over the sampled tokens of all data parallel ranks. Collective.
 
         Args:
-            samples: of this rank.
+            samples: samples of this rank.
             policy, reference: log-probabilities of their targets, [length] each.
         """
         local = Divergence()

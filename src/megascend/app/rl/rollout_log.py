@@ -104,8 +104,8 @@ class RolloutLog:
         """Yield a row for each trajectory of a group.
 
         Args:
-            rewards: what its advantages were computed from; None: its rewards.
-            advantages: None: it has none.
+            rewards: rewards from which the advantages were computed; default: those of the group.
+            advantages: advantages of the trajectories; None: they have none.
         """
         rewards = group.rewards if rewards is None else rewards
         values: Sequence[float | None] = [None] * len(rewards) if advantages is None else advantages

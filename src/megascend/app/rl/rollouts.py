@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megascend.rollout.collector import RolloutCollector
 
 SLICE_S = 5.0
-"""How long rank 0 waits for an engine at a time. In between, ranks see that all of them are there, and whether one is to stop."""
+"""Seconds that rank 0 waits for engines at a time. In between, ranks check that none is lost, and for stop signals."""
 
 T = TypeVar("T")
 
@@ -104,8 +104,8 @@ class SharedRollouts:
                 # The engine's own timeout is of the same class as that of this wait.
                 if running[0].done():
                     raise
-                if collector.ended() > progress[0] or collector.waits_for_engines():
-                    progress[:] = collector.ended(), time.monotonic()
+                if collector.completed_episodes() > progress[0] or collector.waits_for_engines():
+                    progress[:] = collector.completed_episodes(), time.monotonic()
                 patience_s = self._patience_s + self._slice_s  # engines' own deadlines come first
                 if time.monotonic() - progress[1] > patience_s:
                     raise EngineTimeoutError(
@@ -136,9 +136,9 @@ class SharedRollouts:
         """Return the counts of prompts and responses so far."""
         return self.on_rank_0(lambda collector: collector.counts())
 
-    def dropped(self) -> list[tuple[str, TrajectoryGroup]]:
-        """Return :meth:`RolloutCollector.dropped` on rank 0, nothing on all others. Not collective."""
-        return [] if self._collector is None else self._collector.dropped()
+    def take_dropped(self) -> list[tuple[str, TrajectoryGroup]]:
+        """Return :meth:`RolloutCollector.take_dropped` on rank 0, nothing on all others. Not collective."""
+        return [] if self._collector is None else self._collector.take_dropped()
 
     def state_dict(self) -> dict[str, Any]:
         """Return :meth:`RolloutCollector.state_dict` on rank 0, an empty dict on all others. Not collective."""

@@ -159,8 +159,8 @@ class PromptData:
 
     Attributes:
         learned, held_out: prompts for training and for evaluation, with file and line.
-        digest: of the tokens of those for training.
-        lengths: their tokens; 0 for lines of which an environment makes the prompt.
+        digest: digest of the tokens of the training prompts.
+        lengths: number of tokens of each prompt; 0 for lines of which an environment makes the prompt.
     """
 
     learned: list[tuple[str, Prompt]]

@@ -44,7 +44,7 @@ class TeacherScores:
     """A teacher's scores of a batch's trajectories, in the order of groups and trajectories.
 
     Attributes:
-        settings: how they are learned.
+        settings: settings of the teacher, with the loss that learns from the scores.
         logprobs: float32 [tokens], log-probabilities of the tokens after each prompt.
         candidates: candidates for these tokens; None for the loss ``policy``, and with ``states``.
         states: the teacher's hidden states [targets, h] of the trajectories of this data parallel rank, by number.
@@ -57,7 +57,7 @@ class TeacherScores:
     states: Mapping[int, Tensor] | None = None
     vocabulary_loss: Loss | None = None
 
-    def taught(self, samples: Sequence[Sample]) -> list[Sample]:
+    def add_to(self, samples: Sequence[Sample]) -> list[Sample]:
         """Set the samples' candidates, or their advantages to those of the teacher: -(log p_engine - log p_teacher).
 
         That is the policy gradient of the reverse divergence KL(model || teacher) with each token's own term as its reward.
@@ -82,7 +82,11 @@ class TeacherScores:
         return list(samples)
 
     def loss(self, policy: Loss) -> Loss:
-        """Return the loss of the step; ``policy``: that of advantages."""
+        """Return the loss of the step.
+
+        Args:
+            policy: loss by policy gradient, for ``teacher.loss: policy``.
+        """
         if self.vocabulary_loss is not None:
             return self.vocabulary_loss
         if self.candidates is None:
@@ -171,7 +175,7 @@ class Teacher:
     def ask_ahead(self, group: TrajectoryGroup) -> None:
         """Ask about a group's trajectories, which will be learned from, while the trainer is in a step. On rank 0."""
         assert self._loop is not None
-        rows = [self._loop.submit(self._ask(sequence_of(trajectory))) for trajectory in group.trajectories]
+        rows = [self._loop.submit(self._ask(all_tokens(trajectory))) for trajectory in group.trajectories]
         self._requests[group.number] = group, rows
 
     def scores(self, groups: Sequence[TrajectoryGroup]) -> TeacherScores:
@@ -198,10 +202,10 @@ class Teacher:
         futures: list[Future[Row]] = []
         for group in groups:
             entry = self._requests.get(group.number)
-            if entry is None or list(map(sequence_of, entry[0].trajectories)) != list(
-                map(sequence_of, group.trajectories)
+            if entry is None or list(map(all_tokens, entry[0].trajectories)) != list(
+                map(all_tokens, group.trajectories)
             ):
-                # Of a checkpoint: they arrived before this process began.
+                # A group of a checkpoint: it arrived before this process began, so it was not asked about.
                 self.ask_ahead(group)
             futures += self._requests.pop(group.number)[1]
         newest = max(group.version for group in groups)
@@ -251,7 +255,7 @@ class Teacher:
             return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
 
 
-def sequence_of(trajectory: Trajectory) -> list[int]:
+def all_tokens(trajectory: Trajectory) -> list[int]:
     """Return all tokens of a trajectory."""
     return [*trajectory.prompt_tokens, *trajectory.tokens]
 

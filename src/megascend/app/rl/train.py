@@ -124,10 +124,10 @@ class ReinforcementLearning(Training[RlConfig]):
     """Learning from responses that inference engines sample and a reward function grades."""
 
     progress_keys = ("rollouts", "rl")
-    shared_errors = (DataError, EngineError)  # of rank 0, which tells all
+    shared_errors = (DataError, EngineError)  # SharedRollouts raises those of rank 0 on every rank
     panels = PANELS
     prompts: PromptData
-    """After :meth:`prepare`."""
+    """Prompts for training and evaluation; set by :meth:`prepare`."""
     _grader: Reward | Environment
     _run: Run[RlConfig]
     _rollouts: SharedRollouts
@@ -235,7 +235,7 @@ class ReinforcementLearning(Training[RlConfig]):
         # One at a time: the collector draws as engines become free.
         stream = Batches(prompts, 1, config.seed, config.rollout.shuffle, fingerprint(prompts), sources=sources)
         engines: list[InferenceEngine] = []
-        # An engine that cannot be made is an error on every rank, or the others would wait.
+        # Through from_rank_0, so that an engine that cannot be made is an error on every rank.
         factory = self._make_engines or (lambda config: make_engines(config, self._servers))
         backend.from_rank_0(lambda: engines.extend(factory(config)))
         collector = None
@@ -276,7 +276,7 @@ class ReinforcementLearning(Training[RlConfig]):
             reward = self._evaluate(0)
             self.totals.reward_before = self.totals.reward_after = reward
             run.event_log.event("evaluated", step=0, reward=reward)
-        # Before the first prompt: what ends while the loop is prepared belongs to the first step.
+        # Before the first prompt: episodes that end while the loop is prepared count for the first step.
         self._counts = self._rollouts.counts()
         # After the push and the evaluation: no training prompt is sampled with other weights.
         steps, offset = backend.step_count, self._updates.offset
@@ -327,7 +327,7 @@ class ReinforcementLearning(Training[RlConfig]):
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
             eval_reward = self.totals.reward_after = self._evaluate(number)
-        dropped = self._rollouts.dropped()
+        dropped = self._rollouts.take_dropped()
         if self._records is not None:
             self._records.write(number, batch, dropped, self._evaluated, learned.penalised)
         self._evaluated = []
@@ -404,7 +404,7 @@ class ReinforcementLearning(Training[RlConfig]):
         return self._start_line(run).replace(": ", "\n", 1)
 
     def _start_line(self, run: Run[RlConfig]) -> str:
-        """Return what is about to happen, in a line."""
+        """Return a one-line description of the model, the prompts, the number of steps and the devices."""
         config, rollout, ranks = run.config, run.config.rollout, run.backend.world_size
         engines = ", ".join(config.engine_names)
         device = f"{ranks} rank{'s' if ranks > 1 else ''} on {run.backend.platform.name}, engines: {engines}"
@@ -415,7 +415,7 @@ class ReinforcementLearning(Training[RlConfig]):
         )
 
     def result(self) -> tuple[dict[str, Any], str]:
-        """Return the last reward with idle share and speed, and what has happened in a line."""
+        """Return the last reward, the idle share and the speed, and a one-line summary of the run."""
         config, totals = self._run.config, self.totals
         evaluated = ""
         if config.evaluation is not None:

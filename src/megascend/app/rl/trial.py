@@ -48,7 +48,7 @@ class EpisodeTrial:
     Attributes:
         source: file and line of the prompt.
         turns: responses.
-        reward: of the first trajectory, with its parts by name.
+        reward: reward of the first trajectory, with its parts by name.
         seconds: duration, which an episode with a real engine has in addition to sampling.
     """
 
@@ -77,7 +77,7 @@ def try_episode(
     finally:
         episodes.close()
     if not trajectories:
-        # The reason stands in a warning of the run's, which goes on with other prompts; here it is the result.
+        # In a run the reason is a warning, and the run continues with other prompts; here it is the result.
         raise DataError(f"{source}: {episodes.last_failure}; the response was {CANNED!r}")
     first = trajectories[0]
     return EpisodeTrial(source, first.turns, first.reward, first.rewards, time.monotonic() - start)

@@ -86,8 +86,7 @@ def from_config(
         **defaults,
         **model,
         "context_parallel_algo": ALGORITHMS[context_algorithm],
-        # An option raises the level, since MindSpeed does not read a feature's argument below the level of the
-        # feature.
+        # An option raises the level, since MindSpeed does not read a feature's argument below the level of the feature.
         "optimization_level": max(
             optimization_level(config),
             *(levels[name] for name, value in options.items() if value and name in levels),
@@ -146,8 +145,7 @@ def check_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> No
                     f"provider_options.{name}={value!r}: tested with megascend: {', '.join(map(repr, values))}"
                 )
         else:
-            # With context parallelism, so that reasons which depend on it are among those that may explain the
-            # refusal.
+            # With context parallelism, so that reasons which depend on it are among those that may explain the refusal.
             check_model({name: value, "context_parallel_size": 2})  # may raise a more specific error
             raise ConfigError(
                 f"provider_options.{name} is not among the options that were tested with megascend "

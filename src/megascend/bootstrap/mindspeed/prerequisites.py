@@ -75,7 +75,7 @@ def findings(
     return result
 
 
-def _look_at_torch_npu(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_torch_npu(stack: Stack, environment: Mapping[str, str]) -> str:
     problem = torch_npu_problem()
     if problem:
         raise PlatformError(f"platform 'npu' cannot be used here: {problem}")
@@ -84,7 +84,7 @@ def _look_at_torch_npu(stack: Stack, environment: Mapping[str, str]) -> str:
     return f"{torch_npu.__version__}, {count} x {torch.npu.get_device_name(0)}"
 
 
-def _look_at_cann(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_cann(stack: Stack, environment: Mapping[str, str]) -> str:
     home = environment.get("ASCEND_HOME_PATH")
     if not home:
         raise PlatformError(
@@ -94,7 +94,7 @@ def _look_at_cann(stack: Stack, environment: Mapping[str, str]) -> str:
     return home
 
 
-def _look_at_the_pair(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_torch_pair(stack: Stack, environment: Mapping[str, str]) -> str:
     torch, torch_npu = _version_of("torch"), _version_of("torch_npu")
     requirement = stack.requirement("torch-npu")
     if torch_npu not in requirement:
@@ -122,7 +122,7 @@ def _version_of(package: str) -> Version:
     return Version(module_version)
 
 
-def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
     mindspeed, branch = tree.find(), tree.BRANCHES[stack.name]
     instructions = HOW_MINDSPEED.format(branch=branch)
     if mindspeed is None:
@@ -137,7 +137,7 @@ def _look_at_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
     return f"{version} ({mindspeed.folder})"
 
 
-def _look_at_undeclared(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_undeclared_imports(stack: Stack, environment: Mapping[str, str]) -> str:
     required = [row for row in UNDECLARED if stack.name in row[3]]
     if simnpu.is_active():
         # The simulated device installs a stand-in for triton later, because torch must not detect a triton at its import.
@@ -152,7 +152,7 @@ def _look_at_undeclared(stack: Stack, environment: Mapping[str, str]) -> str:
     return ", ".join(row[0] for row in required)
 
 
-def _look_at_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> str:
     """Check that no Transformer Engine is installed: it would be imported instead of MindSpeed's dummy, and crash."""
     spec = find_spec("transformer_engine")
     if spec is None:
@@ -174,7 +174,7 @@ def is_for_npu(package: Path) -> bool:
     return any("torch_npu" in path.read_text(errors="replace", encoding="utf-8") for path in package.rglob("*.py"))
 
 
-def _look_at_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
+def _check_megatron(stack: Stack, environment: Mapping[str, str]) -> str:
     check_megatron_tree(stack)
     return f"megatron.core is the installed {installed_versions()['megatron-core']}"
 
@@ -201,12 +201,12 @@ def check_megatron_tree(stack: Stack) -> None:
 
 
 PREREQUISITES = (
-    Prerequisite("torch_npu", _look_at_torch_npu),
-    Prerequisite("CANN", _look_at_cann),
-    Prerequisite("torch pair", _look_at_the_pair),
-    Prerequisite("MindSpeed", _look_at_mindspeed),
-    Prerequisite("MindSpeed's imports", _look_at_undeclared),
-    Prerequisite("Transformer Engine", _look_at_transformer_engine),
-    Prerequisite("Megatron tree", _look_at_megatron),
+    Prerequisite("torch_npu", _check_torch_npu),
+    Prerequisite("CANN", _check_cann),
+    Prerequisite("torch pair", _check_torch_pair),
+    Prerequisite("MindSpeed", _check_mindspeed),
+    Prerequisite("MindSpeed's imports", _check_undeclared_imports),
+    Prerequisite("Transformer Engine", _check_transformer_engine),
+    Prerequisite("Megatron tree", _check_megatron),
 )
-"""In this order, because the failure of one explains those of later ones."""
+"""Prerequisites in the order of checking: the failure of one explains those of later ones."""

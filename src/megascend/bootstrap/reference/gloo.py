@@ -103,6 +103,7 @@ def _contiguous(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copies(tensors: list[Tensor] | None) -> list[Tensor] | None:
+    # Gloo reads the memory of a tensor, not its strides.
     return None if tensors is None else [tensor.contiguous() for tensor in tensors]
 
 
@@ -147,6 +148,7 @@ def gather(tensor: Tensor, group: Any, sizes: list[int]) -> Tensor:
 
 def reduce_scatter(tensor: Tensor, group: Any, sizes: list[int]) -> Tensor:
     """Return this rank's [sizes[rank], ...] part of the sum over the group of ``tensor`` [sum(sizes), ...]."""
+    # Gloo has no reduce-scatter of uneven parts. A copy, because the sum replaces the tensor that is passed.
     total = tensor.clone()
     dist.all_reduce(total, group=group)
     return total.split(sizes)[group.rank()].contiguous()

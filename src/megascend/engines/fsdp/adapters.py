@@ -25,7 +25,7 @@ from megascend.lora.applied_adapters import AppliedAdapters, start_graph
 from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry, check_limits
 from megascend.lora.segments import ExpertAdapterRows, by_expert_and_adapter
-from megascend.lora.target_modules import EMBEDDING, TargetModule, Untargeted, check_untied, matches
+from megascend.lora.target_modules import EMBEDDING, RefusedTargets, TargetModule, check_untied, matches
 from megascend.lora.transformers_targets import (
     divided_tower,
     drawn_as,
@@ -44,7 +44,7 @@ class FsdpAdapterLayers(AppliedAdapters):
     """Forward hooks on a model's adapted layers, and the adapters that they currently apply.
 
     Args:
-        divided: expert parallelism: ranks hold different experts, and tokens are sent to them.
+        divided: ranks hold different experts, to which tokens are sent (expert parallelism).
     """
 
     def __init__(self, model: Any, shape_groups: Sequence[ShapeGroup], *, divided: bool = False) -> None:
@@ -57,7 +57,7 @@ class FsdpAdapterLayers(AppliedAdapters):
             for layer, target in enumerate(shape_group.target_modules):
                 name, module = target.slices[0].name, target.module
                 if target.is_output:
-                    self._output = number, target  # computed by the loss head, not by a hook
+                    self._output = number, target  # applied by the loss head, not by a hook
                     continue
                 self._not_called[id(module)] = name
                 if target.is_expert:
@@ -87,7 +87,7 @@ class FsdpAdapterLayers(AppliedAdapters):
         if self.stacked is None:
             return out
         if target.rows == "tokens":
-            self._note(module, target, inputs[0])
+            self._record_call(module, target, inputs[0])
         else:  # its rows are those of pictures, which to_linear checks
             self._not_called.pop(id(module), None)
         return self.to_linear(shape_group, layer, target, inputs[0], out)
@@ -97,7 +97,7 @@ class FsdpAdapterLayers(AppliedAdapters):
     ) -> Tensor:
         if self.stacked is None:
             return out
-        self._note(module, target, out)
+        self._record_call(module, target, out)
         return self.to_embedding(shape_group, target, inputs[0], out)
 
     def _adapters_of_tokens(self) -> Tensor | None:
@@ -111,19 +111,19 @@ class FsdpAdapterLayers(AppliedAdapters):
         hidden: Tensor,
         index: Tensor,
         weights: Tensor,
-        along: Tensor | None = None,
+        row_adapters: Tensor | None = None,
     ) -> Tensor:
         """Compute experts with adapters; see :func:`megascend.engines.fsdp.experts.frozen_experts`.
 
         Args:
-            along: int64 [n], each row's adapter; None: all rows have the same one.
+            row_adapters: int64 [n], each row's adapter; None: all rows have the same one.
         """
         if self.stacked is None:
             return experts_products()(module, hidden, index, weights)
         if self._divided:  # rows come from other ranks: their number differs from the micro batch's
             self._not_called.pop(id(module), None)
         else:
-            self._note(module, next(iter(slots.values()))[2], hidden)
+            self._record_call(module, next(iter(slots.values()))[2], hidden)
         adapters = len(self.stacked.adapters)
         # Computed at the first product and used for both, which have the same rows.
         grouped: ExpertAdapterRows | None = None
@@ -136,14 +136,16 @@ class FsdpAdapterLayers(AppliedAdapters):
             if grouped is None:
                 grouped = (
                     ExpertAdapterRows(rows.segments)
-                    if along is None
-                    else by_expert_and_adapter(rows.expert, along[rows.token], target.experts, adapters, in_order=False)
+                    if row_adapters is None
+                    else by_expert_and_adapter(
+                        rows.expert, row_adapters[rows.token], target.experts, adapters, in_order=False
+                    )
                 )
             return self.to_experts(shape_group, layer, grouped, x, out)
 
         return frozen_experts(module, hidden, index, weights, add)
 
-    def _note(self, module: Any, target: TargetModule, states: Tensor) -> None:
+    def _record_call(self, module: Any, target: TargetModule, states: Tensor) -> None:
         """Record the call of a layer with ``states`` [..., features], and check that it has a row for each token."""
         self._not_called.pop(id(module), None)
         assert self.segments is not None, "the micro batch has no adapter segments"
@@ -162,9 +164,9 @@ class FsdpAdapters(MixedAdapters):
     summed over the ranks once a step.
 
     Args:
-        model: not yet sharded; may be on ``meta``.
+        model: the model before it is sharded; may be on ``meta``.
         targets: result of :func:`adapter_targets`.
-        share: the share of experts that this rank will hold; None: all.
+        share: share of the experts that this rank will hold; None: all.
 
     Attributes:
         layers: hooks that apply the adapters.
@@ -178,7 +180,7 @@ class FsdpAdapters(MixedAdapters):
         context: EngineContext,
         targets: Sequence[TargetModule],
         share: ExpertShare | None,
-        untargeted: Untargeted | None = None,
+        refused_targets: RefusedTargets | None = None,
     ) -> None:
         settings = adapter_settings(spec, context.groups.device)
         # Before the registry exists, which allocates factors by each target's number of experts.
@@ -186,7 +188,7 @@ class FsdpAdapters(MixedAdapters):
         names = sorted(target.slices[0].name for target in targets)
         allowed = [name for name in names if matches(name, settings.limits.targets)]
         drawn_targets = [replace(target, drawn_as=drawn_as(target.slices[0].name, allowed)) for target in targets]
-        registry = AdapterRegistry.for_model(drawn_targets, names, settings, untargeted)
+        registry = AdapterRegistry.for_model(drawn_targets, names, settings, refused_targets)
         self.layers = FsdpAdapterLayers(model, registry.shape_groups, divided=share is not None)
         self.transposed = {target.slices[0].name for target in targets if is_transposed(target)}
         super().__init__(
@@ -202,11 +204,12 @@ class FsdpAdapters(MixedAdapters):
 
 def adapter_targets(
     model: Any, limits: Adapters, images: Images | None = None, trained: VisionTower = "frozen", *, tied: bool
-) -> tuple[list[TargetModule], Untargeted | None]:
-    """Return every layer of a model, which may be on ``meta``, that adapters could act on; and those that peft could.
+) -> tuple[list[TargetModule], RefusedTargets | None]:
+    """Return the layers of a model that adapters can act on, and those that peft could adapt and that are refused.
 
     Args:
-        images: of a model that takes pictures.
+        model: may be on ``meta``.
+        images: declaration of a model's pictures; None: it takes none.
         trained: ``train`` if adapters may act on its vision tower.
     """
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
@@ -217,10 +220,10 @@ def adapter_targets(
             f"engine fsdp: adapters.targets is all-linear, but {ungated} of {type(model).__name__} has no gate, and such "
             "experts are not adapted; name the other layers in adapters.targets"
         )
-    tower_layers, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
+    tower_layers, refused_targets = divided_tower(None if images is None else tower(model, images), images, trained)
     targets = layer_targets(model) + ([] if tied else embedding_and_output(model)) + tower_layers
-    check_limits(limits, [target.slices[0].name for target in targets], untargeted)
-    return targets, untargeted
+    check_limits(limits, [target.slices[0].name for target in targets], refused_targets)
+    return targets, refused_targets
 
 
 def _local_experts(target: TargetModule, share: ExpertShare | None) -> TargetModule:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megascend.engines.fsdp import varlen
-from megascend.engines.key_values import Filling, Growing
+from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.errors import ConfigError, TopologyError
 from megascend.kernels import npu
 from megascend.kernels.attention_sinks import attention_with_sinks
@@ -134,7 +134,7 @@ class SampleLengths:
     one_kernel: bool = False
     starts: Tensor | None = None
     longest: Tensor | None = None
-    cached: Filling | Growing | None = None
+    cached: Prefill | DecodeStep | None = None
 
     @cached_property
     def sample_index(self) -> Tensor:
@@ -152,7 +152,7 @@ def sample_lengths(
     dtype: torch.dtype,
     *,
     compiled: bool = False,
-    cached: Filling | Growing | None = None,
+    cached: Prefill | DecodeStep | None = None,
 ) -> SampleLengths:
     """Build the layout of a micro batch's samples on the host; nothing waits for the device.
 
@@ -212,6 +212,7 @@ def attention(
     sinks: Tensor | None = options.get("s_aux")
     if lengths.cached is not None:
         mixed = cached_attention(module, query, key, value, lengths, scaling, sliding_window, sinks)
+        # Contiguous, as transformers' own attention functions return it.
         return mixed.contiguous(), None
     if lengths.exchange is None:
         mixed = _sample_attention(query, key, value, lengths, scaling, dropout, sliding_window, sinks)
@@ -249,7 +250,7 @@ def cached_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention without dropout for complete samples, which are written to the KV cache, or for new tokens."""
-    if isinstance(lengths.cached, Growing):
+    if isinstance(lengths.cached, DecodeStep):
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         return lengths.cached.attend(module.layer_idx, q, k, v, scaling, window, sinks)[None]
     assert lengths.cached is not None
@@ -295,8 +296,7 @@ def _one_by_one(
     sinks: Tensor | None,
 ) -> Tensor:
     assert lengths.packed is not None
-    # One call a sample instead of a block-diagonal mask, which would cost the square of all tokens and rule out the
-    # flash kernel.
+    # One call a sample instead of a block-diagonal mask, which would cost the square of all tokens and rule out the flash kernel.
     queries, keys, values = (states.split(lengths.packed, dim=2) for states in (query, key, value))
     parts = [_causal(q, k, v, scaling, dropout, window, sinks) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat(parts, dim=2)

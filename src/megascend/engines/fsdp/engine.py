@@ -20,7 +20,7 @@ from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
 from megascend.engines.fsdp.attention import HeadExchange, check_heads
-from megascend.engines.fsdp.expert_parallel import ExpertShare, keep_own_experts
+from megascend.engines.fsdp.expert_parallel import ExpertShare, keep_local_experts
 from megascend.engines.fsdp.named_weights import named_weights
 from megascend.engines.fsdp.output_head import LossHead, more_than_product
 from megascend.engines.fsdp.router_loss import RouterLoss, router_recorder
@@ -28,7 +28,7 @@ from megascend.engines.fsdp.sharding import FsdpGroups, freeze, reshard, shard
 from megascend.engines.fsdp.token_mixing import check_layers, pass_borders
 from megascend.engines.full_model import FullModel
 from megascend.engines.heads import fresh_weights, output_layer
-from megascend.engines.key_values import Filling, Growing, other_attention
+from megascend.engines.key_values import DecodeStep, Prefill, other_attention
 from megascend.engines.replayed_blocks import BlockReplay
 from megascend.engines.rotary import RotaryByLength
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
@@ -37,7 +37,7 @@ from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.lora.factors import merged
-from megascend.lora.target_modules import TargetModule, Untargeted
+from megascend.lora.target_modules import RefusedTargets, TargetModule
 from megascend.selfcheck import in_process
 from megascend.topology.topology import Receivers, Topology
 
@@ -68,8 +68,7 @@ class FsdpEngine(TransformersEngine):
             context_size=topology.context,
             context_rank=groups.coordinates.context,
             for_megatron=False,
-            # Ulysses exchanges heads for whole samples: every rank then computes all positions, and chunks need no
-            # balancing.
+            # Ulysses exchanges heads for whole samples: every rank then computes all positions, and chunks need no balancing.
             contiguous=True,
         )
         self._exchange = HeadExchange(groups.device_group("cp")) if topology.context > 1 else None
@@ -80,7 +79,7 @@ class FsdpEngine(TransformersEngine):
         subject = FsdpSubject(info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=npu)
         self.check_slice(self.model.config, subject, enabled=spec.self_check)
         self._rotary = RotaryByLength(self.model)
-        self._cached: Filling | Growing | None = None  # of the micro batch that runs
+        self._cached: Prefill | DecodeStep | None = None  # of the micro batch that runs
         if spec.batching.packing:
             pass_borders(self.model)
         self._pictures: pictures.PicturesOfText | None = None
@@ -97,7 +96,7 @@ class FsdpEngine(TransformersEngine):
         self.adapters: FsdpAdapters | None = None
         if spec.adapters is not None:
             self.adapters = FsdpAdapters(
-                self.model, spec, context, checked.adapter_targets, self._share, checked.untargeted
+                self.model, spec, context, checked.adapter_targets, self._share, checked.refused_targets
             )
             # Before sharding, which takes the dtype of the shards from the parameters.
             freeze(self.model, self.dtype)
@@ -140,7 +139,7 @@ class FsdpEngine(TransformersEngine):
             read = shards.load(self._shards, sources, self.info.tensors, fresh, self.dtype)
         except CheckpointError as error:
             problem = error
-        raise_on_all_ranks(problem, self.groups, f"whether {self.model_dir} could be loaded")
+        raise_on_all_ranks(problem, self.groups, f"the load of {self.model_dir}")
         return read
 
     def scales(self, micro_batches: int) -> tuple[float, float]:
@@ -253,14 +252,14 @@ class CheckedModel:
         layers: its decoder layers.
         hf_slices: origin of its parameters in the checkpoint; computed before sharding, while they have their full shapes.
         adapter_targets: every layer that adapters could act on; none without adapters.
-        untargeted: other modules that peft could adapt, or None.
+        refused_targets: other modules that peft could adapt, or None.
     """
 
     model: Any
     layers: list[torch.nn.Module]
     hf_slices: HfSlices
     adapter_targets: list[TargetModule]
-    untargeted: Untargeted | None
+    refused_targets: RefusedTargets | None
 
     @classmethod
     def build(cls, spec: EngineSpec, info: ModelInfo, topology: Topology) -> CheckedModel:
@@ -280,11 +279,11 @@ class CheckedModel:
         check_layers(model, layers, packing=spec.batching.packing, context=context, longest=longest)
         if spec.moe.aux_loss != "none":
             router_recorder(model, spec.moe, frozen=spec.adapters is not None)
-        targets, untargeted = [], None
+        targets, refused_targets = [], None
         if spec.adapters is not None:
             images, trained = info.architecture.inputs, spec.vision_tower
-            targets, untargeted = adapter_targets(model, spec.adapters, images, trained, tied=info.shape.tied)
-        return cls(model, layers, tensor_slices(model, info.tensors), targets, untargeted)
+            targets, refused_targets = adapter_targets(model, spec.adapters, images, trained, tied=info.shape.tied)
+        return cls(model, layers, tensor_slices(model, info.tensors), targets, refused_targets)
 
 
 def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform: str) -> list[str]:
@@ -297,7 +296,7 @@ def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform:
         spec.model, checked.model.config, longest_sample(spec, info), subject, runs_forward=spec.self_check
     )
     if topology.expert > 1:
-        keep_own_experts(checked.model, topology.expert, transformers_api.is_fused_experts)
+        keep_local_experts(checked.model, topology.expert, transformers_api.is_fused_experts)
     return [target.slices[0].name for target in checked.adapter_targets]
 
 
@@ -353,7 +352,11 @@ class FsdpSubject(TransformersSubject):
 
 
 def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -> None:
-    """Raise ConfigError for settings that this engine does not support; ``npu``: the run is on NPUs."""
+    """Raise ConfigError for settings that this engine does not support.
+
+    Args:
+        npu: the run is on NPUs.
+    """
     fsdp, recompute, moe, batching, adapters = spec.fsdp, spec.recompute, spec.moe, spec.batching, spec.adapters
     if fsdp.compile and npu:
         raise ConfigError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megascend.engines.fsdp.experts import Experts, SpreadRows, permutation
 from megascend.errors import ConfigError
-from megascend.kernels.token_rows import Moved
+from megascend.kernels.token_rows import Permutation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,12 +63,12 @@ class TokenExchange:
     def to_experts(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens [n, ...] and routing weights [n, k]; return this rank's rows [m, ...] and their weights [m]."""
         rows: Any = SpreadRows.apply(values, self._order, self._inverse, self._count)
-        row_weights: Any = Moved.apply(weights.flatten(), self._order, self._inverse)
+        row_weights: Any = Permutation.apply(weights.flatten(), self._order, self._inverse)
         # In one autograd node with the weights, see _AllToAll.
         rows, row_weights = _exchange(self._send_counts, self._receive_counts, self._group, rows, row_weights)
         return rows, row_weights
 
-    def along(self, values: Tensor) -> Tensor:
+    def send_numbers(self, values: Tensor) -> Tensor:
         """Send a number for each token, int64 [n]; return those of this rank's rows [m]."""
         (numbers,) = _exchange(self._send_counts, self._receive_counts, self._group, values[self._order // self._count])
         return numbers
@@ -76,29 +76,30 @@ class TokenExchange:
     def to_tokens(self, rows: Tensor) -> Tensor:
         """Send the experts' results [m, ...] back; return the results of each token's experts [n, k, ...]."""
         (results,) = _exchange(self._receive_counts, self._send_counts, self._group, rows)
-        by_token: Any = Moved.apply(results, self._inverse, self._order)
+        by_token: Any = Permutation.apply(results, self._inverse, self._order)
         return by_token.unflatten(0, (-1, self._count))
 
 
-def computed_where_experts_are(
+def compute_on_expert_ranks(
     module: Any,
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
     share: ExpertShare,
     compute: Experts,
-    along: Tensor | None = None,
+    token_adapters: Tensor | None = None,
 ) -> Tensor:
     """Compute experts by ``compute`` on the ranks that hold them; see :data:`megascend.engines.fsdp.experts.Experts`.
 
     Args:
         module: this rank's experts.
         index: int64 [n, k], numbered over all ranks.
-        along: int64 [n], sent with the tokens; ``compute`` gets the values of its rows as ``along``.
+        token_adapters: int64 [n], sent with the tokens; ``compute`` gets those of its rows as ``row_adapters``.
     """
     exchange = TokenExchange(index, share, module.num_experts)
     rows, row_weights = exchange.to_experts(hidden, weights)
-    expert, options = exchange.expert, {} if along is None else {"along": exchange.along(along)}
+    options = {} if token_adapters is None else {"row_adapters": exchange.send_numbers(token_adapters)}
+    expert = exchange.expert
     idle = not len(rows)
     if idle:
         # A row of zeros, so that autograd reaches the parameters: reducing their gradients is collective.
@@ -108,7 +109,7 @@ def computed_where_experts_are(
     return exchange.to_tokens(outputs[:0] if idle else outputs).sum(1).to(hidden.dtype)
 
 
-def keep_own_experts(model: nn.Module, shares: int, is_experts: Callable[[nn.Module], bool]) -> None:
+def keep_local_experts(model: nn.Module, shares: int, is_experts: Callable[[nn.Module], bool]) -> None:
     """Replace the experts of a model on ``meta`` by one of ``shares`` equal parts of them; on ``meta`` all parts are the same."""
     modules: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules() if is_experts(module)]
     for name, module in modules:
@@ -147,6 +148,7 @@ class _AllToAll(torch.autograd.Function):
 
 def _all_to_all(rows: Tensor, send_counts: list[int], receive_counts: list[int], group: ProcessGroup) -> Tensor:
     out = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    # Collectives read memory in order: gradients may arrive as expanded or transposed views.
     dist.all_to_all_single(out, rows.contiguous(), receive_counts, send_counts, group=group)
     return out
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megascend.kernels.token_rows import Moved
+from megascend.kernels.token_rows import Permutation
 from megascend.lora.grouped import SegmentedLinear, Segments
 
 Experts = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
@@ -54,9 +54,9 @@ def grouped_experts(
     order, inverse, ends = permutation(index, module.num_experts)
     rows: Any = SpreadRows.apply(hidden, order, inverse, index.shape[1])
     up, down = (weight if module.is_transposed else weight.mT for weight in (module.gate_up_proj, module.down_proj))
-    row_weights: Any = Moved.apply(weights.flatten(), order, inverse)
+    row_weights: Any = Permutation.apply(weights.flatten(), order, inverse)
     inner = module._apply_gate(product(rows, up, ends)) * row_weights[:, None]
-    outputs: Any = Moved.apply(product(inner, down, ends), inverse, order)
+    outputs: Any = Permutation.apply(product(inner, down, ends), inverse, order)
     return outputs.unflatten(0, (-1, index.shape[1])).sum(1).to(hidden.dtype)
 
 
@@ -130,8 +130,8 @@ def frozen_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor, 
     if getattr(module, "has_post_expert_norm", False):
         down = module.post_expert_norm(down)
     # Weighted only here, unlike in grouped_experts: a norm after the down projection is not linear.
-    row_weights: Any = Moved.apply(weights.flatten(), order, inverse)
-    outputs: Any = Moved.apply(down * row_weights[:, None], inverse, order)
+    row_weights: Any = Permutation.apply(weights.flatten(), order, inverse)
+    outputs: Any = Permutation.apply(down * row_weights[:, None], inverse, order)
     return outputs.unflatten(0, (-1, count)).sum(1).to(hidden.dtype)
 
 

@@ -117,6 +117,7 @@ def _gather(shard: LocalShard, device: torch.device, share: ExpertShare | None) 
     tensor = on_device.full_tensor()
     if share is None or shard.divided == 1:
         return tensor
+    # Each rank of the expert group has its share of the experts, in rank order.
     parts = [torch.empty_like(tensor) for _ in range(share.size)]
     dist.all_gather(parts, tensor.contiguous(), group=share.group)
     return torch.cat(parts)

@@ -149,8 +149,7 @@ def _read(
         raise CheckpointError(f"model: {header.file}: {source.weight} cannot be read: {error}") from error
     if transposed:
         values = values.mT
-    # Shards are fp32, and the compute dtype may be fp16: a weight beyond its range would become infinity in every
-    # gather.
+    # Shards are fp32, and the compute dtype may be fp16: a weight beyond its range would become infinity in every gather.
     if problem := out_of_range(source.weight, values, dtype):
         raise CheckpointError(f"model: {header.file}: {problem}")
     target.copy_(values.reshape(target.shape))
@@ -200,6 +199,7 @@ class ShardAdamW(MainAdamW):
         One all-reduce over the world gives the same float on all ranks, so that all make the same decision to skip.
         """
         device = self._groups.device
+        # A rank may hold no shard of a small model: its 0 still enters the sum.
         total = torch.stack([square_sum(grad) for grad in grads]).sum() if grads else torch.zeros(())
         total = total.to(device)
         if self._groups.topology.world_size > 1:
@@ -228,8 +228,7 @@ def state(
 
     def add(name: str, shard: LocalShard, values: Tensor) -> None:
         writes = first_copy if shard.is_parameter else first_rank
-        # Only the writer lists a tensor: slices of several ranks at the same offsets fail when torch validates the
-        # plan.
+        # Only the writer lists a tensor: slices of several ranks at the same offsets fail when torch validates the plan.
         if not everything and not (writes and values.numel()):
             return
         slices = tensors[name] = TensorSlices(shard.shape, values.dtype)

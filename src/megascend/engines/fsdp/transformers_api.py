@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megascend.changes import changed, patch
 from megascend.engines import linear_attention
 from megascend.engines.fsdp import attention, experts
-from megascend.engines.fsdp.expert_parallel import ExpertShare, computed_where_experts_are, keep_own_experts
+from megascend.engines.fsdp.expert_parallel import ExpertShare, compute_on_expert_ranks, keep_local_experts
 from megascend.engines.fsdp.experts import Experts
 from megascend.engines.fsdp.recomputation import saved_routing
 from megascend.engines.heads import (
@@ -213,6 +213,7 @@ def _switches_not_computed(model: nn.Module) -> list[str]:
             model.get_buffer(name).fill_(start)
         for owner in owners:
             _initialise_buffers(model, model.get_submodule(owner))
+        # A copy: the next pass overwrites the buffers.
         outcomes.append([model.get_buffer(name).clone() for name in names])
     return [name for name, first, second in zip(names, *outcomes, strict=True) if not torch.equal(first, second)]
 
@@ -267,29 +268,30 @@ def _grouped_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor
 
 def divide_experts(model: nn.Module, share: ExpertShare) -> None:
     """Reduce a model on ``meta`` to this rank's experts, and exchange tokens with the ranks that hold the others."""
-    keep_own_experts(model, share.size, is_fused_experts)
+    keep_local_experts(model, share.size, is_fused_experts)
     for module in filter(is_fused_experts, model.modules()):
         setattr(module, SHARE, share)
 
 
-def compute_experts_by(module: nn.Module, function: Experts, along: Callable[[], Tensor | None]) -> None:
+def compute_experts_by(module: nn.Module, function: Experts, token_adapters: Callable[[], Tensor | None]) -> None:
     """Compute fused experts by ``function`` in place of :func:`experts_products`.
 
     Args:
-        along: called in every forward pass; returns a number for each token, int64 [n], which is sent with the token and passed
-            to ``function`` as ``along``; or None, on all ranks.
+        token_adapters: called in every forward pass; returns the adapter of each token, int64 [n], which is sent with the token
+            and passed to ``function`` as ``row_adapters``; or None, on all ranks.
     """
-    setattr(module, COMPUTED_BY, (function, along))
+    setattr(module, COMPUTED_BY, (function, token_adapters))
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     index, weights = saved_routing(top_k_index), saved_routing(top_k_weights)
-    compute, token_numbers = getattr(module, COMPUTED_BY, (experts_products(), None))
-    along = None if token_numbers is None else token_numbers()
+    compute, get_token_adapters = getattr(module, COMPUTED_BY, (experts_products(), None))
+    token_adapters = None if get_token_adapters is None else get_token_adapters()
     share: ExpertShare | None = getattr(module, SHARE, None)
     if share is not None:
-        return computed_where_experts_are(module, hidden_states, index, weights, share, compute, along)
-    return compute(module, hidden_states, index, weights, **({} if along is None else {"along": along}))
+        return compute_on_expert_ranks(module, hidden_states, index, weights, share, compute, token_adapters)
+    options = {} if token_adapters is None else {"row_adapters": token_adapters}
+    return compute(module, hidden_states, index, weights, **options)
 
 
 def is_fused_experts(module: nn.Module) -> bool:

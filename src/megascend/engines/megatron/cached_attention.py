@@ -30,7 +30,7 @@ from torch import Tensor
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import patched
 from megascend.engines import linear_attention
-from megascend.engines.key_values import Filling, Growing
+from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.engines.megatron.graph_support import ROPE_OF_LENGTH
 from megascend.topology.topology import Topology
 
@@ -82,7 +82,7 @@ class _Attention:
     """A layer's attention: its number, scale of products, window in tokens, sinks [heads], and its own forward.
 
     Attributes:
-        from_latent: of latent attention, the layer that computes keys and values from latents; else None.
+        from_latent: layer of latent attention that computes keys and values from latents; None for other attention.
     """
 
     layer: int
@@ -193,15 +193,14 @@ class CachedAttention:
         stack.callback(up.register_forward_hook(take, prepend=True).remove)
 
     @property
-    def _cached(self) -> Filling | Growing | None:
+    def _cached(self) -> Prefill | DecodeStep | None:
         return None if self.batch is None else self.batch.cached
 
     def _angles(self, forward: Any, length: int, *args: Any, **kwargs: Any) -> Tensor:
         """Compute rotary angles [tokens, 1, 1, head dim]; in decoding, those of each token's own position."""
-        if self.batch is None or not isinstance(self.batch.cached, Growing):
+        if self.batch is None or not isinstance(self.batch.cached, DecodeStep):
             return forward(length, *args, **kwargs)
-        # Megatron asks for the angles of a length: take the table up to the longest row, and each token's position
-        # from it.
+        # Megatron asks for the angles of a length: take the table up to the longest row, and each token's position from it.
         positions = self.batch.position_ids[0]
         return forward(max(self.batch.cached.cache.lengths) + 1, *args, **kwargs)[positions]
 
@@ -224,7 +223,7 @@ class CachedAttention:
             # The same for all heads, so that the first one's stands for all.
             rotated = key[..., :1, self._config.qk_head_dim :]
             latents = torch.cat([self._latents.unsqueeze(-2), rotated], -1)
-        if isinstance(cached, Growing):  # [tokens, 1, heads, head dim]
+        if isinstance(cached, DecodeStep):  # [tokens, 1, heads, head dim]
             if latents is not None:
                 mixed = self._attend_to_latents(attention, cached, query[:, 0], latents[:, 0])
             else:
@@ -245,7 +244,7 @@ class CachedAttention:
         cached.keep(attention.layer, *(tokens if tokens.dim() == 3 else tokens.transpose(0, 1) for tokens in states))
         return attention.forward(query, key, value, *args, **kwargs)
 
-    def _attend_to_latents(self, attention: _Attention, cached: Growing, query: Tensor, latents: Tensor) -> Tensor:
+    def _attend_to_latents(self, attention: _Attention, cached: DecodeStep, query: Tensor, latents: Tensor) -> Tensor:
         """Compute new tokens' attention over the cached latents of their rows.
 
         Args:

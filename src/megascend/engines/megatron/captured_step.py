@@ -79,6 +79,7 @@ class CudaCapture:
             yield
             return
         outside = torch.cuda.current_stream()
+        # Work queued before must be seen here, and the work of this block outside after it.
         self._stream.wait_stream(outside)
         try:
             with torch.cuda.stream(self._stream):
@@ -231,7 +232,7 @@ class StepCounts:
     dropped: int = 0
     eager: dict[str, int] = field(default_factory=dict)
 
-    def tell(self, problem: str) -> None:
+    def note_eager(self, problem: str) -> None:
         """Count a micro batch that runs without a CUDA graph; log the first one for each reason."""
         if problem not in self.eager:
             logger.warning("not in a CUDA graph: %s", problem)
@@ -284,7 +285,7 @@ class CapturedStep:
             self._replay_forward()
             return self._static_outputs
         if self._refused:
-            self._counts.tell(f"micro batches of {self._shape}, which could not be captured")
+            self._counts.note_eager(f"micro batches of {self._shape}, which could not be captured")
         else:
             self._counts.first += 1
         self._has_run = True
@@ -328,8 +329,7 @@ class CapturedStep:
         return (hidden, logprobs) if entropies is None else (hidden, logprobs, entropies)
 
     def _differentiate(self, all_outputs: tuple[Tensor, ...]) -> None:
-        # The first output is the hidden states: they are kept for logits, and get their gradient through the other
-        # two.
+        # The first output is the hidden states: they are kept for logits, and get their gradient through the other two.
         coefficients = (self.static.coefficients, self.static.entropy_coefficients)
         outputs = all_outputs[1:]
         torch.autograd.backward(outputs, coefficients[: len(outputs)])

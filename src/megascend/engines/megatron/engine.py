@@ -62,7 +62,7 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.info import ModelInfo, linear_layers
 from megascend.lora.factors import merged
 from megascend.lora.registry import check_limits
-from megascend.lora.target_modules import matches, untargeted_of
+from megascend.lora.target_modules import matches, refused_tower_targets
 from megascend.platforms.base import Platform
 from megascend.selfcheck.check import log_warnings, require_agreement
 from megascend.selfcheck.verdict import Verdict
@@ -133,7 +133,7 @@ class MegatronEngine(Engine):
         self._replay: MegatronRouterReplay | None = None
         self.replay_unsupported_reason = replayed_routers.unsupported_reason(self.config, graphs=graphs is not None)
         if spec.mtp == "train":
-            self.replay_unsupported_reason = mtp.WHY_NO_REPLAY
+            self.replay_unsupported_reason = mtp.REPLAY_UNSUPPORTED_REASON
             self.mtp_loss_weight = spec.mtp_loss_weight
         layers = replayed_routers.expert_layers(self.config)
         if layers is not None and self.replay_unsupported_reason is None:
@@ -221,7 +221,7 @@ class MegatronEngine(Engine):
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
         weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh)
         if self.groups.rank == 0:
-            mtp.warn_of_other_copies(info, self.model_dir)
+            mtp.warn_of_different_copies(info, self.model_dir)
         return chunks
 
     def _use_kernels(self) -> None:
@@ -229,7 +229,7 @@ class MegatronEngine(Engine):
         from megascend.kernels import gated_silu, head_norm, qkv_rope, qkv_rope_plain
 
         head_norm.install(self.bare_chunks)
-        fused_qkv.install(self.decoders, qkv_rope_plain.Trusted(qkv_rope.qkv_rope))
+        fused_qkv.install(self.decoders, qkv_rope_plain.VerifiedKernel(qkv_rope.qkv_rope))
         gated_silu.install()
         if self.config.attention_dropout == 0:
             attention_dropout.skip_stream_switch(self.bare_chunks)
@@ -341,7 +341,7 @@ class MegatronEngine(Engine):
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,  # type: ignore[reportArgumentType]
                 num_microbatches=len(batches),
-                # Of the first micro batch only; ignored with variable_seq_lengths, which is always set.
+                # Shape of the first micro batch: required, and ignored because variable_seq_lengths is always set.
                 seq_length=batches[0].input_ids.shape[1],
                 micro_batch_size=batches[0].input_ids.shape[0],
                 forward_only=forward_only,
@@ -381,7 +381,7 @@ class MegatronEngine(Engine):
             **options,
         )
         if self.prediction is not None:
-            self.prediction.targets = None  # whoever else calls the model gets its own hidden states only
+            self.prediction.targets = None  # a call from elsewhere, without a micro batch, must not run the head
         if self.adapters is not None:
             self.adapters.layers.watch(output)
         self.routers.leave(output, number)
@@ -575,7 +575,7 @@ def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: Mo
     names, images = linear_layers(info, spec.vision_tower), info.architecture.inputs
     if images is not None:
         linear = [name for name in linear_layers(info, "train") if name.startswith(images.tower)]
-        check_limits(spec.adapters, names, untargeted_of(linear, images, spec.vision_tower))
+        check_limits(spec.adapters, names, refused_tower_targets(linear, images, spec.vision_tower))
     if spec.batching.cuda_graphs is not None:
         targets = [name for name in names if matches(name, spec.adapters.targets)]
         graph_support.raise_unsupported(graph_support.unsupported_targets_reason(targets))

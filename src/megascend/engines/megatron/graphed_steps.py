@@ -162,8 +162,7 @@ class GraphedSteps:
         """
         captured = [shape.tokens for shape, step in self._steps.items() if step.captured]
         if captured:
-            # Not the size that failed: that may be a small one, which lacked the memory that the largest capture
-            # holds.
+            # Not the size that failed: that may be a small one, which lacked the memory that the largest capture holds.
             self._largest = max(captured) - 1
             self.release_memory()
             logger.warning(
@@ -190,7 +189,7 @@ class GraphedSteps:
         problem = self._not_captured_because(batch)
         if problem is None:
             return _GraphedOutput(self, batch, forward_only)
-        self._counts.tell(problem)
+        self._counts.note_eager(problem)
         with self._mode(forward_only):
             return self._with_room(lambda: self._eager(batch))
 

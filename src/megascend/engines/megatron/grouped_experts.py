@@ -27,7 +27,7 @@ from torch import Tensor
 from megascend.changes import changed, patch
 from megascend.config import Moe, Precision
 from megascend.errors import ConfigError, PlatformError
-from megascend.kernels.token_rows import Combine, Moved, Spread, TokenRows, chunk_order, token_rows
+from megascend.kernels.token_rows import Combine, Permutation, Spread, TokenRows, chunk_order, token_rows
 from megascend.lora.grouped import Segments, accumulate, kernel_of, product
 
 _logger = logging.getLogger(__name__)
@@ -114,6 +114,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        # Autograd may pass an expanded gradient, that of a sum for example.
         grad, weights, segments = grads[0].contiguous(), ctx.weights, ctx.segments
         input_grad = product(grad, weights.stacked, segments) if ctx.needs_input_grad[0] else None
         (rows,) = ctx.saved_tensors
@@ -200,14 +201,14 @@ class IndexedDispatcher(MoEAlltoAllTokenDispatcher):
         """Sort received rows from (source rank, expert) order by expert."""
         if self.order is None:
             return values
-        sorted_rows: Any = Moved.apply(values, *self.order)
+        sorted_rows: Any = Permutation.apply(values, *self.order)
         return sorted_rows
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Undo :meth:`dispatch_postprocess`."""
         if self.order is not None:
             order, inverse = self.order
-            hidden_states = Moved.apply(hidden_states, inverse, order)  # type: ignore[reportAssignmentType]
+            hidden_states = Permutation.apply(hidden_states, inverse, order)  # type: ignore[reportAssignmentType]
         if self.tp_size > 1:
             splits = None if self.output_splits_tp is None else self.output_splits_tp.tolist()
             # As upstream: ranks' partial results are summed in the dtype of the probabilities.

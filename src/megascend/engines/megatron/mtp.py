@@ -29,10 +29,12 @@ from megascend.huggingface.info import ModelInfo, equal_tensors
 
 logger = logging.getLogger(__name__)
 
-OLDEST = Version("0.16")
-"""Of megatron-core: the stack on which the head is compared with a plain one."""
-WHY_NO_REPLAY = "mtp: train adds a layer with a router of its own, whose choices an inference engine does not record"
-"""The reason why experts cannot be replayed in a model whose head is trained."""
+MIN_MEGATRON = Version("0.16")
+"""Oldest megatron-core on which the head is compared with a plain one."""
+REPLAY_UNSUPPORTED_REASON = (
+    "mtp: train adds a layer with a router of its own, whose choices an inference engine does not record"
+)
+"""Reason why experts cannot be replayed in a model whose head is trained."""
 
 
 def check(spec: EngineSpec) -> None:
@@ -54,15 +56,15 @@ def check(spec: EngineSpec) -> None:
             "set keep"
         )
     version = metadata.version("megatron-core")
-    if Version(version) < OLDEST:
-        raise ConfigError(f"mtp: train needs megatron-core {OLDEST} or later, found {version}; set keep")
+    if Version(version) < MIN_MEGATRON:
+        raise ConfigError(f"mtp: train needs megatron-core {MIN_MEGATRON} or later, found {version}; set keep")
 
 
 class PredictionHead:
     """The head of the last pipeline stage's model chunk.
 
     Attributes:
-        targets: of the micro batch that the chunk computes next; None: the head does not run.
+        targets: targets of the micro batch that the chunk computes next; None: the head does not run.
     """
 
     def __init__(self, chunk: Any) -> None:
@@ -126,8 +128,8 @@ def with_copies(stream: Iterable[tuple[str, Tensor]], copies: Mapping[str, str])
         del tensor  # no local variable may keep a tensor alive while the next one is gathered
 
 
-def warn_of_other_copies(info: ModelInfo, model_dir: Any) -> None:
-    """Log which of the head's copies of embedding and output layer differ from the model's, in whose place they were trained."""
+def warn_of_different_copies(info: ModelInfo, model_dir: Any) -> None:
+    """Warn of copies of embedding and output layer in the head that differ from the model's: training uses the model's."""
     headers: Mapping[str, TensorHeader] = tensor_headers(model_dir) if info.copies else {}
     for name, original in info.copies.items():
         if not equal_tensors(headers[name], headers[original], name, original):

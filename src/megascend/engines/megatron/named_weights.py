@@ -85,6 +85,7 @@ def named_weights(
     config = chunks[0].config
     barrier = ExportBarrier(groups, config.num_layers)
     if groups.rank not in participants(groups.topology, receiving):
+        # A reader that stops early raises at the readers; this rank only has to leave the barrier with them.
         with contextlib.suppress(StreamStopped), groups.monitor.phase("named weights"):
             barrier.join_all()
         return
@@ -147,7 +148,7 @@ class _Collector:
     """mcore-bridge's export with other communication, on a copy of the bridge; the original is not changed.
 
     Args:
-        names: of the checkpoint's tensors, in an order that all ranks share.
+        names: names of the checkpoint's tensors, in an order that all ranks share.
     """
 
     def __init__(
@@ -280,6 +281,7 @@ class _Collector:
         rank = self._groups.rank
         targets = [peer for peer in need if peer != source]
         if tensor is not None:
+            # Sends and broadcasts read memory in order, and a shard may be a view.
             tensor = tensor.contiguous()
         elif rank in targets:
             tensor = torch.empty(shape, dtype=dtype, device=self._groups.device)
@@ -324,6 +326,7 @@ def _all_gather(shard: Tensor, split: int, count: int, group: Any) -> Tensor:
     dist.all_gather_into_tensor(stacked, shard, group=group)
     if split == 0:
         return stacked
+    # The collective stacks shards along the first dimension; other splits are joined by a copy.
     return torch.cat(stacked.chunk(count), dim=split)
 
 

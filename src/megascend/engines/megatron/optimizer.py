@@ -87,7 +87,7 @@ class MegatronOptimizer:
         overflow = bool(self.megatron.prepare_grads())
         grad_norm = math.inf if overflow else float(self.megatron.get_grad_norm())
         flags = [float(math.isfinite(grad_norm))]
-        finite = all_reduce_numbers(flags, "world", self._groups, "min", "whether gradients are finite")[0] == 1.0
+        finite = all_reduce_numbers(flags, "world", self._groups, "min", "the check for finite gradients")[0] == 1.0
         if finite:
             # After the check, since clipping by a norm that is not finite would write NaN into every gradient.
             self._clip(grad_norm)

@@ -141,7 +141,7 @@ class HeadOutput:
         hidden: [batch, sequence, h (+ r)], with the columns that adapters of the output layer have appended.
         targets: int64 [n].
         lora_delta: those adapters' contribution to the logits, or None.
-        prediction: of the head for multi-token prediction, which shares the projection; or None.
+        prediction: output of the head for multi-token prediction, which shares the projection; or None.
         temperature: divides the logits of log-probabilities.
     """
 

@@ -35,9 +35,9 @@ class _BalancedPass:
     """Forward pass of one micro batch through one model chunk.
 
     Attributes:
-        real: of each router, bool [rows]: the rows of this rank that are neither padding nor of a dummy batch. The router of a
-            head for multi-token prediction has one less of every sample, whose last token it does not predict from.
-        tokens: of each router, real tokens of the micro batch on all ranks.
+        real: for each router, bool [rows]: rows of this rank that are neither padding nor of a dummy batch. The router of a head
+            for multi-token prediction has one less of every sample, whose last token it does not predict from.
+        tokens: for each router, real tokens of the micro batch on all ranks.
         counts: fp32 [2, layers, experts], real tokens sent to each expert; summed over ranks after the chunk has run.
         complete: the chunk has run; later router calls are recomputation.
         gradients: [layers, experts], of the loss with respect to a row's probabilities; None until then, and without a loss.
@@ -146,6 +146,7 @@ class Routers:
             # leave() has summed over TP and CP already.
             group = self._groups.device_group("dp")
             for totals, routers in zip(self._totals, self._by_chunk, strict=True):
+                # All ranks of the group have the same layers, so all or none of them have experts.
                 if group.size() > 1 and totals.numel():
                     dist.all_reduce(totals, group=group)
                 for load, router in zip(totals[CHOSEN], routers, strict=True):

@@ -121,8 +121,7 @@ def _runs(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[NamedRun]:
 def _add_run(slices: TensorSlices, run: NamedRun, start: int, values: Tensor) -> None:
     """Add the slices of a run that are in ``values``, a flat run of a parameter that starts at ``start``."""
     data: Any = run.tensor.data
-    # The distributed optimizer cuts the flat buffer anywhere, also in the middle of a row: a run becomes several
-    # slices.
+    # The distributed optimizer cuts the flat buffer anywhere, also in the middle of a row: a run becomes several slices.
     low, high = max(start, run.start), min(start + values.numel(), run.start + data.numel())
     leading = run.tensor.prepend_axis_num
     flat = values.view(-1)

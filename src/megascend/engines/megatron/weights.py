@@ -27,7 +27,7 @@ LAYER = re.compile(r"(.*?\.)(\d+)(\..*)")
 """Prefix, index and remainder of the name of a layer's tensor."""
 
 
-class _Tracked:
+class _TrackedTensor:
     """A lazy tensor of mcore-bridge that records being read, and raises for numbers beyond the range of the model's dtype."""
 
     def __init__(self, lazy: Any, name: str, used: dict[str, None], dtype: torch.dtype) -> None:
@@ -93,7 +93,7 @@ def load(
         with _no_progress_bars(), _loads(tensors):
             dtype = chunks[0].config.params_dtype
             bridge.load_weights(
-                chunks, str(model_dir), converter=lambda name, lazy: (name, _Tracked(lazy, name, used, dtype))
+                chunks, str(model_dir), converter=lambda name, lazy: (name, _TrackedTensor(lazy, name, used, dtype))
             )
     except CheckpointError as error:
         problem = str(error)
@@ -120,9 +120,8 @@ def load(
         elif damaged:
             problem = f"the checkpoint holds NaN in what goes into {abbreviated(damaged)}"
     failed = None if problem is None else CheckpointError(f"{model_dir}: {problem} (rank {groups.rank})")
-    # First the ranks' own errors: a rank that has failed has not read its tensors, and the check below would name
-    # those.
-    raise_on_all_ranks(failed, groups, f"whether {model_dir} could be loaded")
+    # First the ranks' own errors: a rank that has failed has not read its tensors, and the check below would name those.
+    raise_on_all_ranks(failed, groups, f"the load of {model_dir}")
 
     names = list(tensors)
     # Each rank reads its own layers and experts, so a tensor counts as unused only if no rank has read it.

@@ -21,7 +21,7 @@ from megascend.lora.adapter_set import AdapterSet
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import is_expert_parameter
 from megascend.lora.registry import AdapterRegistry
-from megascend.lora.target_modules import TargetModule, Untargeted
+from megascend.lora.target_modules import RefusedTargets, TargetModule
 from megascend.lora.transfer import scatter
 from megascend.lora.transformers_targets import divided_tower, is_transposed, layer_targets
 from megascend.models import Images
@@ -39,10 +39,10 @@ class PeftAdapters(AdapterSet):
         import peft  # noqa: F401
 
         model.requires_grad_(False)
-        targets, untargeted = adapter_targets(model, context.info.architecture.inputs, spec.vision_tower)
+        targets, refused_targets = adapter_targets(model, context.info.architecture.inputs, spec.vision_tower)
         names = sorted(target.slices[0].name for target in targets)
         settings = adapter_settings(spec, context.groups.device)
-        registry = AdapterRegistry.for_model(targets, names, settings, untargeted)
+        registry = AdapterRegistry.for_model(targets, names, settings, refused_targets)
         super().__init__(registry, context.topology, context.groups, context.model_dir)
         self._model = model
         self._names: list[str] = []
@@ -104,16 +104,16 @@ class PeftAdapters(AdapterSet):
 
 def adapter_targets(
     model: Any, images: Images | None = None, trained: VisionTower = "frozen"
-) -> tuple[list[TargetModule], Untargeted | None]:
+) -> tuple[list[TargetModule], RefusedTargets | None]:
     """Return every layer of a model, which may be on ``meta``, that adapters could act on; and those that peft could.
 
     Args:
-        images: of a model that takes pictures.
+        images: declaration of a model's pictures; None: it takes none.
         trained: ``train`` if adapters may act on its vision tower.
     """
-    tower_layers, untargeted = divided_tower(None if images is None else tower(model, images), images, trained)
+    tower_layers, refused_targets = divided_tower(None if images is None else tower(model, images), images, trained)
     # peft before 0.20 swaps the dimensions of transposed experts.
-    return [target for target in layer_targets(model) if not is_transposed(target)] + tower_layers, untargeted
+    return [target for target in layer_targets(model) if not is_transposed(target)] + tower_layers, refused_targets
 
 
 class ActiveAdapter:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megascend.batch.micro_batch import MicroBatch
 from megascend.changes import changed
 from megascend.engines import linear_attention
-from megascend.engines.key_values import Filling, Growing, other_attention
+from megascend.engines.key_values import DecodeStep, Prefill, other_attention
 from megascend.errors import ConfigError
 
 REFUSED = ("softcap",)
@@ -70,7 +70,7 @@ class CachedAttentionFunction:
 
     def _attend(
         self,
-        cached: Filling | Growing,
+        cached: Prefill | DecodeStep,
         before: Callable[..., Any],
         module: Any,
         states: tuple[Tensor, Tensor, Tensor],
@@ -83,7 +83,7 @@ class CachedAttentionFunction:
             raise ConfigError(
                 f"engine single: attention with {refused[0]} ({type(module).__name__}) has no cache; set Sampler(cache=False)"
             )
-        if isinstance(cached, Growing):
+        if isinstance(cached, DecodeStep):
             q, k, v = (part[0].transpose(0, 1) for part in states)
             window = options.get("sliding_window")
             return cached.attend(module.layer_idx, q, k, v, options.get("scaling"), window, options.get("s_aux"))[

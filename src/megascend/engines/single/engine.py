@@ -197,8 +197,7 @@ class SingleSubject(TransformersSubject):
 
     def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         lengths = [len(ids) for ids in samples]
-        # On the right, as micro batches of this engine: causal layers never look at what follows a sample's last
-        # token.
+        # On the right, as micro batches of this engine: causal layers never look at what follows a sample's last token.
         rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         self._rotary.enter_samples(torch.arange(len(rows))[:, None].expand(rows.shape), lengths)
         hidden, _ = hidden_states(model, rows, torch.arange(rows.shape[1]).expand(rows.shape))
@@ -234,9 +233,9 @@ def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
     check_router_loss(model, spec.moe, frozen=frozen, recomputed=recomputed)
     if spec.adapters is None:
         return []
-    modules, untargeted = adapter_targets(model, info.architecture.inputs, spec.vision_tower)
+    modules, refused_targets = adapter_targets(model, info.architecture.inputs, spec.vision_tower)
     targets = [target.slices[0].name for target in modules]
-    check_limits(spec.adapters, targets, untargeted)
+    check_limits(spec.adapters, targets, refused_targets)
     return targets
 
 

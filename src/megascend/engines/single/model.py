@@ -154,8 +154,7 @@ def check_plain_head(model: Any, vocab_size: int) -> None:
             plain = torch.nn.functional.linear(hidden, head.weight).float()
     finally:
         hook.remove()
-    # Relative to the largest logit, since bf16 rounds in proportion; the floor keeps logits that are all 0 from
-    # dividing by 0.
+    # Relative to the largest logit, since bf16 rounds in proportion; the floor keeps logits that are all 0 from dividing by 0.
     difference = float((logits - plain).abs().max() / logits.abs().max().clamp_min(1e-6))
     if len(products) != 1 or not torch.equal(products[0].float(), logits):
         raise ConfigError(

@@ -20,8 +20,8 @@ from megascend.config.serve import ServeConfig
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.integrations.skyrl.batches import Pass, pass_of, sample_output, sample_request_of
 from megascend.integrations.skyrl.ranks import Ranks
-from megascend.integrations.skyrl.settings import BackendConfig, settings_of
-from megascend.serve.api.bodies import adam_of
+from megascend.integrations.skyrl.settings import BackendConfig, serve_settings
+from megascend.serve.api.bodies import parse_adam
 from megascend.serve.scheduler.commands import (
     Command,
     Create,
@@ -53,7 +53,7 @@ class MegascendBackend(AbstractBackend):
         self.config = config
         # Read by SkyRL's engine, so it has to exist, but megascend reports per request.
         self.metrics = types.EngineMetrics()
-        self.settings: ServeConfig = settings_of(base_model, config)
+        self.settings: ServeConfig = serve_settings(base_model, config)
         self._ranks = Ranks(self.settings)
         self._adapters: dict[str, str] = {}
         self._samplers: dict[str, str] = {}
@@ -116,6 +116,7 @@ class MegascendBackend(AbstractBackend):
         command: Callable[[Pass, int], Command],
         logprobs: Callable[[Any], Any],
     ) -> dict[str, types.ForwardBackwardOutput | types.ErrorResponse]:
+        """Run a batch's passes over the model; return outputs or errors by request."""
         results: dict[str, types.ForwardBackwardOutput | types.ErrorResponse] = {}
         valid: list[Pass] = []
         for index, (request, *_) in enumerate(batch.request_batch_slices):
@@ -123,11 +124,11 @@ class MegascendBackend(AbstractBackend):
                 valid.append(pass_of(batch, index))
             except (ConfigError, DataError) as error:
                 # Only this request fails: SkyRL puts requests of several clients into one batch.
-                results[request] = _failed(error)
+                results[request] = _error_response(error)
         outcomes = self._ranks.run([partial(command, request_pass) for request_pass in valid])
         for request_pass, outcome in zip(valid, outcomes, strict=True):
             if outcome.error is not None:
-                results[request_pass.request] = _failed(outcome.error)
+                results[request_pass.request] = _error_response(outcome.error)
                 continue
             outputs = request_pass.outputs(logprobs(outcome.value))
             # Tinker's names: the client merges metrics of several requests by the reduction after the colon.
@@ -144,7 +145,7 @@ class MegascendBackend(AbstractBackend):
         Raises:
             MegascendError: a setting is invalid, or a forward_backward of this step failed.
         """
-        adam, adapter = adam_of(request_data.adam_params.model_dump()), self._adapters[model_id]
+        adam, adapter = parse_adam(request_data.adam_params.model_dump()), self._adapters[model_id]
         step = self._run_one(lambda number: OptimizerStep(number, adapter, adam)).value
         figures = {"grad_norm": step.grad_norm, "learning_rate": step.lr, "skipped": float(step.skipped)}
         return types.OptimStepOutput(metrics=figures)
@@ -195,18 +196,18 @@ class MegascendBackend(AbstractBackend):
         # Newer SkyRL versions append fields to the tuple; those are ignored here and read in sample_request_of().
         for index, (request, model_id, start, *_) in enumerate(prepared_batch.request_batch_slices):
             try:
-                adapter = self._sampler(model_id, prepared_batch.all_checkpoint_paths[start])
+                adapter = self._sampling_adapter(model_id, prepared_batch.all_checkpoint_paths[start])
                 sample_request = sample_request_of(prepared_batch, index, adapter)
             except (MegascendError, OSError) as error:
-                results[request] = _failed(error)
+                results[request] = _error_response(error)
                 continue
             names.append(request)
             commands.append(partial(Respond, adapter=adapter or BASE, request=sample_request))
         for request, outcome in zip(names, self._ranks.run(commands), strict=True):
-            results[request] = _answer(outcome)
+            results[request] = _sample_response(outcome)
         return results
 
-    def _sampler(self, model_id: str, path: str) -> str | None:
+    def _sampling_adapter(self, model_id: str, path: str) -> str | None:
         """Return the adapter to sample from, after loading the checkpoint if another one is loaded."""
         # SkyRL's form of a request to the base model.
         if not model_id or not path:
@@ -229,11 +230,11 @@ class MegascendBackend(AbstractBackend):
         self._ranks.close()
 
 
-def _failed(error: Exception) -> types.ErrorResponse:
+def _error_response(error: Exception) -> types.ErrorResponse:
     return types.ErrorResponse(error=str(error), status="failed")
 
 
-def _answer(outcome: Outcome) -> types.SampleOutput | types.ErrorResponse:
+def _sample_response(outcome: Outcome) -> types.SampleOutput | types.ErrorResponse:
     if outcome.error is not None or outcome.value.error is not None:
         return types.ErrorResponse(error=str(outcome.error or outcome.value.error), status="failed")
     return sample_output(outcome.value, types.SampleOutput)

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from megascend.config.serve import ServeConfig
-from megascend.integrations.skyrl.settings import NAME, BackendConfig, settings_of
+from megascend.integrations.skyrl.settings import NAME, BackendConfig, serve_settings
 
 ENGINE = "--engine"
 MODULE = "megascend.integrations.skyrl.launch"
@@ -106,7 +106,7 @@ def settings_from(arguments: list[str]) -> ServeConfig:
     parser.add_argument("--backend-config", type=json.loads, default={})
     # The rest are SkyRL's options, which only rank 0 needs.
     options, _ = parser.parse_known_args(arguments)
-    return settings_of(options.base_model, BackendConfig(**options.backend_config))
+    return serve_settings(options.base_model, BackendConfig(**options.backend_config))
 
 
 def main() -> None:

@@ -68,14 +68,14 @@ class Ranks:
         self._thread.join()
 
     def _work(self, ready: Future[ServedModel]) -> None:
-        from megascend.serve.scheduler.runner import work
+        from megascend.serve.scheduler.runner import run_commands
         from megascend.serve.server import base_model, make_backend, sampler
 
         try:
             with make_backend(self._settings) as backend:
                 generate = sampler(self._settings, backend).in_slices
                 ready.set_result(base_model(self._settings, backend))
-                work(backend, self._settings.batch_tokens, self._inbox, self._report, generate)
+                run_commands(backend, self._settings.batch_tokens, self._inbox, self._report, generate)
             self._end(ProcessGroupError("it was closed"))
         except BaseException as error:  # noqa: BLE001  reported to every waiter
             # Failed while building: the constructor is still waiting, and raises this.
@@ -101,8 +101,8 @@ class Ranks:
 
 def follow(settings: ServeConfig) -> None:
     """Run commands on another rank until rank 0 closes. Collective with :class:`Ranks`."""
-    from megascend.serve.scheduler.runner import work
+    from megascend.serve.scheduler.runner import run_commands
     from megascend.serve.server import make_backend, sampler
 
     with make_backend(settings) as backend:
-        work(backend, settings.batch_tokens, None, lambda outcomes: None, sampler(settings, backend).in_slices)
+        run_commands(backend, settings.batch_tokens, None, lambda outcomes: None, sampler(settings, backend).in_slices)

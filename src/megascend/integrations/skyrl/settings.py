@@ -30,7 +30,7 @@ class BackendConfig(BaseModel, extra="forbid"):
     timeout_s: float = Field(600, gt=0, description="a rank that is missing for so long is an error on the others")
 
 
-def settings_of(base_model: str, config: BackendConfig) -> ServeConfig:
+def serve_settings(base_model: str, config: BackendConfig) -> ServeConfig:
     """Translate to the settings of the ranks. Pure."""
     return ServeConfig(
         model=Path(base_model),

@@ -226,7 +226,9 @@ class MegascendEngine(BaseEngine):
             outputs["metrics"]["grad_norm"] = grad_norm
         return outputs
 
-    def _run(self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool) -> losses.Collected:
+    def _run(
+        self, data: TensorDict, loss_function: Callable[..., Any] | None, forward_only: bool
+    ) -> losses.BatchResults:
         """Run forward and backward without a device synchronization, unless ``forward_only``."""
         if loss_function is None and not forward_only:
             raise ConfigError("forward_backward_batch: a backward pass needs a loss_function")
@@ -252,15 +254,15 @@ class MegascendEngine(BaseEngine):
             loss_input = "values" if is_critic else "logprobs"
             backend.forward_backward(batch.samples(adapter), loss.as_loss(entropy, loss_input))
         # Started before the optimizer step, and read after it, so the copy does not stall the device.
-        loss.collected.send()
-        return loss.collected
+        loss.results.send()
+        return loss.results
 
-    def _as_verl(self, collected: losses.Collected) -> dict[str, Any]:
+    def _as_verl(self, collected: losses.BatchResults) -> dict[str, Any]:
         return collected.as_verl() if self._coordinates.pipeline == self._topology.pipeline - 1 else {}
 
     def _forward(
         self, batch: Batch, samples: list[Sample], entropy: bool, loss: losses.BatchLoss | None
-    ) -> losses.Collected:
+    ) -> losses.BatchResults:
         """Run forward. Output at position t is the one after reading token t: of token t + 1, or the value at t."""
         if self.settings.value_model:
             host_outputs = {"values": self.backend.values(samples)}
@@ -272,11 +274,11 @@ class MegascendEngine(BaseEngine):
         }
         if loss is not None:
             loss.evaluate_batch(outputs)
-            return loss.collected
-        collected = losses.Collected()
+            return loss.results
+        collected = losses.BatchResults()
         row_outputs = {name: values.split(batch.lengths) for name, values in outputs.items()}
         no_loss = torch.ones(())  # the placeholder that verl's own engines return
-        collected.add(losses.Evaluated(range(len(samples)), row_outputs, no_loss, {}))
+        collected.add(losses.VerlLossResult(range(len(samples)), row_outputs, no_loss, {}))
         return collected
 
     def _agree(self, batch: Batch, cross_entropy: bool) -> tuple[float, bool]:
@@ -323,7 +325,7 @@ class MegascendEngine(BaseEngine):
 
         # In the form that verl's rollout passes on to vLLM.
         config = build_peft_config_for_vllm(self.model_config.lora)
-        return self.backend.named_weights(ADAPTER if base_sync_done else None, alone=base_sync_done), config
+        return self.backend.named_weights(ADAPTER if base_sync_done else None, adapter_only=base_sync_done), config
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -57,7 +57,7 @@ def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tenso
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class VerlLossResult:
     """Result of verl's loss function on some sequences.
 
     Attributes:
@@ -73,7 +73,7 @@ class Evaluated:
     metrics: Mapping[str, Any]
 
 
-class Collected:
+class BatchResults:
     """Results of a batch's micro batches in execution order, on a rank of the last pipeline stage.
 
     Attributes:
@@ -87,16 +87,16 @@ class Collected:
         self._differences: list[Tensor] = []
         self._copy: HostCopy | None = None
 
-    def add(self, evaluated: Evaluated, difference: Tensor | None = None) -> None:
+    def add(self, result: VerlLossResult, difference: Tensor | None = None) -> None:
         """Add the result of one micro batch.
 
         Args:
             difference: maximum difference between verl's gradient and the one applied.
         """
-        for name, tensors in evaluated.outputs.items():
-            self._outputs.setdefault(name, {}).update(zip(evaluated.rows, tensors, strict=True))
-        self._losses.append(evaluated.loss.detach().float().reshape(()))
-        append_to_dict(self.metrics, dict(evaluated.metrics))
+        for name, tensors in result.outputs.items():
+            self._outputs.setdefault(name, {}).update(zip(result.rows, tensors, strict=True))
+        self._losses.append(result.loss.detach().float().reshape(()))
+        append_to_dict(self.metrics, dict(result.metrics))
         if difference is not None:
             self._differences.append(difference)
 
@@ -148,7 +148,7 @@ class BatchLoss:
         self._batch, self._function, self._group, self._device = batch, function, group, device
         self._context, self._parallel, self._tokens = context_parallel, data_parallel, tokens
         self._outputs: tuple[str, ...] = ("log_probs", "entropy")
-        self.collected = Collected()
+        self.results = BatchResults()
 
     def as_loss(self, entropy: bool, quantity: Literal["logprobs", "values"] = "logprobs") -> Loss:
         """Return the Loss for ``forward_backward``, of log-probabilities (and entropies) or of a critic's values."""
@@ -162,13 +162,13 @@ class BatchLoss:
     def evaluate_batch(self, outputs: Mapping[str, Tensor]) -> None:
         """Evaluate verl's loss on the whole batch, without gradients, from the concatenated outputs of all sequences."""
         rows = list(range(len(self._batch.lengths)))
-        evaluated = self._call(rows, outputs)
-        self.collected.add(evaluated)
+        result = self._call(rows, outputs)
+        self.results.add(result)
 
     def _values(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
         tensors = [tensor for tensor in (logprobs, inputs.entropy) if tensor is not None]
-        evaluated, gradients = self._evaluate(tensors, inputs)
-        self.collected.add(evaluated)
+        result, gradients = self._evaluate(tensors, inputs)
+        self.results.add(result)
         values = logprobs * 0.0  # in the graph even if verl's loss depends on no input
         for tensor, gradient in zip(tensors, gradients, strict=True):
             # verl scales its loss by the data parallel size, for gradients that are averaged; here they are summed
@@ -176,27 +176,27 @@ class BatchLoss:
         return values
 
     def _cross_entropy(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        evaluated, (gradient,) = self._evaluate([logprobs], inputs)
+        result, (gradient,) = self._evaluate([logprobs], inputs)
         verl_gradient = gradient * (self._tokens / self._parallel)
         # verl's gradient of a token should be -weight: the sum is the difference. Compared on the device, read with the losses.
-        self.collected.add(evaluated, (verl_gradient + inputs.weights).abs().max())
+        self.results.add(result, (verl_gradient + inputs.weights).abs().max())
         return -logprobs
 
-    def _evaluate(self, tensors: Sequence[Tensor], inputs: LossInputs) -> tuple[Evaluated, list[Tensor]]:
+    def _evaluate(self, tensors: Sequence[Tensor], inputs: LossInputs) -> tuple[VerlLossResult, list[Tensor]]:
         """Evaluate verl's function on a micro batch; return also its gradients for each of ``tensors``, 0 for padding."""
         rows = sorted(inputs.members)
         length = sum(self._batch.lengths[row] for row in rows)
         indices = self._token_indices(rows, length, inputs)
         full = [self._full_sequences(tensor, indices, length, inputs) for tensor in tensors]
-        evaluated = self._call(rows, dict(zip(self._outputs, full, strict=False)))
+        result = self._call(rows, dict(zip(self._outputs, full, strict=False)))
         # A loss may be constant, for example when every token is masked.
-        depends = evaluated.loss.requires_grad
-        parts = torch.autograd.grad(evaluated.loss, full, allow_unused=True) if depends else [None] * len(full)
+        depends = result.loss.requires_grad
+        parts = torch.autograd.grad(result.loss, full, allow_unused=True) if depends else [None] * len(full)
         gradients = [
             torch.zeros_like(tensor) if part is None else part for tensor, part in zip(full, parts, strict=True)
         ]
         # padding has the index of the appended 0
-        return evaluated, [torch.cat([tensor, tensor.new_zeros(1)])[indices] for tensor in gradients]
+        return result, [torch.cat([tensor, tensor.new_zeros(1)])[indices] for tensor in gradients]
 
     def _token_indices(self, rows: Sequence[int], length: int, inputs: LossInputs) -> Tensor:
         """Return token indices, int64 [n], into the micro batch's ``length`` tokens in verl's order; ``length`` for padding."""
@@ -218,7 +218,7 @@ class BatchLoss:
         # A leaf: autograd stops here, and the gradient is carried over to the model's own tensors by _values().
         return full.detach().requires_grad_()
 
-    def _call(self, rows: list[int], outputs: Mapping[str, Tensor]) -> Evaluated:
+    def _call(self, rows: list[int], outputs: Mapping[str, Tensor]) -> VerlLossResult:
         """Call verl's function on the sequences ``rows``, whose concatenated outputs are ``outputs``."""
         lengths = [self._batch.lengths[row] for row in rows]
         data = self._batch.rows(rows, self._device)
@@ -226,6 +226,6 @@ class BatchLoss:
         nested_outputs = {name: nested(tensor, lengths, offsets) for name, tensor in outputs.items()}
         # By keyword, as verl's engines call it: verl binds config with partial().
         loss, metrics = self._function(model_output=nested_outputs, data=data, dp_group=self._group)
-        return Evaluated(
+        return VerlLossResult(
             rows, {name: tensor.detach().split(lengths) for name, tensor in outputs.items()}, loss, metrics
         )

@@ -31,7 +31,7 @@ from megascend.weightsync.delivery import Delivery
 from weightwire.remote_engine import RemoteEngine
 
 
-def settings_of(config: Any) -> RolloutSettings:
+def rollout_settings(config: Any) -> RolloutSettings:
     """Translate verl's ``RolloutConfig``, or the OmegaConf section that it is built from."""
     return translate_rollout(_plain(config))
 
@@ -79,7 +79,7 @@ class Replica(replica.RolloutReplica):
             )
         if self.nnodes != 1:
             raise ConfigError(f"a replica of {self.world_size} ranks on {self.nnodes} nodes: an engine is on one node")
-        settings = settings_of(self.config)
+        settings = rollout_settings(self.config)
         model: HFModelConfig = omega_conf_to_dataclass(self.model_config, HFModelConfig)
         first = self.workers[0]
         # The actor runs where the first rank is: weights then travel within the host.
@@ -111,7 +111,7 @@ class ServerAdapter(base.BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
         super().__init__(config, model_config, device_mesh)
-        self._settings = settings_of(self.config)
+        self._settings = rollout_settings(self.config)
         # As verl's own adapters do: consecutive ranks share a replica.
         replica_index, replica_worker = divmod(int(os.environ["RANK"]), self._settings.tensor_parallel)
         self.replica_rank = replica_index if replica_rank == -1 else replica_rank

@@ -56,7 +56,7 @@ async def serve(arguments: argparse.Namespace) -> int:
     engines = [VllmEngine(address, key=key, owner=owner) for address in arguments.engines]
     waits = [engine.wait_until_ready(arguments.wait) for engine in engines]
     problems = [error for error in await asyncio.gather(*waits, return_exceptions=True) if error is not None]
-    # Trainers go on with those that answer, and take the others when they are back.
+    # Trainers continue with those that answer, and use the others when they are back.
     if len(problems) == len(engines):
         raise problems[0]
     for error in problems:

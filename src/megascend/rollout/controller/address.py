@@ -40,6 +40,7 @@ class PublishedAddress:
             self._lock = hold(Path(f"{path}.lock"))
         except TimeoutError:
             holder = ""
+            # The holder has the lock before it publishes its address: there may be none to name yet.
             with contextlib.suppress(ControllerError):
                 holder = f", at {read_address(path)}"
             raise ControllerError(f"{path} is held by another controller{holder}") from None

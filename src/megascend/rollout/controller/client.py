@@ -149,8 +149,7 @@ class ControllerClient:
             AuthError: it refuses our signature, or the answer is not from a holder of the key.
             MegascendError: it refused, or an engine did; the class is that of the error there.
         """
-        # The first call learns the instance. Without it a controller that was restarted in between could not be told
-        # apart.
+        # The first call learns the instance. Without it a controller that was restarted in between could not be told apart.
         if not self._instance and route != "/v1/hello":
             # One greeting for calls that start together.
             async with self._hello:

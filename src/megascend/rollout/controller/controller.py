@@ -49,7 +49,7 @@ class ControllerLimits:
 
 
 class ClosedOnce(ABC):
-    """Asynchronous context that runs ``_close`` once, whoever closes it and how often.
+    """Asynchronous context that runs ``_close`` once, however often it is closed.
 
     Attributes:
         closed: the closing, once it has begun.
@@ -149,6 +149,7 @@ class Controller(ClosedOnce):
         claim = self._ownership.get(claim_id)
         reason = f"the claim of {claim.owner!r} on {', '.join(claim.engines)} was released"
         self._ownership.begin_end(claim, reason)
+        # Shielded: a caller that disconnects must not leave engines paused or an update half dropped.
         await asyncio.shield(self._clean_up(self._end(claim)))
 
     def engine(self, claim_id: str) -> OwnedEngines:
@@ -195,7 +196,7 @@ class Controller(ClosedOnce):
                 raise ControllerLostError("the controller is closing") from None
             raise
         finally:
-            # For a caller that has gone: the engine must not sample for nobody.
+            # If the caller has gone, the engine must not keep sampling for it.
             task.cancel()
             self._sampling[number] -= n
         self._availability.succeeded(number)
@@ -205,7 +206,7 @@ class Controller(ClosedOnce):
         """Cancel operations, drop updates, resume paused engines, fail rollouts in flight."""
         if self._timer is not None:
             self._timer.cancel()
-        # First of all: an operation that goes on could pause engines after they were resumed below.
+        # First: an operation that continues could pause engines after they were resumed below.
         for operation in list(self._operations):
             operation.cancel()
         await asyncio.gather(*self._operations, return_exceptions=True)

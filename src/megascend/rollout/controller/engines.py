@@ -56,7 +56,7 @@ class Engines:
         succeeded, failed = await call_all([self._engines[name] for name in names], call, limit)
         if not failed:
             return succeeded
-        # Of the kind of all errors: a caller that waits for lost engines must not wait for one that refuses.
+        # The kind that all errors share: a caller that waits for lost engines must not wait for one that refuses.
         kinds = ((TimeoutError, EngineTimeoutError), (ConnectionError, EngineLostError), (Exception, EngineError))
         kind = next(kind for base, kind in kinds if all(isinstance(error, base) for error in failed.values()))
         reasons = "; ".join(f"engine {name!r}: {type(error).__name__}: {error}" for name, error in failed.items())

@@ -101,8 +101,7 @@ class Ownership:
         claim = self._claims.get(claim_id)
         if claim is not None and not claim.ending:
             return claim
-        # A trainer whose lease has lapsed is told so, and by which cause; an id that never existed only that it is
-        # unknown.
+        # A trainer whose lease has lapsed is told so, and by which cause; an id that never existed only that it is unknown.
         for ended, reason in self._ended:
             if ended == claim_id:
                 raise LeaseLapsedError(f"{reason}; claim the engines again")

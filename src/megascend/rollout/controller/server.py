@@ -170,7 +170,7 @@ class ControllerServer(ClosedOnce):
                 self._withdraw()
                 raise ConfigError(f"the controller's HTTP server did not start: {self._serving.exception()}")
             await asyncio.sleep(0.005)
-        # After it listens: whoever reads the file may connect at once.
+        # After it listens: a reader of the file may connect at once.
         self.address = Address(self._advertise or host, port, self.controller.instance)
         if self._published is not None:
             self._published.publish(self.address)
@@ -228,6 +228,7 @@ class ControllerServer(ClosedOnce):
             with self._room(request):
                 body = await read_body(request.receive, self._limits.max_body_bytes, self._limits.body_timeout_s)
                 grant.check_body(body)
+                # Shielded: a call that has begun on the engines ends, even if its caller disconnects.
                 status, answer = await asyncio.shield(self._areal.answer(request.path_params["name"], body))
         except (Refusal, WireError) as error:
             status = error.status if isinstance(error, Refusal) else _status_of(error)

@@ -28,7 +28,7 @@ def main() -> None:
     if between == 0:
         # Out of the program's session, which the watcher ends.
         os.setsid()
-        # Orphaned: whoever kills the owner's children and theirs does not find the watcher among them.
+        # Orphaned, so that a program that kills the owner's process tree does not find the watcher in it.
         if os.fork() == 0:
             watch(owner, pipe, session)
         os._exit(0)
@@ -105,6 +105,7 @@ def members(session: int) -> list[int]:
 
 
 def send(process: int, number: int) -> None:
+    # A process may end, or its number may pass to another user's, after it was listed.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process, number)
 

@@ -145,6 +145,7 @@ class ModelProcess:
         self._lock = threading.Lock()
         self._waiting: dict[int, Future[Any]] = {}
         self._count = 0
+        # A daemon: it reads until the engine's process ends, for which the interpreter must not wait.
         self._reader = threading.Thread(target=self._read, name=f"{name}-answers", daemon=True)
         self._reader.start()
 
@@ -233,6 +234,7 @@ def serve(call: Callable[[str, dict[str, Any]], Any], requests: IO[str], answers
     def answer(number: int, future: Future[Any]) -> None:
         error = future.exception()
         line = [number, None, future.result()] if error is None else [number, error_to_json(error), None]
+        # The parent may have gone or closed the pipe: no caller is left to answer. The lock keeps lines of several threads apart.
         with lock, contextlib.suppress(BrokenPipeError, ValueError):
             answers.write(json.dumps(line) + "\n")
             answers.flush()

@@ -66,6 +66,7 @@ class LocalModel(InferenceEngine):
         self._weights = threading.RLock()
         self._resumed = threading.Condition()
         self._paused_until = 0.0
+        # A daemon: sampling that still runs must not keep an engine's process alive.
         self._thread = threading.Thread(target=self._work, name="local-engine", daemon=True)
         self._thread.start()
 
@@ -132,7 +133,7 @@ class LocalModel(InferenceEngine):
 
     @contextlib.contextmanager
     def _step(self) -> Iterator[int]:
-        """Context of each forward pass: wait for the end of a pause, and keep the weights unchanged."""
+        """Surround each forward pass: wait for the end of a pause, and keep the weights unchanged."""
         with self._resumed:
             # A loop: the pause may be renewed while this waits.
             while (remaining := self._paused_until - time.monotonic()) > 0:

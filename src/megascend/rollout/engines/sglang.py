@@ -217,7 +217,7 @@ class SglangEngine(InferenceEngine):
             raise EngineError(f"{self.name}: {directory} was not loaded: {str(answer)[:500]}")
 
     async def _continue(self) -> None:
-        # The owner's own pause goes on.
+        # The owner's own pause continues.
         if self._pause is None:
             await self._ask("/continue_generation", {}, CONTROL_S)
 

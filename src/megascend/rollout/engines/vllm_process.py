@@ -119,7 +119,7 @@ class VllmProcess:
 
     def check(self) -> None:
         """Raise EngineLostError, with the first error in the log and its end, if the server has ended."""
-        # Looked at by whoever waits: nobody else notices that a server has ended.
+        # Checked by every call that waits: nothing else notices that a server has ended.
         if (code := self._process.poll()) is not None:
             text = self._log.read_text(errors="replace", encoding="utf-8")
             end, cause = text[-TAIL:], first_error(text)

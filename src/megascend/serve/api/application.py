@@ -290,7 +290,7 @@ def make_application(service: Service, keys: Keys) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async def ticking() -> None:
+        async def run_periodically() -> None:
             returned = service.clock()
             while True:
                 await asyncio.sleep(TICK_S)
@@ -299,11 +299,12 @@ def make_application(service: Service, keys: Keys) -> Starlette:
                     returned = service.clock()
                     await asyncio.to_thread(return_freed)
 
-        task = asyncio.create_task(ticking())
+        task = asyncio.create_task(run_periodically())
         try:
             yield
         finally:
             task.cancel()
+            # Raised by the cancellation above, which is not an error.
             with suppress(asyncio.CancelledError):
                 await task
             # In a thread, as it waits for the disk.

@@ -144,7 +144,7 @@ class AdamParams(Body):
     grad_clip_norm: Real = 0.0
 
 
-def adam_of(settings: Mapping[str, Any]) -> Adam:
+def parse_adam(settings: Mapping[str, Any]) -> Adam:
     """Return the settings of an optimizer step."""
     params = AdamParams.read(settings, "adam_params", ConfigError)
     if params.type not in ("adamw", "adam"):

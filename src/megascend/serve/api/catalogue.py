@@ -25,6 +25,12 @@ from megascend.serve.errors import RequestRefusedError
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
 
+MAX_DOWNLOADS = 4
+"""Concurrent downloads per tenant: each holds a temporary file until its client has read it."""
+
+Handler = Callable[[Service, Request, str], Awaitable[Response]]
+"""(service, request, tenant) -> response."""
+
 
 def pack(directory: Path) -> IO[bytes]:
     """Pack the regular files of a directory (tar, gzip): no links, which could point elsewhere, and no directories.
@@ -44,7 +50,7 @@ def pack(directory: Path) -> IO[bytes]:
 
 
 def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Strip owner and mode; return None to skip anything but files (tarfile marks repeated hard links as links)."""
+    """Strip owner and mode; return None to skip all but files, which tarfile calls links if they are repeated hard links."""
     if not (entry.isfile() or entry.islnk()):
         return None
     entry.uid = entry.gid = 0
@@ -53,13 +59,7 @@ def _plain(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return entry
 
 
-MAX_DOWNLOADS = 4
-"""Concurrent downloads per tenant: each holds a temporary file until its client has read it."""
-
-Listing = Callable[[Service, Request, str], Awaitable[Response]]
-
-
-def catalogue_routes() -> list[tuple[str, str, Listing]]:
+def catalogue_routes() -> list[tuple[str, str, Handler]]:
     """List the routes as (method, path under /api/v1, handler)."""
     checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
     return [
@@ -84,7 +84,7 @@ def _path(request: Request) -> CheckpointPath:
     return CheckpointPath(values["model"], values["kind"], values["name"])
 
 
-def _time(seconds: float) -> str:
+def _iso_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
@@ -92,16 +92,16 @@ def _checkpoint(record: Record) -> dict[str, Any]:
     return {
         "checkpoint_id": record.path.checkpoint_id,
         "checkpoint_type": "training" if record.path.kind == "weights" else "sampler",
-        "time": _time(record.saved),
+        "time": _iso_time(record.saved),
         "tinker_path": str(record.path),
         "size_bytes": record.size,
         "public": record.public,
         "user_metadata": record.user_metadata,
-        "expires_at": None if record.expires is None else _time(record.expires),
+        "expires_at": None if record.expires is None else _iso_time(record.expires),
     }
 
 
-def _window(request: Request, max_limit: int = 1000) -> tuple[int, int]:
+def _page(request: Request, max_limit: int = 1000) -> tuple[int, int]:
     """Return (offset, limit) of a listing."""
     numbers = []
     for name, default in (("offset", "0"), ("limit", "20")):
@@ -134,7 +134,7 @@ def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
         "is_lora": True,
         "lora_rank": model.lora.rank,
         "corrupted": False,
-        "last_request_time": _time(datetime.now(timezone.utc).timestamp() - ago),
+        "last_request_time": _iso_time(datetime.now(timezone.utc).timestamp() - ago),
         "last_checkpoint": last["training"],
         "last_sampler_checkpoint": last["sampler"],
         "user_metadata": model.metadata,
@@ -142,7 +142,7 @@ def _run(service: Service, model: Model, tenant: str) -> dict[str, Any]:
 
 
 async def list_runs(service: Service, request: Request, tenant: str) -> Response:
-    offset, limit = _window(request)
+    offset, limit = _page(request)
     models = [model for model in service.tenancy.models.values() if model.tenant == tenant]
     runs = [_run(service, model, tenant) for model in models[offset : offset + limit]]
     return Json({"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(models)}})
@@ -158,7 +158,7 @@ async def list_run_checkpoints(service: Service, request: Request, tenant: str) 
 
 
 async def list_checkpoints(service: Service, request: Request, tenant: str) -> Response:
-    offset, limit = _window(request)
+    offset, limit = _page(request)
     records = service.checkpoints.list_records(tenant)
     cursor = {"offset": offset, "limit": limit, "total_count": len(records)}
     return Json({"checkpoints": [_checkpoint(record) for record in records[offset : offset + limit]], "cursor": cursor})
@@ -222,7 +222,7 @@ class _Download(StreamingResponse):
 
 
 async def list_sessions(service: Service, request: Request, tenant: str) -> Response:
-    offset, limit = _window(request)
+    offset, limit = _page(request)
     names = [session.name for session in service.tenancy.sessions.values() if session.tenant == tenant]
     return Json({"sessions": names[offset : offset + limit]})
 

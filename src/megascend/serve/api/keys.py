@@ -47,7 +47,7 @@ class Keys:
         return sorted(set(self._tenants.values()))
 
 
-def digest_of(key: str) -> str:
+def key_digest(key: str) -> str:
     """Return the SHA-256 of a key in hexadecimal."""
     return hashlib.sha256(key.encode()).hexdigest()
 
@@ -73,7 +73,7 @@ def parse_keys(text: str) -> dict[str, str]:
             raise ConfigError(
                 f"{VARIABLE}: key number {number} must begin with {PREFIX!r}, as clients demand, and have 20 characters or more"
             )
-        _add(tenants, digest_of(key), name or f"k{digest_of(key)[:12]}", f"{VARIABLE}: key number {number}")
+        _add(tenants, key_digest(key), name or f"k{key_digest(key)[:12]}", f"{VARIABLE}: key number {number}")
     return tenants
 
 
@@ -114,5 +114,5 @@ def load_or_create(path: Path) -> tuple[dict[str, str], str | None]:
     make_directory(path.parent)
     with replacing(path, durable=True) as temporary:
         temporary.touch(0o600)
-        temporary.write_text(f"local {digest_of(key)}\n", "utf-8")
+        temporary.write_text(f"local {key_digest(key)}\n", "utf-8")
     return read_keys(path), key

@@ -247,7 +247,11 @@ def messages_of_client() -> Any:
 def train_request_of_json(
     body: Mapping[str, Any], max_data: int, pictures: PictureProcessor | None = None, *, forward_only: bool
 ) -> TrainRequest:
-    """Read a request in JSON, from older clients. Unknown fields are ignored. ``pictures``: of a model that takes them."""
+    """Read a request in JSON, from older clients. Unknown fields are ignored.
+
+    Args:
+        pictures: decodes pictures; None: the model takes none.
+    """
     fields = TrainBody.read(body)
     inside = fields.forward_input if forward_only else fields.forward_backward_input
     if inside is None:
@@ -282,7 +286,11 @@ def json_of_train_request(request: TrainRequest) -> dict[str, Any]:
 
 
 def train_request_of_protobuf(body: bytes, max_data: int, pictures: PictureProcessor | None = None) -> TrainRequest:
-    """Read a request in protobuf, from newer clients. ``pictures``: of a model that takes them."""
+    """Read a request in protobuf, from newer clients.
+
+    Args:
+        pictures: decodes pictures; None: the model takes none.
+    """
     from google.protobuf.message import DecodeError
 
     check_message(body, _schema(), PIECES * max_data)

@@ -25,7 +25,7 @@ WAITS_S = 10.0
 
 
 @dataclass
-class _Loaded:
+class _LoadedAdapter:
     """A loaded adapter.
 
     Attributes:
@@ -50,7 +50,7 @@ class Samplers:
 
     def __init__(self, service: Service, max_adapters: int, submit: Callable[[Command], None]) -> None:
         self._service, self._max_adapters, self._submit_command = service, max_adapters, submit
-        self._loaded: OrderedDict[tuple[str, float], _Loaded] = OrderedDict()
+        self._loaded: OrderedDict[tuple[str, float], _LoadedAdapter] = OrderedDict()
         self._waiting: dict[str, float] = {}  # time of the last refusal, of tenants without any adapter
         self._count = 0
 
@@ -58,7 +58,7 @@ class Samplers:
         """Accept a request to sample from a sampling session's model, or from the checkpoint that it names.
 
         Args:
-            prompt: of a body whose prompt has pictures: the prompt, or why it cannot be read.
+            prompt: prompt of a body with pictures, or the reason why it cannot be read.
 
         Raises:
             RequestRefusedError: 404 or 410, unknown session or checkpoint; 429, too much is pending.
@@ -95,7 +95,7 @@ class Samplers:
         prompt: ModelInput | DataError,
     ) -> Future:
         service = self._service
-        loaded: _Loaded | None = None
+        loaded: _LoadedAdapter | None = None
         try:
             if path is not None:
                 loaded = self._load(tenant, path)
@@ -128,7 +128,7 @@ class Samplers:
         self._service.break_future(future.number, error)
         return future
 
-    def _load(self, tenant: str, text_of_path: str) -> _Loaded:
+    def _load(self, tenant: str, text_of_path: str) -> _LoadedAdapter:
         """Return a saved adapter, loading it if necessary."""
         record, directory = self._service.checkpoints.find(tenant, CheckpointPath.parse(text_of_path), public=True)
         key = (str(record.path), record.saved)  # with its time, as a checkpoint may be overwritten under its name
@@ -137,7 +137,7 @@ class Samplers:
         if loaded is None:
             self._make_room(tenant)
             self._count += 1
-            loaded = self._loaded[key] = _Loaded(f"p{self._count}", tenant)
+            loaded = self._loaded[key] = _LoadedAdapter(f"p{self._count}", tenant)
             self._submit_load(tenant, key, loaded, record, str(directory))
         self._loaded.move_to_end(key)
         return loaded  # possibly not loaded yet: requests are queued behind the load, under its adapter's name
@@ -164,7 +164,7 @@ class Samplers:
             )
 
     def _submit_load(
-        self, tenant: str, key: tuple[str, float], loaded: _Loaded, record: Record, directory: str
+        self, tenant: str, key: tuple[str, float], loaded: _LoadedAdapter, record: Record, directory: str
     ) -> None:
         # The requests behind a failed load fail with it; the next request tries again.
         def then(succeeded: bool) -> None:

@@ -123,7 +123,11 @@ MAX_TOP = 2**22
 
 
 def prompt_of(value: Any, pictures: PictureProcessor | None = None) -> ModelInput | DataError:
-    """Read a prompt, or return why it cannot be read. ``pictures``: of a model that takes them, which are decoded."""
+    """Read a prompt, or return why it cannot be read.
+
+    Args:
+        pictures: decodes pictures; None: the model takes none.
+    """
     try:
         return PictureReader(pictures).read(chunks_of_json(value))
     except DataError as error:

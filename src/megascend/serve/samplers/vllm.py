@@ -221,7 +221,7 @@ class Pool:
                 return result
             finally:
                 self._pending[index] -= 1
-        # Of the first failure's class: the later ones may only be its consequence.
+        # The class of the first failure: the later ones may only be its consequence.
         raise type(problems[0])("; ".join(map(str, problems)))
 
     async def _respond_with(self, index: int, request: SampleRequest, directories: Mapping[str, str]) -> SampleResult:
@@ -347,6 +347,7 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
     backend.add_adapter(BASE, Lora(rank=1, seed=0))
     backend.save_adapter(BASE, str(base), optimizer=False)
     backend.remove_adapter(BASE)
+    # Seeded: every rank draws the same tokens. 33 tokens have 32 log-probabilities.
     tokens = torch.randint(0, backend.vocab_size, (33,), generator=torch.Generator().manual_seed(0))
     logprobs = backend.forward(backend.shard([Sample.causal(tokens)]), reference=True).logprobs
     try:
@@ -361,7 +362,7 @@ def vllm_servers(settings: ServeConfig, backend: Any) -> Servers | None:
             asyncio.run(check(servers, probe, backend.max_length, settings.timeout_s / 2))
         except MegascendError as error:
             problem = error
-    raise_on_all_ranks(problem, backend.groups, "whether the vLLM servers have this model")
+    raise_on_all_ranks(problem, backend.groups, "the model check of the vLLM servers")
     return servers
 
 

@@ -42,7 +42,7 @@ from megascend.serve.scheduler.inbox import Inbox
 
 logger = logging.getLogger(__name__)
 
-FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AssertionError)
+SAMPLING_FAULTS = (TypeError, ValueError, LookupError, ArithmeticError, AssertionError)
 """Errors of a bug in the sampling code, which fail the requests only. A broken device raises RuntimeError and ends the server."""
 SAMPLES_AT_ONCE = 64
 """Maximum number of responses sampled together, which bounds the memory of their KV cache."""
@@ -73,7 +73,7 @@ class AdapterStore(Protocol):
     def recover_memory(self) -> bool: ...
 
 
-def work(
+def run_commands(
     backend: Backend,
     max_batch_tokens: int,
     inbox: Inbox | None,
@@ -88,7 +88,7 @@ def work(
         inbox: rank 0's inbox; None on other ranks.
         report: called on every rank with outcomes.
         generate: samples responses in slices; collective.
-        pictures: of a model that takes them.
+        pictures: decodes pictures of commands; None: the model takes none.
     """
     queue = AdapterQueue(backend, max_batch_tokens=max_batch_tokens, max_pending=UNLIMITED)
     runner = CommandRunner(backend, queue, generate, pictures)
@@ -158,7 +158,7 @@ class CommandRunner:
         self._backend, self._queue, self._generate, self._pictures = backend, queue, generate, pictures
         self._unfinished: dict[str, deque[_Entry]] = {}  # by model, in the order in which clients expect the answers
         self._to_sample: list[Respond] = []  # in the order of arrival
-        self._one_by_one: deque[Respond] = deque()  # requests whose batch ran out of memory
+        self._single_retries: deque[Respond] = deque()  # requests whose batch ran out of memory
         self._sampling: SamplingBatch | None = None
         self._removals: list[Remove] = []  # of adapters in use by sampling, deferred until it ends
         self._units = 0  # of work so far: calls, slices, batches
@@ -174,7 +174,7 @@ class CommandRunner:
     @property
     def idle(self) -> bool:
         """True if no command is left."""
-        return not (self._unfinished or self._to_sample or self._sampling or self._one_by_one)
+        return not (self._unfinished or self._to_sample or self._sampling or self._single_retries)
 
     def add(self, commands: Iterable[Command]) -> list[Outcome]:
         """Add commands; return the outcomes of removals and cancellations, which run at once."""
@@ -274,7 +274,7 @@ class CommandRunner:
             entries[0].since = entries[0].since or (self._units, now)
 
     def _take_finished(self, adapter: str) -> list[_Entry]:
-        # From the head only: a request that failed validation is done at once, but clients expect answers in order.
+        # Only from the head of the queue: a request that failed validation is done at once, but clients expect answers in order.
         entries = self._unfinished[adapter]
         finished = []
         while entries and entries[0].future.done():
@@ -288,19 +288,20 @@ class CommandRunner:
     def _sample(self) -> list[Outcome]:
         """Sample a slice of the current responses, or start the next ones. Collective."""
         if self._sampling is None:
-            selected = [self._one_by_one.popleft()] if self._one_by_one else self._take_samples()
+            selected = [self._single_retries.popleft()] if self._single_retries else self._take_samples()
             if not selected:
                 return []
             if self._generate is None:
                 problem = ConfigError("this server does not sample")
                 return [Outcome(command.number, error=problem) for command in selected]
+            # Kept between turns: the batch continues after the training unit of each turn.
             self._sampling = SamplingBatch(selected, self._generate)
         sampling, outcomes, problem = self._sampling, [], None
         try:
             outcomes = sampling.advance()
         except torch.OutOfMemoryError as error:
             problem = out_of_memory_error(error)
-        except FAULTS as error:
+        except SAMPLING_FAULTS as error:
             logger.exception(
                 "sampling for %s has failed", ", ".join(sorted({command.adapter for command in sampling.unanswered}))
             )
@@ -322,7 +323,7 @@ class CommandRunner:
             raise problem  # other ranks may be waiting in a collective of this slice: the job must end
         # One request at a time needs less memory than the batch did.
         if len(unanswered) > 1:
-            self._one_by_one.extend(unanswered)
+            self._single_retries.extend(unanswered)
             return []
         return [Outcome(command.number, error=problem) for command in unanswered]
 
@@ -337,7 +338,7 @@ class CommandRunner:
 
     def _cancel(self, number: int) -> list[Outcome]:
         """Cancel a sampling request; one that is being sampled ends with the next slice."""
-        for requests in (self._one_by_one, self._to_sample):
+        for requests in (self._single_retries, self._to_sample):
             for command in requests:
                 if command.number == number:
                     requests.remove(command)
@@ -348,7 +349,7 @@ class CommandRunner:
 
     def _adapters_in_use(self) -> set[str]:
         """Return the adapters whose weights the responses in progress still read."""
-        in_progress = [*self._one_by_one, *(self._sampling.unanswered if self._sampling is not None else ())]
+        in_progress = [*self._single_retries, *(self._sampling.unanswered if self._sampling is not None else ())]
         return {command.adapter for command in in_progress}
 
     def _remove(self, command: Remove) -> list[Outcome]:

@@ -400,7 +400,7 @@ def sequence_row(name: str, sequence: RecordedSequence) -> StoredRow:
     return StoredRow("sequence", name, {"prompt": len(sequence.prompt)}, body, sequence.session)
 
 
-def sequence_of(row: StoredRow) -> RecordedSequence:
+def stored_sequence(row: StoredRow) -> RecordedSequence:
     """Decode :func:`sequence_row`."""
     assert row.parent is not None
     prompt = row.values["prompt"]

@@ -25,7 +25,7 @@ from megascend.serve.scheduler.commands import Create, ForwardBackward, Optimize
 from megascend.serve.scheduler.futures import Future
 from megascend.serve.service import Service
 from megascend.serve.store.database import StateDatabase, StoredRow
-from megascend.serve.store.durability import DurableState, StateWriter, answer_of, sequence_of
+from megascend.serve.store.durability import DurableState, StateWriter, answer_of, stored_sequence
 from megascend.serve.tenancy import Model
 
 NAME = ".state"
@@ -135,7 +135,7 @@ class Recovery:
         for row in rows("sampler"):
             sessions[row.parent or ""].add_sampler(row.name, row.values["path"])
         for row in rows("sequence"):
-            service.sequences.keep(sessions[row.parent or ""].tenant, row.name, sequence_of(row))
+            service.sequences.keep(sessions[row.parent or ""].tenant, row.name, stored_sequence(row))
         # Only now: the rows just restored need not be written again.
         service.sequences.on_keep, service.sequences.on_drop = state.note_sequence, state.note_sequence_dropped
         # Replayed requests are neither stored again nor refused for load: their clients were answered already.
