@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 
 import pytest
@@ -383,7 +384,7 @@ class ExchangingEngine:
         ]
         self.recording = Recording([Copy(values, piece) for piece, values in self.weights], SPECS, {})
 
-    def commit(self, update: str, *, fail: str = "") -> None:
+    def commit(self, update: str, *, fail: str = "", wait: threading.Event | None = None) -> None:
         exchange, staging = (
             self.recording.exchange(self.receiver.layout(update), keep=True),
             self.receiver.staging(update),
@@ -395,6 +396,8 @@ class ExchangingEngine:
                 raise ValueError("the device")
 
         def refill():
+            if wait is not None:
+                assert wait.wait(60)
             if fail == "refill":
                 raise ValueError("the device")
             exchange.refill(staging)
@@ -461,6 +464,26 @@ def test_exchange_that_fails_on_one_worker_leaves_no_base(exchanging):
         engine.receiver.drop(seal.update)
     assert all(engine.holds(OLD) for engine in engines)
     assert_next_is_complete(trainer, engines, 1, 3)
+
+
+def test_memory_is_filled_again_while_the_engine_generates(exchanging):
+    """Let the commit be settled before the memory is a base again; the next offer waits for it."""
+    trainer, engines = exchanging
+    new, may_fill = stepped(OLD, 2), threading.Event()
+    seal = trainer.push(2, new, base=1)
+    for engine in engines:
+        engine.commit(seal.update, wait=may_fill)
+        engine.receiver.settle(seal.update)
+    trainer.succeeded(2)
+    assert all(engine.holds(new) for engine in engines)
+    pushing = threading.Thread(target=commit_all, args=(trainer, engines, 3, stepped(new, 3), 2), daemon=True)
+    pushing.start()
+    states = [engine.receiver.status()["update"]["version"] for engine in engines[1:]]  # the first one's lock is held
+    may_fill.set()
+    pushing.join(60)
+    assert not pushing.is_alive()
+    assert states == [2]
+    assert all(engine.receiver.version() == 3 and engine.holds(stepped(new, 3)) for engine in engines)
 
 
 @pytest.mark.parametrize("settled", [True, False])

@@ -52,7 +52,7 @@ def register() -> None:
             raise RuntimeError("the fault of a test: no way back")
         restore(self)
 
-    exchange, undo = in_place._Group.exchange, in_place.Exchange.undo
+    exchange, swap, undo = in_place._Group.exchange, in_place._Swap.exchange, in_place.Exchange.undo
     groups = {"count": 0}
 
     def faulty_run(self: in_place.Exchange, staging: Any, run: Any = in_place.Exchange.run) -> None:
@@ -61,12 +61,22 @@ def register() -> None:
         groups["count"] = 0
         run(self, staging)
 
-    def faulty_exchange(self: in_place._Group) -> None:
-        import torch
+    def is_third() -> bool:
         import torch.distributed as dist
 
         groups["count"] += 1
-        if groups["count"] == 3 and {"exchange", f"exchange:{dist.get_rank()}"} & active_faults():
+        return groups["count"] == 3 and bool({"exchange", f"exchange:{dist.get_rank()}"} & active_faults())
+
+    def faulty_swap(self: in_place._Swap) -> None:
+        if is_third():
+            self._exchanged = 0
+            raise RuntimeError("the fault of a test: no third group")
+        swap(self)
+
+    def faulty_exchange(self: in_place._Group) -> None:
+        import torch
+
+        if is_third():
             torch._foreach_copy_(self._scratch, self.targets)
             self._steps = 1
             torch._foreach_zero_(self.targets)  # half of it
@@ -79,8 +89,9 @@ def register() -> None:
         undo(self)
 
     in_place.Exchange.run, in_place.Exchange.undo = faulty_run, faulty_undo  # type: ignore[method-assign]
-    in_place._Group.exchange = faulty_exchange  # type: ignore[method-assign]
-    in_place.SCRATCH_BYTES = int(os.environ.get("WEIGHTWIRE_SCRATCH_BYTES", in_place.SCRATCH_BYTES))
+    in_place._Group.exchange, in_place._Swap.exchange = faulty_exchange, faulty_swap  # type: ignore[method-assign]
+    if size := os.environ.get("WEIGHTWIRE_SCRATCH_BYTES"):
+        in_place.SCRATCH_BYTES = in_place.SWAP_BYTES = int(size)
     if os.environ.get("WEIGHTWIRE_PLAIN_LINEAR") == "1":
         from vllm.model_executor.layers import utils
 
