@@ -272,7 +272,7 @@ class Delivery:
         # The devices of the engines' workers decide the transport.
         with update.timed("begin.locations"):
             counts, members = self._located(update.engines)
-        update.transport = self._fitting_transport(members)
+        update.transport = self.fitting_transport(members)
         manifest, device = self._manifest(update, specs, adapter)
         answers = self._offer(update, manifest, counts)
         self._require_all(*answers, f"version {update.version} was not begun", OLD_WEIGHTS)
@@ -292,28 +292,49 @@ class Delivery:
 
     # --- sharded updates ---
 
-    def ask_needs(
-        self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]
-    ) -> tuple[dict[str, int], dict[str, list[tuple[Region, ...]] | None]]:
-        """Return by engine the number of its workers, and the slices that they load (None: unknown).
+    @property
+    def host(self) -> str:
+        """Return the address under which others reach this process."""
+        return self._listener.host
+
+    @property
+    def is_loopback(self) -> bool:
+        """Check whether only processes on this machine reach this one."""
+        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+
+    def members(self, engines: Sequence[InferenceEngine]) -> tuple[dict[str, int], dict[str, Location | None]]:
+        """Return the number of workers by engine, and every worker's memory by its name for messages.
 
         Raises:
-            PlanError: an engine cannot answer; the message names it.
+            PlanError: there are no engines, or two with one name.
         """
         names = [engine.name for engine in engines]
         if not names or len(set(names)) < len(names):
             raise PlanError("there are no engines, or two with one name")  # the push itself reports it
-        counts, _ = self._located(engines)
+        return self._located(engines)
+
+    def ask_needs(
+        self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]
+    ) -> dict[str, list[tuple[Region, ...]] | None]:
+        """Return the slices that the workers of each engine load (None: unknown).
+
+        Raises:
+            PlanError: an engine cannot describe them; the message names it.
+            EngineFaultError: an engine is lost.
+        """
         needs, failed = self._all(engines, lambda engine: engine.needs(specs), self._timeout_s)
         if failed:
             name, error = next(iter(failed.items()))
-            raise PlanError(f"{name} cannot describe what its workers load: {error}")
-        return counts, needs
+            text = f"{name} cannot describe what its workers load: {error}"
+            # Rank 0 could not send to it either.
+            if not isinstance(error, WireError) and _is_fault(error):
+                raise sync_error(failed.values(), text) from error
+            raise PlanError(text) from error
+        return needs
 
-    def check_pairs(self, engines: Sequence[InferenceEngine], trainers: Sequence[Location]) -> str:
+    def check_pairs(self, members: Mapping[str, Location | None], trainers: Sequence[Location]) -> str:
         """Return the transport of a sharded update; PlanError if none connects all members."""
-        _, located = self._located(engines)
-        receivers = {name: location or Location("cpu") for name, location in located.items()}
+        receivers = {name: location or Location("cpu") for name, location in members.items()}
         ranks = {f"trainer rank {rank}": location for rank, location in enumerate(trainers)}
         try:
             return choose_pairs(None if self._transport == AUTO else self._transport, ranks, receivers)
@@ -398,7 +419,7 @@ class Delivery:
             self._loop.close()
         self._listener.close()
 
-    def _fitting_transport(self, members: Mapping[str, Location | None]) -> str:
+    def fitting_transport(self, members: Mapping[str, Location | None]) -> str:
         """Choose the transport of an update, or check the configured one against the members' devices."""
         local = Location.of(self._device)
         try:

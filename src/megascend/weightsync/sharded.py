@@ -2,7 +2,7 @@
 
 Rank 0 plans (:mod:`weightwire.plan`), from the slices of all ranks and the needs of all workers, and talks to the engines; all
 ranks join the group of the update. A plan is made once, and again when engines, or the model's tensors, have changed or a push
-has failed. Where no plan is possible, the reason is reported, and rank 0 sends whole tensors.
+has failed. Where no plan is possible, or none is worth it, the reason is reported, and rank 0 sends whole tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
 from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
-from weightwire.transports.choice import Location
+from weightwire.transports.choice import THROUGH_HOST, Location
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
@@ -45,7 +45,8 @@ class ShardedSync:
 
     Args:
         ranks: the engines.
-        sharded: use a plan in pushes of the model; None: for differences only.
+        sharded: True: pushes of the model need a plan; None: use one where several ranks or workers share the transfer, or for
+            differences; False: use none.
         mode: see :data:`Mode`.
         full_every: a complete push follows after so many pushes of differences.
         chunk_bytes: largest message.
@@ -88,9 +89,25 @@ class ShardedSync:
             return "an adapter alone is sent by rank 0"
         if adapter is not None:
             return "a merged adapter is sent by rank 0"
-        if self._sharded is False or (self._sharded is None and self._mode == "full"):
+        if self._sharded is False:
             return "sharded is off"
         return ""
+
+    def require_optional(self, version: int, reason: str, *, factors_only: bool) -> None:
+        """Raise WeightSyncError if a push is not sharded although the settings need it. The same on all ranks.
+
+        Args:
+            reason: why it is not.
+            factors_only: an adapter alone is sent, which no setting concerns.
+        """
+        if factors_only or not (self._sharded or self._mode == "delta"):
+            return
+        setting, advice = (
+            ("mode delta", "mode auto sends complete weights then")
+            if self._mode == "delta"
+            else ("sharded=True", "leave sharded (sync.sharded) out to let rank 0 send everything then")
+        )
+        raise WeightSyncError(f"version {version} was not sent: {setting} is not possible: {reason}; {advice}")
 
     def prepare(self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]) -> str:
         """Make a plan unless there is one; return the reason why none is possible, or an empty text.
@@ -135,19 +152,25 @@ class ShardedSync:
         reason, shares = self._ranks.call(make, "the plan of the transfer")
         if reason:
             self._refusal, self._refused_pushes = (names, reason), 0
-            # Logged once, though tried again: a warning only if the user has asked for what does not work.
-            if reason != self._logged and self._groups.rank == 0:
-                level = logging.WARNING if self._sharded or self._mode != "full" else logging.INFO
-                log.log(level, "weights are sent by rank 0: %s", reason)
-            self._logged = reason
+            # A warning only if the user has asked for what does not work.
+            self._log_once(logging.WARNING if self._mode == "auto" else logging.INFO, f"by rank 0: {reason}")
             return reason
         self._share = shares[self._groups.rank]
+        ranks, workers = self._groups.world_size, len(shares) - self._groups.world_size
+        self._log_once(logging.INFO, f"by every rank (sharded): {ranks} ranks, {workers} workers")
         return ""
+
+    def _log_once(self, level: int, way: str) -> None:
+        """Log on rank 0 who sends weights, and why, unless it is the same as before."""
+        if way != self._logged and self._groups.rank == 0:
+            log.log(level, "weights are sent %s", way)
+        self._logged = way
 
     def _plan(
         self, engines: Sequence[InferenceEngine], slices: list[list[Region]], places: list[Location], delivery: Delivery
     ) -> Planned:
-        counts, needs = delivery.ask_needs(engines, self._specs)
+        counts, transport = self._connection(engines, places, delivery)
+        needs = delivery.ask_needs(engines, self._specs)
         all_pieces = complete(self._specs)
         silent = [name for name, answer in needs.items() if answer is None]
         if silent and self._mode == "full":
@@ -161,9 +184,35 @@ class ShardedSync:
             for pieces in [all_pieces] * count if answer is None else answer:
                 # Equal needs become one object: the planner then looks at each kind of worker once.
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
-        transport = delivery.check_pairs(engines, places)
         result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
         return Planned(counts, result.shares(), transport, keep=self._history is not None)
+
+    def _connection(
+        self, engines: Sequence[InferenceEngine], places: list[Location], delivery: Delivery
+    ) -> tuple[dict[str, int], str]:
+        """Return the number of workers by engine, and the transport between all ranks and workers.
+
+        Raises:
+            PlanError: no transport connects them or, unless the settings need a plan, one is not worth it.
+        """
+        counts, members = delivery.members(engines)
+        if self._sharded is None and self._mode == "full" and len(places) == 1 and max(counts.values()) == 1:
+            raise PlanError("a single rank has nothing to share out to engines of one worker")
+        hosts = {location.host for location in places}
+        if len(hosts) > 1 and delivery.is_loopback:
+            raise PlanError(
+                f"the ranks are on {len(hosts)} hosts, and rank 0 listens on {delivery.host} (host, sync.host): set an address "
+                "that all of them reach"
+            )
+        transport = delivery.check_pairs(members, places)
+        if self._sharded is None and self._mode == "full":
+            broadcast = delivery.fitting_transport(members)
+            if transport in THROUGH_HOST and broadcast not in THROUGH_HOST:
+                raise PlanError(
+                    f"only {transport}, through the host's memory, connects all ranks with all workers, and {broadcast} connects "
+                    "rank 0 with them"
+                )
+        return counts, transport
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
@@ -171,6 +220,10 @@ class ShardedSync:
             return self._slices(self._backend.engine.hf_slices()), ""
         except MegascendError as error:
             return [], f"the trainer's slices cannot be described: {error}"
+        except Exception as error:
+            # The other ranks wait for this one, which can send whole tensors all the same.
+            log.exception("rank %d cannot describe its slices of the model", self._groups.rank)
+            return [], f"the trainer's slices cannot be described: {type(error).__name__}: {error}"
 
     def _slices(self, hf_slices: Any = None) -> list[HeldSlice]:
         """Return this rank's slices as they are now. Not collective once the engine knows its Hugging Face slices."""

@@ -86,10 +86,11 @@ class WeightSync:
         timeout_s: deadline of each wait, in seconds; default: less than half of the backend's timeout, at most 120.
         overlap: export into one bucket while another one is sent.
         options: options of the transport.
-        sharded: every rank sends the slices that it holds, and every worker receives those that it loads, if engines and backend
-            can describe them. None: if ``mode`` is not ``full``.
-        mode: ``full``, or ``delta``: send what has changed since the last push, exactly; or ``auto``: while that is worth it. All
-            ranks and workers then keep a copy of what was sent last.
+        sharded: every rank sends the slices that it holds, and every worker receives those that it loads. None: where engines and
+            backend can describe them, one transport connects all, and several ranks or several workers of an engine share the
+            transfer; rank 0 otherwise sends whole tensors. True: a push without a plan is refused.
+        mode: ``full``, or ``delta``: send what has changed since the last push, exactly; or ``auto``: while that is possible and
+            worth it. All ranks and workers then keep a copy of what was sent last.
         full_every: in modes ``delta`` and ``auto``, send everything after so many pushes of changes.
         run: runs a coroutine to completion, for engines bound to your own event loop; called on another thread than the loop's:
             ``lambda c: asyncio.run_coroutine_threadsafe(c, loop).result()``. Default: a loop on a separate thread.
@@ -165,7 +166,8 @@ class WeightSync:
         Raises:
             EngineFaultError: on every rank: an engine was too slow, was lost, or failed. The message names the engine and its
                 error, and which engines keep the old weights: all of them, unless the commit failed. The next push works.
-            WeightSyncError: on every rank: likewise, of an engine that refused, or a failure of the trainer's.
+            WeightSyncError: on every rank: likewise, of an engine that refused, or a failure of the trainer's; or no plan is
+                possible with ``sharded=True`` or ``mode="delta"``.
             ConfigError: unknown adapter, or ``alone`` without one.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
@@ -178,6 +180,8 @@ class WeightSync:
                 rank_0 = self._rank_0_sender(adapter, alone)
                 # Without a reason against it every rank sends its own slices; rank 0 otherwise gathers and sends whole tensors.
                 reason = self._shards.refusal(adapter, alone) or self._shards.prepare(update.engines, rank_0.specs)
+                if reason:
+                    self._shards.require_optional(version, reason, factors_only=alone)
             sender = rank_0 if reason else self._shards
             try:
                 run_phases(update, self._ranks, sender.begin, sender.transfer)
