@@ -386,7 +386,8 @@ class Receiver:
             return
         base, last = self._memory.base, self._update
         if last is not None and last.state == COMMITTED and last.staging is not None and not last.is_adapter:
-            base = last.base  # not settled yet
+            # Not settled yet; after forget() it is the base of nothing.
+            base = last.base if self._versions.get("model") == last.manifest.version else None
         if base != (sharded.plan, sharded.base):
             state = "nothing is kept" if base is None else f"version {base[1]} of plan {base[0]:.12} is kept"
             raise BaseError(

@@ -294,6 +294,27 @@ def test_workers_that_cannot_release_the_old_weights_have_the_new_ones(control, 
     run(act())
 
 
+def test_update_that_its_owner_has_left_open_is_dropped_after_its_lease(engine):
+    clock = {"now": 0.0}
+    control = Control(engine, lambda: clock["now"])
+
+    async def act():
+        await control.claim("a#1", 3600)
+        left, _ = offer_of(1.0, 1)
+        await control.begin("a#1", left)
+        clock["now"] = 59.0
+        offer, _ = offer_of(2.0, 2)
+        with pytest.raises(UpdateError, match="is under way"):
+            await control.begin("a#1", offer)
+        clock["now"] = 61.0
+        await push(control, 3.0, 3)
+        assert (engine.values, control.version()) == ([3.0, 3.0], 3)
+        with pytest.raises(UpdateError, match=f"{left.update} is not under way"):
+            await control.commit("a#1", left.update)
+
+    run(act())
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_failed_worker_reverts_all_workers(control, engine, failing):
     async def act():

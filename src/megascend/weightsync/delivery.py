@@ -233,6 +233,8 @@ class Delivery:
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._listener = Listener(host)
         self._buffers = Buffers()
+        self._undropped: dict[str, set[str]] = {}
+        """Names of the failed updates that an engine could not be made to drop, by the engine's name."""
         self._loop: LoopThread | None = None
         if run is None:
             self._loop = LoopThread("megascend-weightsync")
@@ -407,9 +409,24 @@ class Delivery:
         self._drop(update, update.engines)
 
     def _drop(self, update: Update, engines: Sequence[InferenceEngine]) -> None:
-        with contextlib.suppress(Exception):
-            # Within the margin that other ranks grant this one for reporting a failure.
-            self._all(engines, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
+        for engine in engines:
+            self._undropped.setdefault(engine.name, set()).add(update.name)
+        self._drop_left(engines)
+
+    def _drop_left(self, engines: Sequence[InferenceEngine]) -> None:
+        """Make engines drop their updates that have failed, unless they have done so."""
+        left = [engine for engine in engines if self._undropped.get(engine.name)]
+
+        async def drop(engine: InferenceEngine) -> None:
+            for name in tuple(self._undropped[engine.name]):
+                await engine.drop(name)
+                self._undropped[engine.name].discard(name)
+
+        if left:
+            # An engine that cannot be reached is asked again before its next offer, which it would refuse.
+            with contextlib.suppress(Exception):
+                # Within the margin that other ranks grant this one for reporting a failure.
+                self._all(left, drop, min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:
         """Stop listening, and release the buckets. Engines keep their weights."""
@@ -434,6 +451,7 @@ class Delivery:
 
     def _located(self, engines: Sequence[InferenceEngine]) -> tuple[dict[str, int], dict[str, Location | None]]:
         """Return the number of workers by engine, and every worker's memory by its name for messages."""
+        self._drop_left(engines)
         answers = self._all(engines, lambda engine: engine.locations(), self._timeout_s)
         locations = self._require_all(*answers, "push", "")
         counts = {engine.name: len(locations[engine.name]) for engine in engines}
@@ -457,6 +475,7 @@ class Delivery:
             counts: number of workers by engine.
             planned: of a sharded update.
         """
+        self._drop_left(update.engines)
         trainers = [f"trainer {self._owner}"]
         if planned is not None:
             trainers = [f"{trainers[0]} rank {rank}" for rank in range(planned.senders)]

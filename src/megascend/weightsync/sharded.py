@@ -160,11 +160,11 @@ class ShardedSync:
         self._log_once(logging.INFO, f"by every rank (sharded): {ranks} ranks, {workers} workers")
         return ""
 
-    def _log_once(self, level: int, way: str) -> None:
+    def _log_once(self, level: int, text: str) -> None:
         """Log on rank 0 who sends weights, and why, unless it is the same as before."""
-        if way != self._logged and self._groups.rank == 0:
-            log.log(level, "weights are sent %s", way)
-        self._logged = way
+        if text != self._logged and self._groups.rank == 0:
+            log.log(level, "weights are sent %s", text)
+        self._logged = text
 
     def _plan(
         self, engines: Sequence[InferenceEngine], slices: list[list[Region]], places: list[Location], delivery: Delivery

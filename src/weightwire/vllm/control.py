@@ -54,6 +54,8 @@ class Control:
         self._owner: Lease | None = None
         self._last_owner = ""
         self._update: Offer | None = None
+        self._touched = 0.0
+        """Time of the last call of the open update."""
         self._settling: asyncio.Task[Any] | None = None
         self._ended: tuple[str, WireError | None] = ("", None)
         """Name of the last update that ended, and its error for repeated calls; None: it is active."""
@@ -108,6 +110,7 @@ class Control:
         """
         async with self._changing:
             self._require(owner)
+            await self._drop_abandoned()
             if self._update is not None:
                 raise UpdateError(f"{_description(self._update)} is under way: commit it or drop it before")
             rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
@@ -202,6 +205,7 @@ class Control:
             # The same offer again: its answer was lost.
             if self._update is not None and self._update.update == offer.update:
                 return
+            await self._drop_abandoned()
             if self._update is not None:
                 raise UpdateError(
                     f"{_description(self._update)} is under way: commit it or drop it before the next one"
@@ -211,7 +215,7 @@ class Control:
             self._require_newer(offer)
             await self._settled()
             # Before the workers begin: if one of them refuses, the others' parts are dropped.
-            self._update = offer
+            self._update, self._touched = offer, self._clock()
             try:
                 await self._workers("weightwire_begin", offer.to_json())
             except BaseException as error:
@@ -236,6 +240,7 @@ class Control:
                     if self._clock() > deadline:
                         raise DeadlineError(f"{seal.update} has not arrived at all workers within {timeout_s:g} s")
                     await asyncio.sleep(POLL_S)
+                self._touched = self._clock()
             except BaseException as error:
                 await self._drop(str(error))
                 raise
@@ -336,8 +341,8 @@ class Control:
         paths = await self._workers("weightwire_write_adapter", offer.update, timeout_s=COMMIT_S)
         try:
             await self._activate_adapter(offer.manifest.adapter.name, offer.manifest.version, str(paths[0]["path"]))
-        except CommitError as error:
-            await self._workers("weightwire_revert", offer.update, str(error))
+        except BaseException as error:  # a cancellation, too: the workers would refuse the version as active
+            await asyncio.shield(self._workers("weightwire_revert", offer.update, str(error)))
             raise
 
     async def load_adapter(self, owner: str, name: str, path: str, version: int | None) -> None:
@@ -375,8 +380,14 @@ class Control:
             self._ended = offer.update, UpdateError(f"{_description(offer)} was dropped: {reason}")
             await self._workers("weightwire_drop", offer.update)
 
+    async def _drop_abandoned(self) -> None:
+        """Drop an update that its owner has not continued for its lease; the workers have done so by themselves."""
+        if self._update is not None and self._clock() >= self._touched + self._update.lease_s:
+            await self._drop(f"nobody continued it for {self._update.lease_s:g} s")
+
     def _require_update(self, update: str) -> Offer:
         if self._update is not None and self._update.update == update:
+            self._touched = self._clock()
             return self._update
         name, problem = self._ended
         if name == update and problem is not None:
@@ -410,6 +421,7 @@ class Control:
         """
         async with self._changing:
             self._require(owner)
+            await self._drop_abandoned()
             if self._update is not None:
                 raise UpdateError(f"{_description(self._update)} is under way: the engine cannot sleep")
             if not getattr(self._engine.vllm_config.model_config, "enable_sleep_mode", False):

@@ -145,7 +145,8 @@ class Exchange:
         tied: Sequence[tuple[ExchangePart, ExchangePart]] = (),
     ) -> None:
         self._parts, self._keep, self._tied = split(merged(parts)), keep, tied
-        device = self._parts[0].target.device
+        # A worker may load nothing of an update.
+        device = self._parts[0].target.device if self._parts else torch.device("cpu")
         self._kernel = swap_kernel(device)
         copied = sum(part.target.nbytes + ALIGNMENT for part in self._parts if not self._swaps(part))
         self._scratch = torch.empty(min(copied, SCRATCH_BYTES), dtype=torch.uint8, device=device)
