@@ -24,6 +24,7 @@ from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import (
     BaseError,
     DeadlineError,
+    ManifestError,
     OwnerError,
     PeerLostError,
     PlanError,
@@ -32,6 +33,7 @@ from weightwire.errors import (
     VersionError,
     WireError,
 )
+from weightwire.fp8 import BlockFormat, merged_formats, stored_specs, stored_tensors
 from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
 from weightwire.offer import Offer, Seal, Sharding
@@ -233,6 +235,7 @@ class Delivery:
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._listener = Listener(host)
         self._buffers = Buffers()
+        self._quantised: dict[str, Mapping[str, BlockFormat]] = {}
         self._undropped: dict[str, set[str]] = {}
         """Names of the failed updates that an engine could not be made to drop, by the engine's name."""
         self._loop: LoopThread | None = None
@@ -240,6 +243,23 @@ class Delivery:
             self._loop = LoopThread("megascend-weightsync")
             run = self._loop.run
         self._run: Run = run
+
+    def quantised(self, engines: Sequence[InferenceEngine]) -> Mapping[str, BlockFormat]:
+        """Return the weights that the engines store in fp8 blocks, by name; asked once of each engine, until a push fails.
+
+        Raises:
+            WeightSyncError: an engine cannot be updated, or the engines differ.
+        """
+        unknown = [engine for engine in engines if engine.name not in self._quantised]
+        if unknown:
+            answers = self._all(unknown, lambda engine: engine.quantised(), self._timeout_s)
+            self._quantised |= self._require_all(*answers, "push", OLD_WEIGHTS)
+        if not engines:
+            return {}
+        try:
+            return merged_formats({engine.name: self._quantised[engine.name] for engine in engines})
+        except ManifestError as error:
+            raise WeightSyncError(f"push: {error}{OLD_WEIGHTS}") from error
 
     def push(self, engines: Sequence[InferenceEngine], version: int, tensors: Mapping[str, Tensor]) -> Update:
         """Update all engines to ``version``: begin, transfer, verify and commit.
@@ -252,10 +272,14 @@ class Delivery:
             WeightSyncError: the message names the engine, its error, and the engines that keep the old weights.
         """
         update = Update(list(engines), version)
-        specs = tuple(spec_of(*item) for item in tensors.items())
+        formats = self.quantised(engines)
         try:
+            specs = stored_specs((spec_of(*item) for item in tensors.items()), formats)
             run_phases(
-                update, self, lambda update: self.begin(update, specs), lambda update: update.send(tensors.items())
+                update,
+                self,
+                lambda update: self.begin(update, specs),
+                lambda update: update.send(stored_tensors(tensors.items(), formats)),
             )
         except WireError as error:
             raise WeightSyncError(
@@ -409,6 +433,7 @@ class Delivery:
         self._drop(update, update.engines)
 
     def _drop(self, update: Update, engines: Sequence[InferenceEngine]) -> None:
+        self._quantised.clear()  # an engine may have been restarted with another model
         for engine in engines:
             self._undropped.setdefault(engine.name, set()).add(update.name)
         self._drop_left(engines)

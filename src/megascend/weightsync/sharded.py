@@ -8,7 +8,7 @@ has failed. Where no plan is possible, or none is worth it, the reason is report
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -20,6 +20,7 @@ from megascend.kernels.reductions import out_of_range
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank
 from megascend.weightsync.delivery import Delivery, Planned, Ticket, Update
 from weightwire.errors import PlanError
+from weightwire.fp8 import SCALES, BlockFormat, quantise
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
@@ -75,6 +76,8 @@ class ShardedSync:
         self._history = History() if mode != "full" else None
         self._differences = self._rest = 0  # pushes of differences in a row; complete pushes still to come in mode auto
         self._specs: tuple[TensorSpec, ...] = ()
+        self._formats: Mapping[str, BlockFormat] = {}
+        self._dtypes: Mapping[str, str] = {}  # of the weights in fp8 blocks, as they are exported
         self._share: Share | None = None
         self._planned: Planned | None = None
         self._refusal: tuple[tuple[str, ...], str] | None = None
@@ -109,11 +112,20 @@ class ShardedSync:
         )
         raise WeightSyncError(f"version {version} was not sent: {setting} is not possible: {reason}; {advice}")
 
-    def prepare(self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]) -> str:
+    def prepare(
+        self,
+        engines: Sequence[InferenceEngine],
+        specs: tuple[TensorSpec, ...],
+        exported: tuple[TensorSpec, ...],
+        formats: Mapping[str, BlockFormat],
+    ) -> str:
         """Make a plan unless there is one; return the reason why none is possible, or an empty text.
 
         Args:
-            engines, specs: on rank 0; ignored elsewhere.
+            engines: on rank 0; ignored elsewhere, as are the others.
+            specs: of the tensors to send.
+            exported: of those that the backend exports.
+            formats: weights of them that are sent in fp8 blocks.
         """
         names = tuple(engine.name for engine in engines)
 
@@ -129,7 +141,10 @@ class ShardedSync:
         if valid:
             return reason
         self.forget()
-        self._specs = broadcast_object(specs, "world", self._groups, purpose="the tensors to send")
+        dtypes = {spec.name: spec.dtype for spec in exported if spec.name in formats}
+        self._specs, self._formats, self._dtypes = broadcast_object(
+            (specs, dict(formats), dtypes), "world", self._groups, purpose="the tensors to send"
+        )
         # A rank that cannot describe its slices still takes part in the exchange below, and reports why.
         slices, problem = self._describe()
         pieces = [source.piece for source in slices]
@@ -217,7 +232,7 @@ class ShardedSync:
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
         try:
-            return self._slices(self._backend.engine.hf_slices()), ""
+            return self._slices(self._backend.engine.hf_slices(), with_values=False), ""
         except MegascendError as error:
             return [], f"the trainer's slices cannot be described: {error}"
         except Exception as error:
@@ -225,8 +240,15 @@ class ShardedSync:
             log.exception("rank %d cannot describe its slices of the model", self._groups.rank)
             return [], f"the trainer's slices cannot be described: {type(error).__name__}: {error}"
 
-    def _slices(self, hf_slices: Any = None) -> list[HeldSlice]:
-        """Return this rank's slices as they are now. Not collective once the engine knows its Hugging Face slices."""
+    def _slices(self, hf_slices: Any = None, *, with_values: bool = True) -> list[HeldSlice]:
+        """Return this rank's slices as they are now. Not collective once the engine knows its Hugging Face slices.
+
+        Args:
+            with_values: quantise weights in fp8 blocks; otherwise their slices have no memory.
+
+        Raises:
+            WeightSyncError: the model is frozen, or a slice cuts a block.
+        """
         engine = self._backend.engine
         state = engine.weight_state()
         if not state:
@@ -238,9 +260,36 @@ class ShardedSync:
         slices = []
         for weight, offsets, values in held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices):
             for name in (weight, *copies.get(weight, ())):
-                if (number := numbers.get(name)) is not None:
+                if (number := numbers.get(name)) is None:
+                    continue
+                if name in self._formats:
+                    slices += self._quantised(name, offsets, values if with_values else values.to("meta"), numbers)
+                else:
                     slices.append(HeldSlice(Region(number, offsets, tuple(values.shape)), values))
         return slices
+
+    def _quantised(
+        self, name: str, offsets: tuple[int, ...], weight: torch.Tensor, numbers: Mapping[str, int]
+    ) -> list[HeldSlice]:
+        """Return the slices of values and scales for a slice of a weight that is sent in fp8 blocks."""
+        blocks, sizes, shape = self._formats[name], tuple(weight.shape), self._specs[numbers[name]].shape
+        if not weight.numel():
+            return []
+        box = blocks.box(offsets, sizes, shape)
+        if box is None:
+            raise WeightSyncError(
+                f"rank {self._groups.rank} holds a slice of {name} {list(shape)} that cuts its fp8 blocks of {blocks.rows} x "
+                f"{blocks.columns}: offsets {list(offsets)}, sizes {list(sizes)}"
+            )
+        dtype = getattr(torch, self._dtypes[name])
+        if weight.dtype != dtype and not weight.is_meta and (text := out_of_range(name, weight, dtype)):
+            raise WeightSyncError(text)
+        # Rounded to the dtype of the export first: the numbers are those that the engine would make of it.
+        values, scales = quantise(weight.to(dtype), blocks)
+        return [
+            HeldSlice(Region(numbers[name], offsets, sizes), values),
+            HeldSlice(Region(numbers[name + SCALES], *box), scales),
+        ]
 
     # --- a push ---
 

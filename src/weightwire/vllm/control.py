@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +23,13 @@ from weightwire.errors import (
     WireError,
     from_json,
 )
+from weightwire.fp8 import BlockFormat
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, needs_from_json
 from weightwire.transports.choice import Location
 from weightwire.vllm import contract, generation
+from weightwire.vllm.checkpoint import fp8_blocks
 from weightwire.vllm.generation import LoadedAdapter
 
 T = TypeVar("T")
@@ -68,6 +70,7 @@ class Control:
         # Pause, update and claim change the same engine; each waits for the one before.
         self._changing = asyncio.Lock()
         self._locations: list[dict[str, Any]] | None = None
+        self._quantised: Mapping[str, BlockFormat] | None = None
         self.adapters: dict[str, LoadedAdapter] = {}
         self._adapters_loaded = 0
         self._reload_reason = ""
@@ -116,6 +119,17 @@ class Control:
             rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
             answers = await self._workers("weightwire_needs", rows, timeout_s=COMMIT_S)
             return [needs_from_json(answer["needs"], tensors) for answer in answers]
+
+    async def quantised(self) -> Mapping[str, BlockFormat]:
+        """Return the weights of the engine's checkpoint that are in fp8 blocks, by name.
+
+        Raises:
+            ManifestError: the checkpoint cannot be read, or has another format.
+        """
+        if self._quantised is None:
+            config = self._engine.vllm_config.model_config
+            self._quantised = await asyncio.to_thread(fp8_blocks, config.model, config.hf_config)
+        return self._quantised
 
     async def info(self) -> dict[str, Any]:
         """Return the engine's state, without side effects."""
@@ -506,6 +520,9 @@ class OwnedEngine(InferenceEngine):
 
     async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         return await self._control.needs(self._owner, tensors)
+
+    async def quantised(self) -> Mapping[str, BlockFormat]:
+        return await self._control.quantised()
 
     async def begin_update(self, offer: Offer) -> None:
         await self._control.begin(self._owner, offer)
