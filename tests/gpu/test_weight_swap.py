@@ -50,6 +50,22 @@ def test_rows_are_exchanged_and_nothing_else(device: torch.device) -> None:
     assert torch.equal(right, expected_right)
 
 
+def test_kernels_are_checked_before_they_are_used(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from weightwire.vllm import swap_triton
+
+    swap_triton.check_kernels(device)
+    swap_rows = swap_triton.swap_rows
+
+    def partly(table: torch.Tensor, width: int) -> None:
+        shorter = table.clone()
+        shorter[:, 2] -= 4 * (width == 2)
+        swap_rows(shorter, width)
+
+    monkeypatch.setattr(swap_triton, "swap_rows", partly)
+    with pytest.raises(RuntimeError, match="words of 2 bytes has not exchanged"):
+        swap_triton.check_kernels(device)
+
+
 def test_exchange_on_a_gpu_writes_new_weights_and_undo_the_old_ones(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("no GPU")

@@ -112,7 +112,7 @@ class Engine:
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
             device_config=SimpleNamespace(device_type="cpu"),
-            model_config=SimpleNamespace(enable_sleep_mode=True),
+            model_config=SimpleNamespace(enable_sleep_mode=True, model="double", hf_config=SimpleNamespace()),
         )
         self.paused, self.asleep, self.no_memory, self.calls = False, False, False, []
         self.messages: list[str] = []

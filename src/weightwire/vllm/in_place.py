@@ -21,10 +21,12 @@ that vLLM's own reload of the same tensors has left, bit for bit, before it is u
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from operator import mul
 from typing import Any
@@ -39,6 +41,8 @@ from weightwire.slices import Box, index_of, minus, overlap
 from weightwire.staging import ALIGNMENT, BucketLayout, ShardLayout
 from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD, require_equal_head
 from weightwire.vllm.needs import Recorder, as_slices, observe
+
+log = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 64 * 2**20
 """Memory through which parts are exchanged that the kernel does not exchange. It is allocated once."""
@@ -118,13 +122,20 @@ SwapKernel = Callable[[Tensor, int], object]
 """Exchanges the rows of a table: see :func:`weightwire.vllm.swap_triton.swap_rows`."""
 
 
+@cache
 def swap_kernel(device: torch.device) -> SwapKernel | None:
     """Return the kernel that exchanges rows of memory in one pass over a device's memory, compiled; None if it has none."""
     if device.type != "cuda" or not has_triton():
         return None
-    from weightwire.vllm import swap_triton
+    try:
+        from weightwire.vllm import swap_triton
 
-    swap_triton.compile_kernels(device)
+        swap_triton.check_kernels(device)
+    except Exception:  # Triton's versions and compilers are the engine's
+        log.exception(
+            "no kernel exchanges weights on %s: they take three copies in each update: it pauses longer", device
+        )
+        return None
     return swap_triton.swap_rows
 
 

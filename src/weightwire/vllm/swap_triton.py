@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROW_BYTES = 2**16
-"""Longest row, which one program exchanges."""
+from weightwire.vllm.in_place import ROW_BYTES
+
 BLOCK = 4096
+"""Words that a program moves in one step."""
 WORDS = {4: tl.int32, 2: tl.int16, 1: tl.int8}
 """Types of words by their bytes."""
 
@@ -63,11 +63,18 @@ def swap_rows(table: Tensor, width: int) -> None:
             _swap_rows[grid](table, WORD=WORDS[width], WIDTH=width, BLOCK=BLOCK)  # type: ignore[reportIndexIssue]
 
 
-@cache
-def compile_kernels(device: torch.device) -> None:
-    """Compile the kernels for a device, so that the first exchange does not wait for it."""
-    memory = torch.zeros(2 * ROW_BYTES, dtype=torch.uint8, device=device)
-    row = torch.tensor([[memory.data_ptr(), memory.data_ptr() + ROW_BYTES, ROW_BYTES]]).to(device)
+def check_kernels(device: torch.device) -> None:
+    """Compile the kernels for a device, so that the first exchange does not wait for it, and exchange a row with each.
+
+    Raises:
+        RuntimeError: a kernel has not exchanged it.
+    """
+    rows = torch.arange(2 * ROW_BYTES // 4, dtype=torch.int32, device=device).view(2, -1).view(torch.uint8)
     for width in (16, *WORDS):
-        swap_rows(row, width)
-    torch.cuda.current_stream(device).synchronize()
+        size = ROW_BYTES if width == 16 else ROW_BYTES - 4  # nothing after the row may change
+        expected = rows.clone()
+        expected[:, :size] = rows.flip(0)[:, :size]
+        table = torch.tensor([[rows[0].data_ptr(), rows[1].data_ptr(), size]]).to(device)
+        swap_rows(table, width)
+        if not torch.equal(rows, expected):
+            raise RuntimeError(f"the kernel for words of {width} bytes has not exchanged two rows on {device}")
