@@ -161,8 +161,8 @@ def merged_formats(formats: Mapping[str, Mapping[str, BlockFormat]]) -> Mapping[
     Raises:
         ManifestError: the engines differ.
     """
-    (first, expected), *others = formats.items()
-    for name, other in others:
+    (first, expected), *remaining = formats.items()
+    for name, other in remaining:
         if other != expected:
             differing = sorted({*expected} ^ {*other} or {key for key in expected if expected[key] != other[key]})
             raise ManifestError(

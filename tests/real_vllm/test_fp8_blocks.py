@@ -140,9 +140,9 @@ def test_quantisation_on_the_trainer_has_the_bits_of_vllm(tmp_path: Path) -> Non
     subprocess.run([str(python), "-c", program, *files], env=environment, check=True, timeout=300)
     for name, part in load_file(files[1]).items():
         label, _, index = name.rpartition(" ")
-        own = quantise(tensors[label], BlockFormat(BLOCK, BLOCK))[int(index)]
-        assert own.dtype == part.dtype
-        assert torch.equal(own.contiguous().view(torch.uint8), part.view(torch.uint8)), name
+        quantised = quantise(tensors[label], BlockFormat(BLOCK, BLOCK))[int(index)]
+        assert quantised.dtype == part.dtype
+        assert torch.equal(quantised.contiguous().view(torch.uint8), part.view(torch.uint8)), name
 
 
 def test_values_without_scales_are_refused(server: Server, plain: Path) -> None:
