@@ -89,7 +89,7 @@ def _words(data: Tensor) -> Tensor:
 def _sum_full_tiles(words: Tensor, keys: Tensor, sums: Tensor) -> None:
     """Write ``sums[t] = sum(words[t] * keys)``; the product of int32 and int64 is int64, which wraps."""
     kind = words.device.type
-    if kind == "cuda" and _has_triton():
+    if kind == "cuda" and has_triton():
         from weightwire.digest_triton import tile_sums
 
         tile_sums(words, keys, sums[: len(words)])
@@ -124,7 +124,8 @@ def _start_copy_to_host(value: Tensor) -> Callable[[], int]:
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Check whether Triton can be imported."""
     spec = find_spec("triton")
     # A folder named triton is an importable namespace package: it has no origin.
     return spec is not None and spec.origin is not None

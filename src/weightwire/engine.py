@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from weightwire.errors import UnsupportedCallError, WireError
 
 if TYPE_CHECKING:
+    from weightwire.fp8 import BlockFormat
     from weightwire.manifest import TensorSpec
     from weightwire.offer import Offer, Seal
     from weightwire.plan import Region
@@ -243,6 +244,10 @@ class InferenceEngine(ABC):
         Called seldom: the answer holds until the engine is restarted. Its workers refuse a plan that brings anything else.
         """
         return None
+
+    async def quantised(self) -> Mapping[str, BlockFormat]:
+        """Return the weights that the engine stores in fp8 blocks, by name, which are to be sent so (:mod:`weightwire.fp8`)."""
+        return {}
 
     @abstractmethod
     async def begin_update(self, offer: Offer) -> None:

@@ -45,6 +45,7 @@ from weightwire.reception import (
     receive,
     side_stream,
 )
+from weightwire.sender import synchronise_stream
 from weightwire.staging import BucketLayout, ShardLayout, StagingMemory
 from weightwire.transports.base import device_types, transports_for
 from weightwire.transports.choice import Location
@@ -90,6 +91,7 @@ class Receiver:
         self._lock = threading.RLock()
         self._needs = needs
         self._planned: ShardLayout | None = None
+        self._refill: _Refill | None = None
 
     # --- state ---
 
@@ -149,6 +151,7 @@ class Receiver:
                     return
                 raise UpdateError(f"{self.name}: {self._update} is {self._update.state}; a new one needs a new name")
             rank = offer.rank(worker)
+            self._finish_refill()
             # Checked before memory is allocated: an offer that is refused must cost the engine nothing.
             self._require_newer(offer.manifest)
             self._require_possible(offer)
@@ -157,6 +160,7 @@ class Receiver:
             # No revert of the last update can follow: its memory serves this one.
             if self._update is not None and self._update.state == COMMITTED and self._update.staging is not None:
                 self.settle(self._update.offer.update)
+                self._finish_refill()
                 self._require_base(offer.sharded)  # it may not have become one
             try:
                 # All of it now: running out of memory halfway would waste the transfer, and the engine may take the
@@ -230,8 +234,8 @@ class Receiver:
             name: name of the update.
             load: copies the tensors into the engine's memory.
             restore: undoes a ``load`` that failed or, for :meth:`revert`, one that succeeded.
-            refill: writes what was received into the update's memory again, if ``load`` overwrites it. Called when the update is
-                settled, if its memory is to be the base of the next one.
+            refill: writes what was received into the update's memory again, if ``load`` overwrites it, and only reads the
+                engine's weights. Called on a thread when the update is settled, if its memory is to be the base of the next one.
 
         Raises:
             CommitError: ``load`` failed; the old weights are active.
@@ -277,25 +281,24 @@ class Receiver:
             raise error
 
     def settle(self, name: str) -> None:
-        """Release the memory that :meth:`revert` would need, once the commit has succeeded on all workers."""
+        """Release the memory that :meth:`revert` would need, once the commit has succeeded on all workers; return at once."""
         with self._lock:
             update = self._require_update(name)
             self._require_state(update, COMMITTED)
             if update.staging is not None:
-                base = update.base
-                if base is not None and update.refill is not None:
-                    try:
-                        update.refill()
-                        _synchronise(self._device)
-                    except Exception:
-                        log.exception(
-                            "%s: %s cannot be the base of the next one, which has to be complete", self.name, update
-                        )
-                        base = None
                 self._memory.keep(update.staging, adapter=update.is_adapter)
                 if not update.is_adapter:
-                    self._memory.base = base
+                    self._memory.base = update.base
+                if update.base is not None and update.refill is not None:
+                    # On a thread: the engine generates with the new weights meanwhile.
+                    self._refill = _Refill(update.refill, self._device, f"{self.name}: {update}")
             update.restore = update.refill = update.staging = None
+
+    def _finish_refill(self) -> None:
+        """Wait until the memory that is kept holds what was received; if it cannot, it is no base."""
+        refill, self._refill = self._refill, None
+        if refill is not None and not refill.succeeded():
+            self._memory.base = None
 
     def drop(self, name: str, reason: str = "the trainer dropped it") -> None:
         """Drop an update; the old weights stay active. A no-op if the name is unknown, or the update is committed."""
@@ -318,6 +321,7 @@ class Receiver:
     def release(self) -> None:
         """Free the memory that is kept for the next update, which then has to be complete."""
         with self._lock:
+            self._finish_refill()
             self._memory.release()
 
     # --- conditions ---
@@ -380,7 +384,8 @@ class Receiver:
             return
         base, last = self._memory.base, self._update
         if last is not None and last.state == COMMITTED and last.staging is not None and not last.is_adapter:
-            base = last.base  # not settled yet
+            # Not settled yet; after forget() it is the base of nothing.
+            base = last.base if self._versions.get("model") == last.manifest.version else None
         if base != (sharded.plan, sharded.base):
             state = "nothing is kept" if base is None else f"version {base[1]} of plan {base[0]:.12} is kept"
             raise BaseError(
@@ -489,6 +494,29 @@ class Receiver:
                     reason = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
                     log.warning("%s", reason)
                     self._drop(update, UpdateError(reason))
+
+
+class _Refill(threading.Thread):
+    """Thread that writes what was received into an update's memory again."""
+
+    def __init__(self, refill: Callable[[], object], device: torch.device, label: str) -> None:
+        super().__init__(name="weightwire-refill", daemon=True)
+        self._work, self._device, self._label, self._succeeded = refill, device, label, False
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with side_stream(self._device):
+                self._work()
+                synchronise_stream(self._device)
+            self._succeeded = True
+        except Exception:
+            log.exception("%s cannot be the base of the next one, which has to be complete", self._label)
+
+    def succeeded(self) -> bool:
+        """Wait for the thread; return whether the memory holds what was received."""
+        self.join()
+        return self._succeeded
 
 
 def _synchronise(device: torch.device) -> None:

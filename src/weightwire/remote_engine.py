@@ -13,6 +13,7 @@ from typing import Any
 
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs, response_fields
 from weightwire.errors import WireError
+from weightwire.fp8 import BlockFormat, formats_from_json
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, needs_from_json, needs_to_json
@@ -87,6 +88,9 @@ class RemoteEngine(InferenceEngine):
         arguments = {"tensors": [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]}
         answer = self._field(await self.ask("needs", arguments, self.commit_s), "needs")
         return None if answer is None else [needs_from_json(rows, tensors) for rows in answer]
+
+    async def quantised(self) -> Mapping[str, BlockFormat]:
+        return formats_from_json(self._field(await self.ask("quantised", {}, self.control_s), "quantised"))
 
     async def begin_update(self, offer: Offer) -> None:
         await self.ask("begin_update", {"offer": offer.to_json()}, self.control_s)
@@ -259,6 +263,13 @@ def _needs(arguments: Arguments) -> EngineCall:
     return run
 
 
+def _quantised(arguments: Arguments) -> EngineCall:
+    async def run(engine: InferenceEngine) -> dict[str, Any]:
+        return {"quantised": {name: blocks.to_json() for name, blocks in (await engine.quantised()).items()}}
+
+    return run
+
+
 def _top_logprobs(arguments: Arguments) -> EngineCall:
     tokens, count = arguments.tokens("tokens", 1, MAX_TOKENS), arguments.integer("count", 1, MAX_TOP_LOGPROBS)
     adapter = arguments.text("adapter", None)
@@ -291,6 +302,7 @@ CALLS: dict[str, Callable[[Arguments], EngineCall]] = {
     "receivers": _plain_call("receivers", lambda a: ()),
     "locations": _locations,
     "needs": _needs,
+    "quantised": _quantised,
     "begin_update": _plain_call("begin_update", lambda a: (Offer.from_json(a.take("offer")),)),
     "verify": _plain_call("verify", lambda a: (Seal.from_json(a.take("seal")), a.number("timeout_s", MAX_SECONDS))),
     "commit": _plain_call("commit", lambda a: (a.text("update"),)),

@@ -53,6 +53,16 @@ def test_placement_needs_engines_that_the_run_starts() -> None:
         RlConfig(**SETTINGS, engines=("vllm",), placement={"memory": 1.5})
 
 
+@pytest.mark.parametrize(
+    ("sync", "setting"), [({"sharded": True}, r"sync\.sharded: true"), ({"mode": "delta"}, r"sync\.mode: delta")]
+)
+def test_updates_that_a_merged_adapter_cannot_have_are_refused(sync: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ValueError, match=f"{setting} with lora: rank 0 merges the adapter"):
+        RlConfig(**SETTINGS, lora={"rank": 4}, sync=sync)
+    assert RlConfig(**SETTINGS, sync=sync)
+    assert RlConfig(**SETTINGS, lora={"rank": 4}, sync={"mode": "auto", "sharded": False})
+
+
 def with_objective(**objective: Any) -> RlConfig:
     return RlConfig(**SETTINGS, objective=objective)
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "weightwire"))
+from engine_process import EngineProcess, engines
+
 from megascend.errors import ConfigError, WeightSyncError
 from megascend.weightsync.delivery import Delivery, Update
 from weightwire.engine import InferenceEngine
+from weightwire.errors import UpdateError
 from weightwire.sender import spec_of
 from weightwire.transports.choice import Location
 
@@ -87,3 +93,63 @@ def test_a_transport_that_does_not_fit_raises_before_anything_begins(
     with delivery(transport) as opened, pytest.raises(ConfigError, match=message):
         opened.begin(Update([engine], 1), SPECS)
     assert not engine.has_begun
+
+
+class OneAtATime(Refusing):
+    """Keeps an update open until it is dropped, and refuses others meanwhile; ``failures``: calls of drop that do not arrive."""
+
+    def __init__(self, name: str, failures: int) -> None:
+        super().__init__(name, FOLDER)
+        self.failures, self.open, self.refusals = failures, "", 0
+
+    async def begin_update(self, offer: Any) -> None:
+        if self.open and self.open != offer.update:
+            self.refusals += 1
+            raise UpdateError(f"{self.open} is under way")
+        self.open = offer.update
+        raise RuntimeError("the answer is lost")
+
+    async def drop(self, update: str) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("no connection")
+        if self.open == update:
+            self.open = ""
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2, 3])
+def test_an_update_that_could_not_be_dropped_is_dropped_before_the_next_offer(failures: int) -> None:
+    engine = OneAtATime("engine", failures)
+    with delivery("auto") as opened:
+        for version in range(1, 5):
+            update = Update([engine], version)
+            with pytest.raises(WeightSyncError):
+                opened.begin(update, SPECS)
+            opened.drop(update)
+    # In one update three calls are made: after the last failure, before the locations, before the offer.
+    assert (engine.refusals, engine.open) == (int(failures == 3), "")
+
+
+def test_an_engine_restarted_before_the_commit_is_named_and_gets_the_next_update(tmp_path: Path) -> None:
+    first, second = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}
+    with engines(tmp_path, "kept", "restarted", weights={"w": torch.zeros(8)}, version=1) as served:
+        with contextlib.closing(Delivery(device=torch.device("cpu"), timeout_s=20.0)) as opened:
+            commit = opened.commit
+
+            def restarted(update: Update) -> None:
+                opened.commit = commit  # type: ignore[method-assign]
+                served[1].end()
+                (tmp_path / "restarted.socket").unlink()
+                served[1] = EngineProcess(tmp_path, "restarted", weights={"w": torch.zeros(8)}, version=1)
+                update.engines = served
+                commit(update)
+
+            opened.commit = restarted  # type: ignore[method-assign]
+            with pytest.raises(WeightSyncError, match=r"restarted: .*unknown update .*; version 2 is active on kept"):
+                opened.push(served, 2, first)
+            assert [engine.state()["versions"]["model"] for engine in served] == [2, 1]
+            assert torch.equal(served[1].weights()[0][0]["w"], torch.zeros(8))
+            opened.push(served, 3, second)
+        for engine in served:
+            assert torch.equal(engine.weights()[0][0]["w"], second["w"])
+            assert engine.state()["versions"] == {"model": 3}

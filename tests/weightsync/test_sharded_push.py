@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +24,15 @@ from megascend import Parallel
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend.weightsync.sharded import ShardedSync
 from support.forked_programs import run_forked
 from support.trainers import make_trainer
+from weightwire.errors import PlanError
+from weightwire.transports.choice import Location, choose, choose_pairs
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+OLD = {"old": torch.arange(5.0)}
 
 LAYOUTS: dict[str, tuple[int, dict[str, int], str, dict[str, Any]]] = {
     "TP2": (2, {"tensor": 2}, "qwen3", {}),
@@ -47,7 +54,7 @@ def test_workers_get_their_slices_of_the_export(parity_folder, tmp_path, name, p
 
         def on_rank():
             backend = make_trainer(checkpoint, Parallel(**parallel), precision=precision)
-            with megascend.WeightSync(backend, served, bucket_bytes=50_000, sharded=True) as sync:
+            with megascend.WeightSync(backend, served, bucket_bytes=50_000) as sync:
                 first = sync.push(1)
                 backend.forward_backward(backend.shard(causal_samples(token_lists())))
                 backend.optimizer_step()
@@ -77,11 +84,9 @@ def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_fold
 
         def on_rank():
             backend = make_trainer(checkpoint, Parallel(tensor=2))
-            with megascend.WeightSync(backend, [*first, *second], sharded=True) as sync:
+            with megascend.WeightSync(backend, [*first, *second]) as sync:
                 pushed = sync.push(1), sync.push(2)
-            with megascend.WeightSync(
-                backend, first, transport="files", sharded=True, options={"directory": str(tmp_path)}
-            ) as sync:
+            with megascend.WeightSync(backend, first, transport="files", options={"directory": str(tmp_path)}) as sync:
                 files = sync.push(3)
             with megascend.WeightSync(backend, first, sharded=False) as sync:
                 off = sync.push(4)
@@ -97,6 +102,126 @@ def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_fold
         source = load_file(checkpoint / "model.safetensors")
         (worker,) = second[0].weights()[0]
         assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
+
+
+def test_a_plan_is_made_where_ranks_or_workers_share_the_transfer(parity_folder, tmp_path, caplog):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with (
+        engines(tmp_path, "one worker", needs=vllm_like) as small,
+        engines(tmp_path, "two workers", workers=2, needs=vllm_like) as large,
+    ):
+
+        def on_rank():
+            backend = make_trainer(checkpoint)
+            with caplog.at_level("INFO", "megascend.weightsync"):
+                with megascend.WeightSync(backend, small) as sync:
+                    first = sync.push(1), sync.push(2)
+                    sync.engines = [*small, *large]
+                    shared = sync.push(3)
+                with megascend.WeightSync(backend, small, sharded=True) as sync:
+                    explicit = sync.push(4)
+            text = "a single rank has nothing to share out to engines of one worker"
+            assert [push.why_not_sharded for push in first] == [text, text]
+            return shared.sharded, explicit.sharded, [record.message for record in caplog.records]
+
+        ((shared, explicit, messages),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
+    assert shared
+    assert explicit
+    by_all = "weights are sent by every rank (sharded): 1 ranks, {} workers"
+    assert [message for message in messages if message.startswith("weights are sent")] == [
+        "weights are sent by rank 0: a single rank has nothing to share out to engines of one worker",
+        by_all.format(3),
+        by_all.format(1),
+    ]
+
+
+def test_a_rank_that_fails_to_describe_its_slices_leaves_the_push_to_rank_0(parity_folder, tmp_path):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
+
+        def on_rank():
+            backend = make_trainer(checkpoint, Parallel(tensor=2), timeout_s=30)
+            if backend.rank == 1:
+                backend.engine.weight_state = lambda: {}["no such layer"]
+            with megascend.WeightSync(backend, served) as sync:
+                return sync.push(1).why_not_sharded
+
+        for reason in run_distributed(on_rank, 2, init=False, timeout_s=120):
+            assert "cannot be described: KeyError: 'no such layer'" in reason
+        source = load_file(checkpoint / "model.safetensors")
+        for worker in served[0].weights()[0]:
+            assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
+
+
+@pytest.mark.parametrize(("sharded", "visible"), [(None, True), (None, False), (True, False)])
+def test_a_plan_through_the_host_is_no_default_where_rank_0_has_a_direct_way(sharded, visible):
+    """Choose for an engine on the GPU of rank 0, which may not see that of rank 1."""
+    gpus = [Location("cuda", "a", "space", f"gpu {rank}", ("gpu 0", "gpu 1"), nccl="2.27") for rank in range(2)]
+    engine = dataclasses.replace(gpus[0], visible=("gpu 0", "gpu 1") if visible else ("gpu 0",))
+    delivery: Any = SimpleNamespace(
+        is_loopback=True,
+        members=lambda engines: ({"engine": 1}, {"engine": engine}),
+        fitting_transport=lambda members: choose(gpus[0], members),
+        check_pairs=lambda members, places: choose_pairs(None, dict(enumerate(places)), members),
+    )
+    backend: Any = SimpleNamespace(groups=None)
+    sync = ShardedSync(backend, None, sharded=sharded, mode="full", full_every=1, chunk_bytes=1)  # type: ignore[arg-type]
+    if visible or sharded:
+        assert sync._connection([], gpus, delivery) == ({"engine": 1}, "cuda_ipc" if visible else "shared_memory")
+    else:
+        with pytest.raises(PlanError, match=r"only shared_memory, through the host's memory, .* and cuda_ipc connects"):
+            sync._connection([], gpus, delivery)
+
+
+def test_ranks_of_another_host_need_an_address_of_rank_0(parity_folder, tmp_path, monkeypatch):
+    """Send from rank 0, as every push was, where the other ranks cannot reach the loopback interface of rank 0's host."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
+
+        def on_rank():
+            backend = make_trainer(checkpoint, Parallel(tensor=2))
+            local = Location.of(torch.device("cpu"))
+            monkeypatch.setattr(Location, "of", lambda device: dataclasses.replace(local, host=f"host {backend.rank}"))
+            with megascend.WeightSync(backend, served) as sync:
+                pushed = sync.push(1)
+            with megascend.WeightSync(backend, served, sharded=True) as sync, pytest.raises(WeightSyncError) as caught:
+                sync.push(2)
+            return pushed.why_not_sharded, str(caught.value)
+
+        for reason, message in run_distributed(on_rank, 2, init=False, timeout_s=120):
+            assert "the ranks are on 2 hosts, and rank 0 listens on 127.0.0.1" in reason
+            assert reason in message
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"), [({"sharded": True}, "sharded=True is not"), ({"mode": "delta"}, "mode delta is not")]
+)
+def test_a_push_without_a_plan_is_refused_where_the_settings_need_one(parity_folder, tmp_path, options, setting):
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like, weights=OLD, version=3) as served:
+
+        def on_rank():
+            backend = make_trainer(checkpoint, Parallel(tensor=2), adapters=megascend.Adapters())
+            backend.add_adapter("a", megascend.Lora(rank=4, alpha=6.0))
+            with megascend.WeightSync(backend, served, **options) as sync:
+                with pytest.raises(WeightSyncError) as merged:
+                    sync.push(4, "a")
+                factors = sync.push(4, "a", adapter_only=True)
+            files = {"transport": "files", "options": {"directory": str(tmp_path)}}
+            with (
+                megascend.WeightSync(backend, served, **options, **files) as sync,
+                pytest.raises(WeightSyncError) as broadcast,
+            ):
+                sync.push(4)
+            return str(merged.value), factors.why_not_sharded, str(broadcast.value)
+
+        for merged, factors, broadcast in run_distributed(on_rank, 2, init=False, timeout_s=120):
+            assert setting in merged
+            assert "a merged adapter is sent by rank 0" in merged
+            assert factors == "an adapter alone is sent by rank 0"
+            assert setting in broadcast
+        assert served[0].state()["versions"] == {"model": 3, "adapter a": 4}
+        assert all(set(worker) == {"old"} for worker in served[0].weights()[0])
 
 
 def test_a_model_whose_slices_cannot_be_described_is_sent_by_rank_0(parity_folder, tmp_path):
@@ -120,9 +245,6 @@ def test_a_model_whose_slices_cannot_be_described_is_sent_by_rank_0(parity_folde
         assert not push.sharded
         assert "experts.gate_up_proj" in push.why_not_sharded
         assert "does not consist of complete rows" in push.why_not_sharded
-
-
-OLD = {"old": torch.arange(5.0)}
 
 
 def fails_and_works_again(

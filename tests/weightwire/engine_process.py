@@ -12,7 +12,7 @@ import socketserver
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 
 from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError, from_json, to_json
+from weightwire.fp8 import BlockFormat
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, complete, needs_from_json, needs_to_json
@@ -152,8 +153,10 @@ class EngineProcess(InferenceEngine):
         weights: Any = None,
         version: int | None = None,
         needs: Needs | None = None,
+        formats: Mapping[str, BlockFormat] | None = None,
     ) -> None:
         self.name, self._path, self._folder = name, folder / f"{name}.socket", folder
+        self.formats = formats or {}
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -174,6 +177,9 @@ class EngineProcess(InferenceEngine):
     async def needs(self, tensors: Any) -> Any:
         answer = await self.ask("needs", tensors=[[spec.name, spec.dtype, list(spec.shape)] for spec in tensors])
         return None if answer is None else [needs_from_json(rows, tensors) for rows in answer]
+
+    async def quantised(self) -> Mapping[str, BlockFormat]:
+        return self.formats
 
     async def begin_update(self, offer: Any) -> None:
         await self.ask("begin", offer=offer.to_json())

@@ -11,6 +11,7 @@ import pytest
 from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import ManifestError, UnsupportedCallError, WireError
+from weightwire.fp8 import BlockFormat
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import Region
@@ -31,6 +32,7 @@ CALLS_MADE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "commit": (("u",), {"paused": 0.5, "exchange": 0.25}),
     "drop": (("u",), None),
     "needs": (((TensorSpec("w", "bfloat16", (4, 2)),),), [(Region(0, (0, 0), (2, 2)),), ()]),
+    "quantised": ((), {"w": BlockFormat(128, 64, power_of_two=True)}),
     "version": (("adapter a",), 7),
     "load_adapter": (("a", "/folder", None), None),
     "pause": ((30.0,), None),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +19,18 @@ from weightwire.errors import (
     CommitError,
     DigestError,
     ManifestError,
+    PeerLostError,
     PlanError,
     TransportError,
     UpdateError,
     VersionError,
 )
 from weightwire.manifest import Manifest, TensorSpec
-from weightwire.offer import Seal
+from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, complete
 from weightwire.receiver import Receiver
+from weightwire.sender import Sender
+from weightwire.sharded import ShardSender
 from weightwire.slices import index_of
 from weightwire.transports import Setup
 from weightwire.transports.pairs import make_pairs
@@ -383,7 +389,7 @@ class ExchangingEngine:
         ]
         self.recording = Recording([Copy(values, piece) for piece, values in self.weights], SPECS, {})
 
-    def commit(self, update: str, *, fail: str = "") -> None:
+    def commit(self, update: str, *, fail: str = "", wait: threading.Event | None = None) -> None:
         exchange, staging = (
             self.recording.exchange(self.receiver.layout(update), keep=True),
             self.receiver.staging(update),
@@ -395,6 +401,8 @@ class ExchangingEngine:
                 raise ValueError("the device")
 
         def refill():
+            if wait is not None:
+                assert wait.wait(60)
             if fail == "refill":
                 raise ValueError("the device")
             exchange.refill(staging)
@@ -463,6 +471,26 @@ def test_exchange_that_fails_on_one_worker_leaves_no_base(exchanging):
     assert_next_is_complete(trainer, engines, 1, 3)
 
 
+def test_memory_is_filled_again_while_the_engine_generates(exchanging):
+    """Let the commit be settled before the memory is a base again; the next offer waits for it."""
+    trainer, engines = exchanging
+    new, may_fill = stepped(OLD, 2), threading.Event()
+    seal = trainer.push(2, new, base=1)
+    for engine in engines:
+        engine.commit(seal.update, wait=may_fill)
+        engine.receiver.settle(seal.update)
+    trainer.succeeded(2)
+    assert all(engine.holds(new) for engine in engines)
+    pushing = threading.Thread(target=commit_all, args=(trainer, engines, 3, stepped(new, 3), 2), daemon=True)
+    pushing.start()
+    states = [engine.receiver.status()["update"]["version"] for engine in engines[1:]]  # the first one's lock is held
+    may_fill.set()
+    pushing.join(60)
+    assert not pushing.is_alive()
+    assert states == [2]
+    assert all(engine.receiver.version() == 3 and engine.holds(stepped(new, 3)) for engine in engines)
+
+
 @pytest.mark.parametrize("settled", [True, False])
 def test_memory_that_cannot_be_filled_again_is_no_base(exchanging, settled):
     trainer, engines = exchanging
@@ -492,3 +520,151 @@ def test_released_memory_is_no_base(exchanging):
         engine.recording.unbind()
         engine.receiver.release()
     assert_next_is_complete(trainer, engines, 1, 3)
+
+
+# --- attacks ---
+
+
+class CutError(Exception):
+    """The end of a rank in a test."""
+
+
+def cut_at(rank: int, number: int):
+    """Return an adjustment of senders: rank ``rank`` ends before its message ``number``."""
+
+    def adjust(sender: ShardSender) -> None:
+        hand_over, count = sender._hand_over, iter(range(1_000_000))
+
+        def cutting(*arguments: Any) -> Any:
+            if sender._group.rank == rank and next(count) == number:
+                raise CutError(f"rank {rank}, message {number}")
+            return hand_over(*arguments)
+
+        sender._hand_over = cutting  # type: ignore[method-assign,reportAttributeAccessIssue]
+
+    return adjust
+
+
+@pytest.mark.parametrize("base", [None, 1])
+def test_an_exchange_follows_no_transfer_that_was_cut_at_any_message(exchanging, base):
+    trainer, engines = exchanging
+    new = stepped(OLD, 2)
+    shares = trainer.make_plan(OLD).shares()
+    cuts = [(rank, number) for rank in range(2) for number in range(len(shares[rank].operations))]
+    assert len(cuts) > 10
+    version = 1
+    for rank, number in cuts[:: max(1, len(cuts) // 8)]:
+        version += 1
+        with pytest.raises((CutError, PeerLostError, TransportError)):
+            trainer.push(version, new, base=version - 1 if base else None, adjust=cut_at(rank, number))
+        for engine in engines:
+            update = engine.receiver.status()["update"]["update"]
+            engine.receiver.drop(update)
+            assert engine.holds(OLD)
+            with pytest.raises(UpdateError):
+                engine.commit(update)
+            assert engine.holds(OLD)
+        for history in trainer.histories:
+            history.forget()
+        version += 1
+        commit_all(trainer, engines, version, OLD)
+    commit_all(trainer, engines, version + 1, new, version)
+
+
+def test_a_worker_that_needs_nothing_takes_part():
+    """Update an engine with more workers than there are parts, complete and by changes, in place."""
+    specs = specs_of(OLD)
+    needs = [list(complete(specs)), []]
+    receivers = [Receiver(f"worker-{n}", needs=lambda specs, need=need: need) for n, need in enumerate(needs)]
+    trainer = ShardedTrainer(receivers, needs, keep=True)
+    engines = [ExchangingEngine(*pair) for pair in zip(receivers, needs, strict=True)]
+    commit_all(trainer, engines, 1, OLD)
+    commit_all(trainer, engines, 2, NEW)
+    commit_all(trainer, engines, 3, stepped(NEW, 3), 2)
+    assert [engine.receiver.version() for engine in engines] == [3, 3]
+
+
+def test_tensors_without_elements_alone_are_an_update():
+    empty = {"none": torch.zeros(0, 4), "nothing": torch.zeros(3, 0, dtype=torch.bfloat16)}
+    engine, receiver = Engine(), Receiver("worker")
+    trainer = ShardedTrainer([receiver], ranks=1, keep=True)
+    for version, base in ((1, None), (2, 1)):
+        commit([receiver], [engine], trainer.push(version, empty, base))
+        trainer.succeeded(version)
+    assert {name: tensor.shape for name, tensor in engine.weights.items()} == {"none": (0, 4), "nothing": (3, 0)}
+
+
+def test_a_version_that_was_forgotten_is_no_base(exchanging):
+    """Forget before the commit was settled, as an engine that another trainer takes over."""
+    trainer, engines = exchanging
+    seal = trainer.push(2, stepped(OLD, 2), base=1)
+    for engine in engines:
+        engine.commit(seal.update)
+        engine.receiver.forget("model")
+    assert_next_is_complete(trainer, engines, 2, 3)
+
+
+def test_changes_after_complete_weights_from_rank_0_are_refused(exchanging):
+    """Send whole tensors between two sharded updates, as with a merged adapter."""
+    trainer, engines = exchanging
+    listener = trainer.listener
+    manifest = Manifest(2, SPECS, 256)
+    name = listener.new_group(["trainer", *(engine.receiver.name for engine in engines)])
+    for number, engine in enumerate(engines):
+        offer = Offer(name, "trainer", listener.host, listener.port, 1 + number, 1, "gloo", 30.0, 30.0, manifest)
+        engine.receiver.open(offer)
+    with Sender.connect(listener, name, manifest, transport="gloo", timeout_s=30.0) as sender:
+        seal = sender.send(NEW.items())
+    for engine in engines:
+        engine.receiver.verify(seal, 30.0)
+        engine.commit(name)
+        engine.receiver.settle(name)
+        assert engine.holds(NEW)
+    for base in (1, 2):
+        offers = trainer.offers(Manifest(3, SPECS, 256), OLD, base=base)
+        for offer, engine in zip(offers, engines, strict=True):
+            with pytest.raises(BaseError, match="nothing is kept"):
+                engine.receiver.open(offer)
+    commit_all(trainer, engines, 3, OLD)
+
+
+def test_offer_that_is_refused_leaves_the_base(exchanging):
+    trainer, engines = exchanging
+    new = stepped(OLD, 2)
+    for changes in ({"plan": "another"}, {"base": 7}):
+        offers = trainer.offers(Manifest(2, SPECS, 256), new, base=1)
+        for offer, engine in zip(offers, engines, strict=True):
+            sharding = dataclasses.replace(offer.sharded, shares=None, **changes)
+            with pytest.raises((PlanError, BaseError)):
+                engine.receiver.open(dataclasses.replace(offer, sharded=sharding))
+    for offer, engine in zip(trainer.offers(Manifest(1, SPECS, 256), new), engines, strict=True):
+        with pytest.raises(VersionError, match="already active"):
+            engine.receiver.open(offer)
+    commit_all(trainer, engines, 2, new, 1)
+
+
+def test_version_after_a_rollback_is_the_one_before(exchanging):
+    trainer, engines = exchanging
+    seal = trainer.push(5, NEW)
+    for engine in engines:
+        engine.commit(seal.update)
+        engine.receiver.revert(seal.update, "another engine failed")
+        assert (engine.receiver.version(), engine.holds(OLD)) == (1, True)
+    commit_all(trainer, engines, 2, NEW)
+    with pytest.raises(VersionError):
+        trainer.push(2, OLD)
+
+
+def test_update_of_another_name_is_not_dropped_by_a_late_call(exchanging):
+    trainer, engines = exchanging
+    first = trainer.push(2, NEW)
+    for engine in engines:
+        engine.receiver.drop(first.update)
+    second = trainer.push(3, NEW)
+    for engine in engines:
+        engine.receiver.drop(first.update)
+        with pytest.raises(UpdateError, match="unknown update"):
+            engine.receiver.verify(first, 1.0)
+        engine.commit(second.update)
+        engine.receiver.drop(second.update)  # active: a no-op
+        assert engine.holds(NEW)

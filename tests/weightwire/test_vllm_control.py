@@ -84,6 +84,8 @@ class Updates:
             raise NotServingError("not serving")
 
     def settle(self, update: str) -> None:
+        if "settle" in self.faults:
+            raise RuntimeError("not now")
         self.receiver.settle(update)
 
     def drop(self, update: str) -> None:
@@ -110,9 +112,12 @@ class Engine:
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
             device_config=SimpleNamespace(device_type="cpu"),
-            model_config=SimpleNamespace(enable_sleep_mode=True),
+            model_config=SimpleNamespace(enable_sleep_mode=True, model="double", hf_config=SimpleNamespace()),
         )
         self.paused, self.asleep, self.no_memory, self.calls = False, False, False, []
+        self.messages: list[str] = []
+        """All messages, calls of the workers included."""
+        self.failing_stamp = ""
         self.engine_core = self.renderer = self
 
     async def clear_mm_cache_async(self) -> None: ...
@@ -123,10 +128,12 @@ class Engine:
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
         assert clear_cache
         self.paused = True
+        self.messages.append("pause")
         self.calls.append(f"pause {mode}")
 
     async def resume_generation(self) -> None:
         self.paused = False
+        self.messages.append("resume")
         self.calls.append("resume")
 
     async def sleep(self, level: int, mode: str) -> None:
@@ -144,9 +151,13 @@ class Engine:
         return self.paused
 
     async def update_weight_version(self, version: str) -> None:
+        self.messages.append("stamp")
+        if version == self.failing_stamp:
+            raise RuntimeError("no stamp")
         self.calls.append(f"version {version}")
 
     async def collective_rpc(self, method: str, timeout: float, args: tuple[Any, ...]) -> list[Any]:
+        self.messages.append(method)
         if method == "weightwire_commit":
             assert self.paused
         return [getattr(worker, method)(*args) for worker in self.workers]
@@ -169,17 +180,17 @@ def control(engine: Engine) -> Control:
 LISTENER: list[Listener] = []
 
 
-def offer_of(value: float, version: int, owner: str = "a#1") -> tuple[Offer, dict[str, torch.Tensor]]:
+def offer_of(value: float, version: int, owner: str = "a#1", workers: int = 2) -> tuple[Offer, dict[str, torch.Tensor]]:
     if not LISTENER:
         LISTENER.append(Listener())
     weights = {"w": torch.full((1000,), value)}
     manifest = Manifest(version, (spec_of("w", weights["w"]),), 1024)
-    name = LISTENER[0].new_group(["trainer", "worker 0", "worker 1"])
-    return Offer(name, owner, "127.0.0.1", LISTENER[0].port, 1, 2, "gloo", TIMEOUT_S, 60.0, manifest), weights
+    name = LISTENER[0].new_group(["trainer", "worker 0", "worker 1"][: workers + 1])
+    return Offer(name, owner, "127.0.0.1", LISTENER[0].port, 1, workers, "gloo", TIMEOUT_S, 60.0, manifest), weights
 
 
-async def push(control: Control, value: float, version: int, owner: str = "a#1") -> None:
-    offer, weights = offer_of(value, version, owner)
+async def push(control: Control, value: float, version: int, owner: str = "a#1", workers: int = 2) -> None:
+    offer, weights = offer_of(value, version, owner, workers)
     await control.begin(owner, offer)
     seal = await asyncio.to_thread(send, offer, weights)
     await control.verify(owner, seal, TIMEOUT_S)
@@ -205,6 +216,101 @@ def test_a_commit_is_between_pause_and_resume_on_all_workers(control, engine):
             await push(control, 4.0, 1)
         await push(control, 4.0, 2)
         assert (engine.values, control.version()) == ([4.0, 4.0], 2)
+
+    run(act())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_only_the_commit_and_the_stamp_are_within_the_pause(workers):
+    """Count the messages for which generation waits: two at the same time, and the one that ends the pause."""
+    engine = Engine(workers)
+    control = Control(engine)
+
+    async def act():
+        await control.claim("a#1", 60)
+        for version in (1, 2):
+            engine.messages.clear()
+            await push(control, float(version), version, workers=workers)
+            await asyncio.sleep(0)
+            begin, end = engine.messages.index("pause"), engine.messages.index("resume")
+            assert sorted(engine.messages[begin + 1 : end]) == ["stamp", "weightwire_commit"]
+            assert engine.messages[end + 1 :] == ["weightwire_settle"]
+            assert engine.values == [float(version)] * workers
+
+    run(act())
+
+
+def test_commit_whose_version_cannot_be_stamped_is_undone(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        await push(control, 3.0, 1)
+        engine.failing_stamp = "2"
+        with pytest.raises(RuntimeError, match="no stamp"):
+            await push(control, 4.0, 2)
+        assert (engine.values, control.version(), engine.paused, control.not_serving) == ([3.0, 3.0], 1, False, None)
+        assert engine.calls[-2:] == ["version 1", "resume"]
+        engine.failing_stamp = ""
+        await push(control, 5.0, 2)
+        assert (engine.values, control.version()) == ([5.0, 5.0], 2)
+
+    run(act())
+
+
+def test_commit_that_is_cancelled_is_undone(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        await push(control, 3.0, 1)
+        gate, stamp = asyncio.Event(), engine.update_weight_version
+
+        async def hanging(version):
+            if version == "2":
+                await gate.wait()
+            await stamp(version)
+
+        engine.update_weight_version = hanging
+        pushing = asyncio.ensure_future(push(control, 4.0, 2))
+        while engine.values != [4.0, 4.0]:
+            await asyncio.sleep(0.01)
+        pushing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pushing
+        assert (engine.values, control.version(), engine.paused) == ([3.0, 3.0], 1, False)
+        await push(control, 5.0, 3)
+        assert (engine.values, control.version()) == ([5.0, 5.0], 3)
+
+    run(act())
+
+
+def test_workers_that_cannot_release_the_old_weights_have_the_new_ones(control, engine):
+    async def act():
+        await control.claim("a#1", 60)
+        engine.workers[1].updates.faults = {"settle"}
+        await push(control, 3.0, 1)
+        assert (engine.values, control.version()) == ([3.0, 3.0], 1)
+        engine.workers[1].updates.faults = set()
+        await push(control, 4.0, 2)
+        assert (engine.values, control.version()) == ([4.0, 4.0], 2)
+
+    run(act())
+
+
+def test_update_that_its_owner_has_left_open_is_dropped_after_its_lease(engine):
+    clock = {"now": 0.0}
+    control = Control(engine, lambda: clock["now"])
+
+    async def act():
+        await control.claim("a#1", 3600)
+        left, _ = offer_of(1.0, 1)
+        await control.begin("a#1", left)
+        clock["now"] = 59.0
+        offer, _ = offer_of(2.0, 2)
+        with pytest.raises(UpdateError, match="is under way"):
+            await control.begin("a#1", offer)
+        clock["now"] = 61.0
+        await push(control, 3.0, 3)
+        assert (engine.values, control.version()) == ([3.0, 3.0], 3)
+        with pytest.raises(UpdateError, match=f"{left.update} is not under way"):
+            await control.commit("a#1", left.update)
 
     run(act())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import sys
@@ -26,6 +27,37 @@ from weightwire.vllm.needs import Recorder, as_slices
 @pytest.fixture(autouse=True)
 def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_place, "SCRATCH_BYTES", 4096)
+
+
+class MemoryKernel:
+    """The contract of the kernel that exchanges rows, in plain memory copies; counts the bytes that it reads and writes."""
+
+    def __init__(self) -> None:
+        self.nbytes = self.calls = self.failing_call = 0
+
+    def __call__(self, table: Tensor, width: int) -> None:
+        self.calls += 1
+        if self.calls == self.failing_call:
+            raise RuntimeError("the device")
+        for left, right, size in table.tolist():
+            assert (left | right | size) % width == 0
+            assert size == in_place.ROW_BYTES if width == 16 else 0 < size <= in_place.ROW_BYTES
+            before = ctypes.string_at(left, size)
+            ctypes.memmove(left, right, size)
+            ctypes.memmove(right, before, size)
+            self.nbytes += 4 * size
+
+
+@pytest.fixture(params=["kernel", "copies"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MemoryKernel | None:
+    """Exchange parts by a kernel, as on CUDA, or by copies through scratch memory."""
+    if request.param == "copies":
+        return None
+    kernel = MemoryKernel()
+    monkeypatch.setattr(in_place, "swap_kernel", lambda device: kernel)
+    monkeypatch.setattr(in_place, "ROW_BYTES", 1024)
+    monkeypatch.setattr(in_place, "SWAP_BYTES", 20_000)
+    return kernel
 
 
 class Update:
@@ -74,6 +106,7 @@ def layer(update: Update) -> Iterator[tuple[Tensor, ExchangePart, Tensor]]:
             yield experts, part(experts[index, first : first + 12], source, update.add(source)), source
 
 
+@pytest.mark.usefixtures("kernel")
 def test_exchange_writes_new_weights_and_undo_the_old_ones() -> None:
     update = Update()
     rows = list(layer(update))
@@ -88,6 +121,71 @@ def test_exchange_writes_new_weights_and_undo_the_old_ones() -> None:
         for (parameter, _, _), old in zip(rows, before, strict=True):
             assert torch.equal(parameter, old)
         update.staging.copy_(copy_of_update)
+
+
+def test_exchange_by_a_kernel_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = MemoryKernel()
+    monkeypatch.setattr(in_place, "swap_kernel", lambda device: kernel)
+    monkeypatch.setattr(in_place, "SWAP_BYTES", 4096)
+    update = Update()
+    rows = list(layer(update))
+    before, received = [parameter.clone() for parameter, _, _ in rows], update.staging.clone()
+    exchange = Exchange([copy for _, copy, _ in rows])
+    exchange.run(update.staging)
+    exchange.undo()
+    total, update.staging = kernel.calls // 2, received.clone()
+    assert total > 10
+    for number in range(1, total + 1):
+        kernel.calls, kernel.failing_call = 0, number
+        with pytest.raises(RuntimeError, match="the device"):
+            exchange.run(update.staging)
+        kernel.failing_call = 0
+        exchange.undo()
+        for (parameter, _, _), old in zip(rows, before, strict=True):
+            assert torch.equal(parameter, old), number
+        update.staging.copy_(received)
+
+
+def test_exchange_by_a_kernel_reads_and_writes_every_byte_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count the bytes that move while generation is paused."""
+    update, moved, copy = Update(), 0, torch._foreach_copy_
+
+    def counting(targets: list[Tensor], sources: list[Tensor]) -> None:
+        nonlocal moved
+        moved += sum(tensor.nbytes for tensor in (*targets, *sources))
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    parameters = [random(300, 32, seed=seed) for seed in range(8)]
+    sources = [random(300, 32, seed=10 + seed) for seed in range(8)]
+    parts = [part(*pair, update.add(pair[1])) for pair in zip(parameters, sources, strict=True)]
+    size = sum(parameter.nbytes for parameter in parameters)
+    Exchange(parts).run(update.staging)
+    assert moved == 6 * size, "three copies, each of which reads and writes"
+    kernel, moved = MemoryKernel(), 0
+    monkeypatch.setattr(in_place, "swap_kernel", lambda device: kernel)
+    exchange = Exchange(parts, keep=True)
+    exchange.run(update.staging)
+    assert (kernel.nbytes, moved) == (4 * size, 0)
+    exchange.refill(update.staging)  # after the pause
+    assert moved == 2 * size
+
+
+def test_rows_for_the_kernel_cover_ranges_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "ROW_BYTES", 64)
+    ranges = [(1024, 4096, 200), (2048, 8200, 64), (3000, 9002, 50), (5001, 12001, 33), (6000, 14000, 0)]
+    tables = in_place.swap_tables(ranges)
+    assert [width for _, width in tables] == [16, 4, 2, 1]
+    covered = sorted((left, right, size) for table, _ in tables for left, right, size in table.tolist())
+    expected = [
+        (left + start, right + start, min(64, size - start))
+        for left, right, size in ranges
+        for start in range(0, size, 64)
+    ]
+    assert covered == sorted(expected)
+    for table, width in tables:
+        assert not (table % width).any()
+        assert width < 16 or bool((table[:, 2] == 64).all())
 
 
 def test_exchange_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +469,7 @@ def test_pieces_of_a_layout_are_where_its_tensors_are(sharded: tuple[Loaders, Sh
             assert torch.equal(bits(tensors[name][index]), bits(weights[piece.tensor][index]))
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("keep", [True, False])
 def test_one_recording_exchanges_shards_and_buckets(sharded: tuple[Loaders, Share], keep: bool) -> None:
     loaders, share = sharded

@@ -356,8 +356,8 @@ class Sync(Section):
     host: str = Field("127.0.0.1", description="address at which engines, and the other ranks, reach rank 0")
     sharded: bool | None = Field(
         None,
-        description="every rank sends the slices that it holds and every worker of an engine receives those that it loads, "
-        "where both can describe them; default: if mode is not full",
+        description="every rank sends the slices that it holds and every worker of an engine receives those that it loads; "
+        "default: where both can describe them and several ranks or workers share the transfer. true refuses updates otherwise",
     )
     mode: Literal["full", "delta", "auto"] = Field(
         "full",
@@ -492,6 +492,13 @@ class RlConfig(TrainerConfig):
     def learns_from_rewards(self) -> bool:
         """Check whether rewards enter the loss; with a teacher they may only be reported."""
         return self.teacher is None or self.teacher.rewards
+
+    @model_validator(mode="after")
+    def _merged_by_rank_0(self) -> RlConfig:
+        if self.lora is not None and (self.sync.sharded or self.sync.mode == "delta"):
+            setting = "sync.sharded: true" if self.sync.sharded else "sync.mode: delta"
+            raise ValueError(f"{setting} with lora: rank 0 merges the adapter and sends complete weights; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _versions(self) -> RlConfig:

@@ -24,6 +24,7 @@ from weightwire.engine_calls import LoopThread, call_all
 from weightwire.errors import (
     BaseError,
     DeadlineError,
+    ManifestError,
     OwnerError,
     PeerLostError,
     PlanError,
@@ -32,6 +33,7 @@ from weightwire.errors import (
     VersionError,
     WireError,
 )
+from weightwire.fp8 import BlockFormat, merged_formats, stored_specs, stored_tensors
 from weightwire.group import EXPLAIN_S, Listener
 from weightwire.manifest import AdapterInfo, Manifest, TensorSpec, default_bucket_bytes
 from weightwire.offer import Offer, Seal, Sharding
@@ -233,11 +235,31 @@ class Delivery:
         self._owner = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._listener = Listener(host)
         self._buffers = Buffers()
+        self._quantised: dict[str, Mapping[str, BlockFormat]] = {}
+        self._undropped: dict[str, set[str]] = {}
+        """Names of the failed updates that an engine could not be made to drop, by the engine's name."""
         self._loop: LoopThread | None = None
         if run is None:
             self._loop = LoopThread("megascend-weightsync")
             run = self._loop.run
         self._run: RunCoroutine = run
+
+    def quantised(self, engines: Sequence[InferenceEngine]) -> Mapping[str, BlockFormat]:
+        """Return the weights that the engines store in fp8 blocks, by name; asked once of each engine, until a push fails.
+
+        Raises:
+            WeightSyncError: an engine cannot be updated, or the engines differ.
+        """
+        unknown = [engine for engine in engines if engine.name not in self._quantised]
+        if unknown:
+            answers = self._all(unknown, lambda engine: engine.quantised(), self._timeout_s)
+            self._quantised |= self._require_all(*answers, "push", OLD_WEIGHTS)
+        if not engines:
+            return {}
+        try:
+            return merged_formats({engine.name: self._quantised[engine.name] for engine in engines})
+        except ManifestError as error:
+            raise WeightSyncError(f"push: {error}{OLD_WEIGHTS}") from error
 
     def push(self, engines: Sequence[InferenceEngine], version: int, tensors: Mapping[str, Tensor]) -> Update:
         """Update all engines to ``version``: begin, transfer, verify and commit.
@@ -250,10 +272,14 @@ class Delivery:
             WeightSyncError: the message names the engine, its error, and the engines that keep the old weights.
         """
         update = Update(list(engines), version)
-        specs = tuple(spec_of(*item) for item in tensors.items())
+        formats = self.quantised(engines)
         try:
+            specs = stored_specs((spec_of(*item) for item in tensors.items()), formats)
             run_phases(
-                update, self, lambda update: self.begin(update, specs), lambda update: update.send(tensors.items())
+                update,
+                self,
+                lambda update: self.begin(update, specs),
+                lambda update: update.send(stored_tensors(tensors.items(), formats)),
             )
         except WireError as error:
             raise WeightSyncError(
@@ -272,7 +298,7 @@ class Delivery:
         # The devices of the engines' workers decide the transport.
         with update.timed("begin.locations"):
             counts, members = self._located(update.engines)
-        update.transport = self._fitting_transport(members)
+        update.transport = self.fitting_transport(members)
         manifest, device = self._manifest(update, specs, adapter)
         answers = self._offer(update, manifest, counts)
         self._require_all(*answers, f"version {update.version} was not begun", OLD_WEIGHTS)
@@ -292,28 +318,49 @@ class Delivery:
 
     # --- sharded updates ---
 
-    def ask_needs(
-        self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]
-    ) -> tuple[dict[str, int], dict[str, list[tuple[Region, ...]] | None]]:
-        """Return by engine the number of its workers, and the slices that they load (None: unknown).
+    @property
+    def host(self) -> str:
+        """Return the address under which others reach this process."""
+        return self._listener.host
+
+    @property
+    def is_loopback(self) -> bool:
+        """Check whether only processes on this machine reach this one."""
+        return self.host == "localhost" or self.host.startswith("127.") or self.host == "::1"
+
+    def members(self, engines: Sequence[InferenceEngine]) -> tuple[dict[str, int], dict[str, Location | None]]:
+        """Return the number of workers by engine, and every worker's memory by its name for messages.
 
         Raises:
-            PlanError: an engine cannot answer; the message names it.
+            PlanError: there are no engines, or two with one name.
         """
         names = [engine.name for engine in engines]
         if not names or len(set(names)) < len(names):
             raise PlanError("there are no engines, or two with one name")  # the push itself reports it
-        counts, _ = self._located(engines)
+        return self._located(engines)
+
+    def ask_needs(
+        self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]
+    ) -> dict[str, list[tuple[Region, ...]] | None]:
+        """Return the slices that the workers of each engine load (None: unknown).
+
+        Raises:
+            PlanError: an engine cannot describe them; the message names it.
+            EngineFaultError: an engine is lost.
+        """
         needs, failed = self._all(engines, lambda engine: engine.needs(specs), self._timeout_s)
         if failed:
             name, error = next(iter(failed.items()))
-            raise PlanError(f"{name} cannot describe what its workers load: {error}")
-        return counts, needs
+            text = f"{name} cannot describe what its workers load: {error}"
+            # Rank 0 could not send to it either.
+            if not isinstance(error, WireError) and _is_fault(error):
+                raise sync_error(failed.values(), text) from error
+            raise PlanError(text) from error
+        return needs
 
-    def check_pairs(self, engines: Sequence[InferenceEngine], trainers: Sequence[Location]) -> str:
+    def check_pairs(self, members: Mapping[str, Location | None], trainers: Sequence[Location]) -> str:
         """Return the transport of a sharded update; PlanError if none connects all members."""
-        _, located = self._located(engines)
-        receivers = {name: location or Location("cpu") for name, location in located.items()}
+        receivers = {name: location or Location("cpu") for name, location in members.items()}
         ranks = {f"trainer rank {rank}": location for rank, location in enumerate(trainers)}
         try:
             return choose_pairs(None if self._transport == AUTO else self._transport, ranks, receivers)
@@ -386,9 +433,25 @@ class Delivery:
         self._drop(update, update.engines)
 
     def _drop(self, update: Update, engines: Sequence[InferenceEngine]) -> None:
-        with contextlib.suppress(Exception):
-            # Within the margin that other ranks grant this one for reporting a failure.
-            self._all(engines, lambda engine: engine.drop(update.name), min(self._timeout_s, MARGIN_S))
+        self._quantised.clear()  # an engine may have been restarted with another model
+        for engine in engines:
+            self._undropped.setdefault(engine.name, set()).add(update.name)
+        self._drop_left(engines)
+
+    def _drop_left(self, engines: Sequence[InferenceEngine]) -> None:
+        """Make engines drop their updates that have failed, unless they have done so."""
+        left = [engine for engine in engines if self._undropped.get(engine.name)]
+
+        async def drop(engine: InferenceEngine) -> None:
+            for name in tuple(self._undropped[engine.name]):
+                await engine.drop(name)
+                self._undropped[engine.name].discard(name)
+
+        if left:
+            # An engine that cannot be reached is asked again before its next offer, which it would refuse.
+            with contextlib.suppress(Exception):
+                # Within the margin that other ranks grant this one for reporting a failure.
+                self._all(left, drop, min(self._timeout_s, MARGIN_S))
 
     def close(self) -> None:
         """Stop listening, and release the buckets. Engines keep their weights."""
@@ -398,7 +461,7 @@ class Delivery:
             self._loop.close()
         self._listener.close()
 
-    def _fitting_transport(self, members: Mapping[str, Location | None]) -> str:
+    def fitting_transport(self, members: Mapping[str, Location | None]) -> str:
         """Choose the transport of an update, or check the configured one against the members' devices."""
         local = Location.of(self._device)
         try:
@@ -413,6 +476,7 @@ class Delivery:
 
     def _located(self, engines: Sequence[InferenceEngine]) -> tuple[dict[str, int], dict[str, Location | None]]:
         """Return the number of workers by engine, and every worker's memory by its name for messages."""
+        self._drop_left(engines)
         answers = self._all(engines, lambda engine: engine.locations(), self._timeout_s)
         locations = self._require_all(*answers, "push", "")
         counts = {engine.name: len(locations[engine.name]) for engine in engines}
@@ -436,6 +500,7 @@ class Delivery:
             counts: number of workers by engine.
             plan: plan of a sharded update; None: rank 0 sends whole tensors.
         """
+        self._drop_left(update.engines)
         trainers = [f"trainer {self._owner}"]
         if plan is not None:
             trainers = [f"{trainers[0]} rank {rank}" for rank in range(plan.senders)]

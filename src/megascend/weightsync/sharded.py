@@ -2,13 +2,13 @@
 
 Rank 0 plans (:mod:`weightwire.plan`), from the slices of all ranks and the needs of all workers, and talks to the engines; all
 ranks join the group of the update. A plan is made once, and again when engines, or the model's tensors, have changed or a push
-has failed. Where no plan is possible, the reason is reported, and rank 0 sends whole tensors.
+has failed. Where no plan is possible, or none is worth it, the reason is reported, and rank 0 sends whole tensors.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -20,11 +20,12 @@ from megascend.kernels.reductions import out_of_range
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank
 from megascend.weightsync.delivery import Delivery, PlanRecord, Ticket, Update
 from weightwire.errors import PlanError
+from weightwire.fp8 import SCALES, BlockFormat, quantise
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
 from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
-from weightwire.transports.choice import Location
+from weightwire.transports.choice import THROUGH_HOST, Location
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
@@ -45,7 +46,8 @@ class ShardedSync:
 
     Args:
         ranks: the engines.
-        sharded: use a plan in pushes of the model; None: for differences only.
+        sharded: True: pushes of the model need a plan; None: use one where several ranks or workers share the transfer, or for
+            differences; False: use none.
         mode: see :data:`Mode`.
         full_every: a complete push follows after so many pushes of differences.
         chunk_bytes: largest message.
@@ -74,6 +76,8 @@ class ShardedSync:
         self._history = History() if mode != "full" else None
         self._differences = self._rest = 0  # pushes of differences in a row; complete pushes still to come in mode auto
         self._specs: tuple[TensorSpec, ...] = ()
+        self._formats: Mapping[str, BlockFormat] = {}
+        self._dtypes: Mapping[str, str] = {}  # of the weights in fp8 blocks, as they are exported
         self._share: Share | None = None
         self._planned: PlanRecord | None = None
         self._refusal: tuple[tuple[str, ...], str] | None = None
@@ -88,15 +92,40 @@ class ShardedSync:
             return "an adapter alone is sent by rank 0"
         if adapter is not None:
             return "a merged adapter is sent by rank 0"
-        if self._sharded is False or (self._sharded is None and self._mode == "full"):
+        if self._sharded is False:
             return "sharded is off"
         return ""
 
-    def prepare(self, engines: Sequence[InferenceEngine], specs: tuple[TensorSpec, ...]) -> str:
+    def require_optional(self, version: int, reason: str, *, factors_only: bool) -> None:
+        """Raise WeightSyncError if a push is not sharded although the settings need it. The same on all ranks.
+
+        Args:
+            reason: why it is not.
+            factors_only: an adapter alone is sent, which no setting concerns.
+        """
+        if factors_only or not (self._sharded or self._mode == "delta"):
+            return
+        setting, advice = (
+            ("mode delta", "mode auto sends complete weights then")
+            if self._mode == "delta"
+            else ("sharded=True", "leave sharded (sync.sharded) out to let rank 0 send everything then")
+        )
+        raise WeightSyncError(f"version {version} was not sent: {setting} is not possible: {reason}; {advice}")
+
+    def prepare(
+        self,
+        engines: Sequence[InferenceEngine],
+        specs: tuple[TensorSpec, ...],
+        exported: tuple[TensorSpec, ...],
+        formats: Mapping[str, BlockFormat],
+    ) -> str:
         """Make a plan unless there is one; return the reason why none is possible, or an empty text.
 
         Args:
-            engines, specs: on rank 0; ignored elsewhere.
+            engines: on rank 0; ignored elsewhere, as are the others.
+            specs: of the tensors to send.
+            exported: of those that the backend exports.
+            formats: weights of them that are sent in fp8 blocks.
         """
         names = tuple(engine.name for engine in engines)
 
@@ -112,7 +141,10 @@ class ShardedSync:
         if valid:
             return reason
         self.forget()
-        self._specs = broadcast_object(specs, "world", self._groups, purpose="the tensors to send")
+        dtypes = {spec.name: spec.dtype for spec in exported if spec.name in formats}
+        self._specs, self._formats, self._dtypes = broadcast_object(
+            (specs, dict(formats), dtypes), "world", self._groups, purpose="the tensors to send"
+        )
         # A rank that cannot describe its slices still takes part in the exchange below, and reports why.
         slices, problem = self._describe()
         pieces = [source.piece for source in slices]
@@ -135,19 +167,25 @@ class ShardedSync:
         reason, shares = self._ranks.call(make, "the plan of the transfer")
         if reason:
             self._refusal, self._refused_pushes = (names, reason), 0
-            # Logged once, though tried again: a warning only if the user has asked for what does not work.
-            if reason != self._logged and self._groups.rank == 0:
-                level = logging.WARNING if self._sharded or self._mode != "full" else logging.INFO
-                log.log(level, "weights are sent by rank 0: %s", reason)
-            self._logged = reason
+            # A warning only if the user has asked for what does not work.
+            self._log_once(logging.WARNING if self._mode == "auto" else logging.INFO, f"by rank 0: {reason}")
             return reason
         self._share = shares[self._groups.rank]
+        ranks, workers = self._groups.world_size, len(shares) - self._groups.world_size
+        self._log_once(logging.INFO, f"by every rank (sharded): {ranks} ranks, {workers} workers")
         return ""
+
+    def _log_once(self, level: int, text: str) -> None:
+        """Log on rank 0 who sends weights, and why, unless it is the same as before."""
+        if text != self._logged and self._groups.rank == 0:
+            log.log(level, "weights are sent %s", text)
+        self._logged = text
 
     def _plan(
         self, engines: Sequence[InferenceEngine], slices: list[list[Region]], places: list[Location], delivery: Delivery
     ) -> PlanRecord:
-        counts, needs = delivery.ask_needs(engines, self._specs)
+        counts, transport = self._connection(engines, places, delivery)
+        needs = delivery.ask_needs(engines, self._specs)
         all_pieces = complete(self._specs)
         silent = [name for name, answer in needs.items() if answer is None]
         if silent and self._mode == "full":
@@ -161,19 +199,56 @@ class ShardedSync:
             for pieces in [all_pieces] * count if answer is None else answer:
                 # Equal needs become one object: the planner then looks at each kind of worker once.
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
-        transport = delivery.check_pairs(engines, places)
         result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
         return PlanRecord(counts, result.shares(), transport, keep=self._history is not None)
+
+    def _connection(
+        self, engines: Sequence[InferenceEngine], places: list[Location], delivery: Delivery
+    ) -> tuple[dict[str, int], str]:
+        """Return the number of workers by engine, and the transport between all ranks and workers.
+
+        Raises:
+            PlanError: no transport connects them or, unless the settings need a plan, one is not worth it.
+        """
+        counts, members = delivery.members(engines)
+        if self._sharded is None and self._mode == "full" and len(places) == 1 and max(counts.values()) == 1:
+            raise PlanError("a single rank has nothing to share out to engines of one worker")
+        hosts = {location.host for location in places}
+        if len(hosts) > 1 and delivery.is_loopback:
+            raise PlanError(
+                f"the ranks are on {len(hosts)} hosts, and rank 0 listens on {delivery.host} (host, sync.host): set an address "
+                "that all of them reach"
+            )
+        transport = delivery.check_pairs(members, places)
+        if self._sharded is None and self._mode == "full":
+            broadcast = delivery.fitting_transport(members)
+            if transport in THROUGH_HOST and broadcast not in THROUGH_HOST:
+                raise PlanError(
+                    f"only {transport}, through the host's memory, connects all ranks with all workers, and {broadcast} connects "
+                    "rank 0 with them"
+                )
+        return counts, transport
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
         try:
-            return self._slices(self._backend.engine.hf_slices()), ""
+            return self._slices(self._backend.engine.hf_slices(), with_values=False), ""
         except MegascendError as error:
             return [], f"the trainer's slices cannot be described: {error}"
+        except Exception as error:
+            # The other ranks wait for this one, which can send whole tensors all the same.
+            log.exception("rank %d cannot describe its slices of the model", self._groups.rank)
+            return [], f"the trainer's slices cannot be described: {type(error).__name__}: {error}"
 
-    def _slices(self, hf_slices: Any = None) -> list[HeldSlice]:
-        """Return this rank's slices as they are now. Not collective once the engine knows its Hugging Face slices."""
+    def _slices(self, hf_slices: Any = None, *, with_values: bool = True) -> list[HeldSlice]:
+        """Return this rank's slices as they are now. Not collective once the engine knows its Hugging Face slices.
+
+        Args:
+            with_values: quantise weights in fp8 blocks; otherwise their slices have no memory.
+
+        Raises:
+            WeightSyncError: the model is frozen, or a slice cuts a block.
+        """
         engine = self._backend.engine
         state = engine.weight_state()
         if not state:
@@ -185,9 +260,36 @@ class ShardedSync:
         slices = []
         for weight, offsets, values in held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices):
             for name in (weight, *copies.get(weight, ())):
-                if (number := numbers.get(name)) is not None:
+                if (number := numbers.get(name)) is None:
+                    continue
+                if name in self._formats:
+                    slices += self._quantised(name, offsets, values if with_values else values.to("meta"), numbers)
+                else:
                     slices.append(HeldSlice(Region(number, offsets, tuple(values.shape)), values))
         return slices
+
+    def _quantised(
+        self, name: str, offsets: tuple[int, ...], weight: torch.Tensor, numbers: Mapping[str, int]
+    ) -> list[HeldSlice]:
+        """Return the slices of values and scales for a slice of a weight that is sent in fp8 blocks."""
+        blocks, sizes, shape = self._formats[name], tuple(weight.shape), self._specs[numbers[name]].shape
+        if not weight.numel():
+            return []
+        box = blocks.box(offsets, sizes, shape)
+        if box is None:
+            raise WeightSyncError(
+                f"rank {self._groups.rank} holds a slice of {name} {list(shape)} that cuts its fp8 blocks of {blocks.rows} x "
+                f"{blocks.columns}: offsets {list(offsets)}, sizes {list(sizes)}"
+            )
+        dtype = getattr(torch, self._dtypes[name])
+        if weight.dtype != dtype and not weight.is_meta and (text := out_of_range(name, weight, dtype)):
+            raise WeightSyncError(text)
+        # Rounded to the dtype of the export first: the numbers are those that the engine would make of it.
+        values, scales = quantise(weight.to(dtype), blocks)
+        return [
+            HeldSlice(Region(numbers[name], offsets, sizes), values),
+            HeldSlice(Region(numbers[name + SCALES], *box), scales),
+        ]
 
     # --- a push ---
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megascend.distributed.objects import agree, from_rank_0
-from megascend.errors import ConfigError, MegascendError
+from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank, on_rank_0
-from megascend.weightsync.delivery import MARGIN_S, Delivery, RunCoroutine, Update, run_phases
+from megascend.weightsync.delivery import MARGIN_S, OLD_WEIGHTS, Delivery, RunCoroutine, Update, run_phases
 from megascend.weightsync.sharded import Mode, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError
+from weightwire.fp8 import BlockFormat, stored_specs, stored_tensors
 from weightwire.manifest import AdapterInfo, TensorSpec, default_bucket_bytes
 from weightwire.sender import spec_of
 from weightwire.transports.base import device_types, transports_for
@@ -86,10 +87,11 @@ class WeightSync:
         timeout_s: deadline of each wait, in seconds; default: less than half of the backend's timeout, at most 120.
         overlap: export into one bucket while another one is sent.
         options: options of the transport.
-        sharded: every rank sends the slices that it holds, and every worker receives those that it loads, if engines and backend
-            can describe them. None: if ``mode`` is not ``full``.
-        mode: ``full``, or ``delta``: send what has changed since the last push, exactly; or ``auto``: while that is worth it. All
-            ranks and workers then keep a copy of what was sent last.
+        sharded: every rank sends the slices that it holds, and every worker receives those that it loads. None: where engines and
+            backend can describe them, one transport connects all, and several ranks or several workers of an engine share the
+            transfer; rank 0 otherwise sends whole tensors. True: a push without a plan is refused.
+        mode: ``full``, or ``delta``: send what has changed since the last push, exactly; or ``auto``: while that is possible and
+            worth it. All ranks and workers then keep a copy of what was sent last.
         full_every: in modes ``delta`` and ``auto``, send everything after so many pushes of changes.
         run: runs a coroutine to completion, for engines bound to your own event loop; called on another thread than the loop's:
             ``lambda c: asyncio.run_coroutine_threadsafe(c, loop).result()``. Default: a loop on a separate thread.
@@ -119,7 +121,8 @@ class WeightSync:
     ) -> None:
         self.engines = list(engines)
         self._backend, self._groups = backend, backend.groups
-        self._specs: tuple[TensorSpec, ...] | None = None  # of the model's tensors
+        self._specs: tuple[TensorSpec, ...] | None = None  # of the model's tensors, as they are exported
+        self._stored: tuple[tuple[TensorSpec, ...], Mapping[str, BlockFormat]] | None = None  # as engines store them
         check_transport(transport, backend.groups.device.type)
         self.timeout_s = _deadline(timeout_s, backend)
         try:
@@ -165,7 +168,8 @@ class WeightSync:
         Raises:
             EngineFaultError: on every rank: an engine was too slow, was lost, or failed. The message names the engine and its
                 error, and which engines keep the old weights: all of them, unless the commit failed. The next push works.
-            WeightSyncError: on every rank: likewise, of an engine that refused, or a failure of the trainer's.
+            WeightSyncError: on every rank: likewise, of an engine that refused, or a failure of the trainer's; or no plan is
+                possible with ``sharded=True`` or ``mode="delta"``.
             ConfigError: unknown adapter, or ``adapter_only`` without one.
             OutOfStepError, ProcessGroupError, CollectiveTimeoutError: the trainer's own ranks failed.
         """
@@ -175,11 +179,13 @@ class WeightSync:
             # Every rank has an Update, but only rank 0 calls engines: its durations and amounts are the ones reported.
             update = Update(list(self.engines), version)
             with update.timed("describe"):
-                rank_0 = self._rank_0_sender(adapter, adapter_only)
+                rank_0 = self._rank_0_sender(update, adapter, adapter_only)
                 # Without a reason against it every rank sends its own slices; rank 0 otherwise gathers and sends whole tensors.
                 reason = self._shards.refusal(adapter, adapter_only) or self._shards.prepare(
-                    update.engines, rank_0.specs
+                    update.engines, rank_0.specs, self._specs or (), rank_0.formats
                 )
+                if reason:
+                    self._shards.require_optional(version, reason, factors_only=adapter_only)
             sender = rank_0 if reason else self._shards
             try:
                 run_phases(update, self._ranks, sender.begin, sender.transfer)
@@ -234,7 +240,7 @@ class WeightSync:
             problem = ConfigError(f"push: unknown adapter {adapter!r}; loaded: {names}")
         agree(f"push({version=}, {adapter=}, {adapter_only=})", self._groups, problem)
 
-    def _rank_0_sender(self, adapter: str | None, factors_only: bool) -> RankZeroSender:
+    def _rank_0_sender(self, update: Update, adapter: str | None, factors_only: bool) -> RankZeroSender:
         if factors_only and adapter is not None:
             config, tensors = self._backend.adapter_as_peft(adapter) or ({}, {})  # None on ranks other than 0
             specs = tuple(spec_of(*item) for item in tensors.items())
@@ -245,7 +251,21 @@ class WeightSync:
             # Only an export itself yields tensor names. Their order is fixed, so run it once on the meta device, without data.
             with contextlib.closing(_generator(export(receivers="main", device="meta"))) as tensors:
                 self._specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
-        return RankZeroSender(self._ranks, self._specs, None, _generator(export(adapter, receivers="main")))
+        exported = self._specs
+
+        def store(delivery: Delivery) -> None:
+            formats = delivery.quantised(update.engines)
+            # The same object as in the push before: see weightwire.manifest.
+            if self._stored is None or self._stored[1] != formats:
+                try:
+                    self._stored = stored_specs(exported, formats) if formats else exported, formats
+                except WireError as error:
+                    raise WeightSyncError(f"version {update.version} was not sent: {error}{OLD_WEIGHTS}") from error
+
+        self._ranks.call(store, "how the engines store weights")
+        # Other ranks export no tensors, and learn of the formats with a plan.
+        specs, formats = self._stored or (exported, {})
+        return RankZeroSender(self._ranks, specs, None, _generator(export(adapter, receivers="main")), formats)
 
 
 @dataclass
@@ -256,12 +276,14 @@ class RankZeroSender:
         specs: specs of the tensors, in order; empty on ranks other than 0.
         adapter: set if only an adapter's factors are sent.
         stream: generator, not started; only rank 0 gets tensors.
+        formats: weights of it that are sent in fp8 blocks.
     """
 
     ranks: AllRanks
     specs: tuple[TensorSpec, ...]
     adapter: AdapterInfo | None
     stream: Generator[tuple[str, Tensor], None, None]
+    formats: Mapping[str, BlockFormat] = field(default_factory=dict)
 
     def begin(self, update: Update) -> None:
         """Offer the update to the engines, and connect rank 0."""
@@ -275,7 +297,7 @@ class RankZeroSender:
     def _export(self, update: Update) -> None:
         with contextlib.closing(self.stream) as stream:  # tells the other ranks that this one stopped early
             if update.sender is not None:
-                update.send(stream)
+                update.send(stored_tensors(stream, self.formats))
             # Iterating joins the export's collectives.
             for _ in stream:
                 pass

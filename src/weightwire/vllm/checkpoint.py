@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from weightwire.errors import ManifestError
+from weightwire.fp8 import SCALES, SCALES_DTYPE, VALUES_DTYPE, BlockFormat
 from weightwire.manifest import Manifest, TensorSpec, in_prediction_head
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,8 @@ NOT_LOADED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors in old checkpoints that no loader reads."""
 
 
-def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Read name and shape of every tensor from the headers of a directory's safetensors files; empty without files."""
+def headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Read dtype and shape of every tensor, by name, from a directory's safetensors files; empty without files."""
     result = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -33,7 +34,48 @@ def shapes(directory: Path) -> dict[str, tuple[int, ...]]:
             if size > MAX_HEADER_BYTES:
                 raise ManifestError(f"{path}: a header of {size} bytes; at most {MAX_HEADER_BYTES} are read")
             header = json.loads(file.read(size))
-        result |= {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        result |= {
+            name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
+        }
+    return result
+
+
+def fp8_blocks(model: str, config: Any) -> dict[str, BlockFormat]:
+    """Return the weights of a checkpoint that are stored in fp8 blocks, by name; none if it is not quantised so.
+
+    Args:
+        model: its directory.
+        config: the model's Hugging Face configuration.
+
+    Raises:
+        ManifestError: the directory or a weight's scales are missing, or they have another format.
+    """
+    settings = getattr(config, "quantization_config", None)
+    settings = settings or getattr(getattr(config, "text_config", None), "quantization_config", None) or {}
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
+    if settings.get("quant_method") != "fp8" or not settings.get("weight_block_size"):
+        return {}
+    stored = headers(Path(model)) if Path(model).is_dir() else {}
+    if not stored:
+        raise ManifestError(
+            f"{model} has weights in fp8 blocks (quantization_config), and is no directory with safetensors files, which say "
+            "which: start the engine from a directory"
+        )
+    rows, columns = settings["weight_block_size"]
+    blocks = BlockFormat(rows, columns, settings.get("scale_fmt") == "ue8m0")
+    result = {}
+    for name, (dtype, shape) in stored.items():
+        if dtype == "F8_E4M3":
+            scales = stored.get(name + SCALES)
+            if len(shape) < 2 or scales != ("F32", blocks.blocks(shape)):
+                raise ManifestError(
+                    f"{model}: {name} {list(shape)} is in fp8, and its scales {name}{SCALES} are {scales}, not F32 of blocks of "
+                    f"{rows} x {columns}: it cannot be updated"
+                )
+            result[name] = blocks
+        elif dtype.startswith("F8"):
+            raise ManifestError(f"{model}: {name} is stored in {dtype}, and cannot be updated")
     return result
 
 
@@ -56,7 +98,15 @@ class ExpectedTensors:
 
     def __init__(self, model: str, config: Any) -> None:
         directory = Path(model)
-        self._shapes = shapes(directory) if directory.is_dir() else {}
+        stored = headers(directory) if directory.is_dir() else {}
+        self._shapes = {name: shape for name, (_, shape) in stored.items()}
+        # Loaders would cast values of another dtype, without their scales.
+        self._dtypes = {
+            key: value
+            for name, (dtype, _) in stored.items()
+            if dtype == "F8_E4M3"
+            for key, value in ((name, VALUES_DTYPE), (name + SCALES, SCALES_DTYPE))
+        }
         self._tied = bool(getattr(config, "tie_word_embeddings", False))
         self._predicting = prediction_tensors(self._shapes, config)
         self._accepted: tuple[TensorSpec, ...] | None = None
@@ -66,7 +116,7 @@ class ExpectedTensors:
             )
 
     def check(self, manifest: Manifest) -> None:
-        """Raise ManifestError unless the manifest has the checkpoint's tensors, of any dtype."""
+        """Raise ManifestError unless the manifest has the checkpoint's tensors, of any dtype but for those in fp8."""
         # The same object as in the update before: see weightwire.manifest.
         if manifest.adapter is not None or not self._shapes or manifest.tensors is self._accepted:
             return
@@ -79,7 +129,8 @@ class ExpectedTensors:
             if HEAD in specs:
                 shapes[HEAD] = specs[HEAD].shape
         manifest.expect(
-            TensorSpec(name, specs[name].dtype if name in specs else "float32", shape) for name, shape in shapes.items()
+            TensorSpec(name, self._dtypes.get(name) or (specs[name].dtype if name in specs else "float32"), shape)
+            for name, shape in shapes.items()
         )
         self._accepted = manifest.tensors
 

@@ -138,12 +138,16 @@ def routed_experts(output: Any) -> Any:
     return output.routed_experts
 
 
-async def pause(engine: Any) -> None:
-    """Stop sampling after the current step: requests are kept, and their KV cache is dropped.
-
-    vLLM's ``pause_generation`` does the same, and then sleeps for 20 ms, so that outputs of finished requests come first.
-    """
+async def clear_inputs(engine: Any) -> None:
+    """Drop prepared inputs (pictures), before a pause drops the engine's part of them; the engine samples meanwhile."""
     await engine.renderer.clear_mm_cache_async()
+
+
+async def pause(engine: Any) -> None:
+    """Stop sampling after the current step, after :func:`clear_inputs`: requests are kept, and their KV cache is dropped.
+
+    vLLM's ``pause_generation`` is both, and then sleeps for 20 ms, so that outputs of finished requests come first.
+    """
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +23,13 @@ from weightwire.errors import (
     WireError,
     from_json,
 )
+from weightwire.fp8 import BlockFormat
 from weightwire.manifest import TensorSpec
 from weightwire.offer import Offer, Seal
 from weightwire.plan import Region, needs_from_json
 from weightwire.transports.choice import Location
 from weightwire.vllm import contract, generation
+from weightwire.vllm.checkpoint import fp8_blocks
 from weightwire.vllm.generation import LoadedAdapter
 
 T = TypeVar("T")
@@ -54,6 +56,9 @@ class Control:
         self._owner: Lease | None = None
         self._last_owner = ""
         self._update: Offer | None = None
+        self._touched = 0.0
+        """Time of the last call of the open update."""
+        self._settling: asyncio.Task[Any] | None = None
         self._ended: tuple[str, WireError | None] = ("", None)
         """Name of the last update that ended, and its error for repeated calls; None: it is active."""
         self._versions = {"model": 0}
@@ -65,6 +70,7 @@ class Control:
         # Pause, update and claim change the same engine; each waits for the one before.
         self._changing = asyncio.Lock()
         self._locations: list[dict[str, Any]] | None = None
+        self._quantised: Mapping[str, BlockFormat] | None = None
         self.adapters: dict[str, LoadedAdapter] = {}
         self._adapters_loaded = 0
         self._reload_reason = ""
@@ -107,11 +113,23 @@ class Control:
         """
         async with self._changing:
             self._require(owner)
+            await self._drop_abandoned()
             if self._update is not None:
                 raise UpdateError(f"{_description(self._update)} is under way: commit it or drop it before")
             rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in tensors]
             answers = await self._workers("weightwire_needs", rows, timeout_s=COMMIT_S)
             return [needs_from_json(answer["needs"], tensors) for answer in answers]
+
+    async def quantised(self) -> Mapping[str, BlockFormat]:
+        """Return the weights of the engine's checkpoint that are in fp8 blocks, by name.
+
+        Raises:
+            ManifestError: the checkpoint cannot be read, or has another format.
+        """
+        if self._quantised is None:
+            config = self._engine.vllm_config.model_config
+            self._quantised = await asyncio.to_thread(fp8_blocks, config.model, config.hf_config)
+        return self._quantised
 
     async def info(self) -> dict[str, Any]:
         """Return the engine's state, without side effects."""
@@ -153,6 +171,7 @@ class Control:
             log.info("%s owns the engine now", name)
             self._last_owner = name
             async with self._changing:
+                await self._settled()
                 await self._drop(f"{name} has taken the engine over")
                 if self._asleep:
                     await self._resume()  # the owner that needed the memory is gone
@@ -200,6 +219,7 @@ class Control:
             # The same offer again: its answer was lost.
             if self._update is not None and self._update.update == offer.update:
                 return
+            await self._drop_abandoned()
             if self._update is not None:
                 raise UpdateError(
                     f"{_description(self._update)} is under way: commit it or drop it before the next one"
@@ -207,8 +227,9 @@ class Control:
             if self._asleep:
                 raise UpdateError("the engine is asleep, and has no memory for an update: resume it first")
             self._require_newer(offer)
+            await self._settled()
             # Before the workers begin: if one of them refuses, the others' parts are dropped.
-            self._update = offer
+            self._update, self._touched = offer, self._clock()
             try:
                 await self._workers("weightwire_begin", offer.to_json())
             except BaseException as error:
@@ -233,6 +254,7 @@ class Control:
                     if self._clock() > deadline:
                         raise DeadlineError(f"{seal.update} has not arrived at all workers within {timeout_s:g} s")
                     await asyncio.sleep(POLL_S)
+                self._touched = self._clock()
             except BaseException as error:
                 await self._drop(str(error))
                 raise
@@ -263,45 +285,64 @@ class Control:
                 if offer.manifest.adapter is None:
                     return await self._commit_model(offer)
                 await self._commit_adapter(offer)
-                await self._settle(offer)
+                self._record(offer)
+                self._settle(offer)
                 return {}
             except BaseException as error:
                 await self._drop(str(error))  # a no-op if the new version is active
                 raise
 
     async def _commit_model(self, offer: Offer) -> dict[str, float]:
+        version, before = offer.manifest.version, self._versions["model"]
+        # What need not stand within the pause stands before or after it: generation waits for every message in it.
+        await contract.clear_inputs(self._engine)
         begin = time.perf_counter()
         await contract.pause(self._engine)
         try:
             try:
-                answers = await self._workers("weightwire_commit", offer.update, timeout_s=COMMIT_S)
-            except Exception as error:
-                await self._revert(offer, error)
+                # Both at once: the first new token needs the new number, and none is sampled before both have succeeded.
+                answers, _ = await _gather_pair(
+                    self._workers("weightwire_commit", offer.update, timeout_s=COMMIT_S),
+                    contract.stamp(self._engine, version),
+                )
+            except BaseException as error:  # a cancellation, too: the workers may have committed
+                await asyncio.shield(self._revert(offer, error, before))
                 raise
-            # Before generation continues, so that the first new token has the new number.
-            await contract.stamp(self._engine, offer.manifest.version)
+            self._record(offer)
             self.not_serving = None
-            # Within the pause: a call of the workers would otherwise wait for a step of the engine.
-            await self._settle(offer)
         finally:
             if self._paused_until is None:
                 await self._engine.resume_generation()
+        paused = time.perf_counter() - begin
+        self._settle(offer)
         self._reload_reason = next(filter(None, (answer["reload_reason"] for answer in answers)), "")
         slowest = max(answers, key=lambda answer: answer["seconds"])
-        return {"paused": time.perf_counter() - begin, slowest["way"]: slowest["seconds"]}
+        return {"paused": paused, slowest["way"]: slowest["seconds"]}
 
-    async def _settle(self, offer: Offer) -> None:
-        """Record the new version, and make the workers release the old weights."""
-        # Before the call: if it fails, the new version is active all the same.
+    def _record(self, offer: Offer) -> None:
+        """Record that an update is active on all workers."""
         self._update, self._ended = None, (offer.update, None)
         target, version = offer.manifest.target, offer.manifest.version
         self._versions[target] = self._newest[target] = version
-        await self._workers("weightwire_settle", offer.update)
 
-    async def _revert(self, offer: Offer, cause: Exception) -> None:
-        """Restore the old weights on all workers, including those whose commit succeeded."""
+    def _settle(self, offer: Offer) -> None:
+        """Start to make the workers release the old weights; the caller's answer does not wait for a step of the engine."""
+        self._settling = asyncio.get_running_loop().create_task(self._workers("weightwire_settle", offer.update))
+
+    async def _settled(self) -> None:
+        """Wait until the workers have released the old weights of the last update."""
+        settling, self._settling = self._settling, None
+        if settling is not None:
+            try:
+                await settling
+            except Exception as error:  # noqa: BLE001  the version is active all the same; the next offer settles it again
+                log.warning("the workers did not release the weights of the last update: %s", error)
+
+    async def _revert(self, offer: Offer, cause: BaseException, version: int) -> None:
+        """Restore the old weights on all workers, including those whose commit succeeded, and their version."""
         try:
             await self._workers("weightwire_revert", offer.update, str(cause), timeout_s=COMMIT_S)
+            await contract.stamp(self._engine, version)
         except Exception as error:
             self.not_serving = f"a commit failed ({cause}), and the weights from before could not be restored ({error})"
             log.critical("the engine stops serving: %s", self.not_serving)
@@ -314,8 +355,8 @@ class Control:
         paths = await self._workers("weightwire_write_adapter", offer.update, timeout_s=COMMIT_S)
         try:
             await self._activate_adapter(offer.manifest.adapter.name, offer.manifest.version, str(paths[0]["path"]))
-        except CommitError as error:
-            await self._workers("weightwire_revert", offer.update, str(error))
+        except BaseException as error:  # a cancellation, too: the workers would refuse the version as active
+            await asyncio.shield(self._workers("weightwire_revert", offer.update, str(error)))
             raise
 
     async def load_adapter(self, owner: str, name: str, path: str, version: int | None) -> None:
@@ -353,8 +394,14 @@ class Control:
             self._ended = offer.update, UpdateError(f"{_description(offer)} was dropped: {reason}")
             await self._workers("weightwire_drop", offer.update)
 
+    async def _drop_abandoned(self) -> None:
+        """Drop an update that its owner has not continued for its lease; the workers have done so by themselves."""
+        if self._update is not None and self._clock() >= self._touched + self._update.lease_s:
+            await self._drop(f"nobody continued it for {self._update.lease_s:g} s")
+
     def _require_update(self, update: str) -> Offer:
         if self._update is not None and self._update.update == update:
+            self._touched = self._clock()
             return self._update
         name, problem = self._ended
         if name == update and problem is not None:
@@ -388,10 +435,12 @@ class Control:
         """
         async with self._changing:
             self._require(owner)
+            await self._drop_abandoned()
             if self._update is not None:
                 raise UpdateError(f"{_description(self._update)} is under way: the engine cannot sleep")
             if not getattr(self._engine.vllm_config.model_config, "enable_sleep_mode", False):
                 raise WireError("this vLLM cannot free its memory: start it with --enable-sleep-mode")
+            await self._settled()
             await self._pause(lease_s)
             if not self._asleep:
                 # Before the call: if it fails halfway, the engine has to be woken up all the same.
@@ -402,6 +451,7 @@ class Control:
     async def _pause(self, lease_s: float) -> None:
         self._paused_until = self._clock() + _lease(lease_s)
         if not self._asleep:
+            await contract.clear_inputs(self._engine)
             await contract.pause(self._engine)
         if self._lapse is not None:
             self._lapse.cancel()  # it may sleep until the end of a longer pause
@@ -471,6 +521,9 @@ class OwnedEngine(InferenceEngine):
     async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         return await self._control.needs(self._owner, tensors)
 
+    async def quantised(self) -> Mapping[str, BlockFormat]:
+        return await self._control.quantised()
+
     async def begin_update(self, offer: Offer) -> None:
         await self._control.begin(self._owner, offer)
 
@@ -497,6 +550,15 @@ class OwnedEngine(InferenceEngine):
 
     async def resume(self) -> None:
         await self._control.resume(self._owner)
+
+
+async def _gather_pair(first: Awaitable[T], second: Awaitable[Any]) -> tuple[T, Any]:
+    """Await two calls at the same time, and both to their end; raise the first one's error before the second one's."""
+    results = await asyncio.gather(first, second, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results[0], results[1]  # type: ignore[return-value]
 
 
 def _description(offer: Offer) -> str:

@@ -46,7 +46,7 @@ STATUS = {
 
 OWN_ROUTES = ("info", "claim", "release")
 """Routes in addition to the calls of the contract."""
-OWNERLESS = {"info", "generate", "logprobs", "top_logprobs", "receivers", "locations", "version"}
+OWNERLESS = {"info", "generate", "logprobs", "top_logprobs", "receivers", "locations", "quantised", "version"}
 """Read-only calls, which need no owner."""
 CANCELLED = {"generate", "logprobs", "top_logprobs", "info"}
 """Calls that are cancelled when their caller disconnects; others are completed."""

@@ -9,8 +9,10 @@ A recording holds for every layout of an update in staging memory: whole tensors
 a plan. An :class:`Exchange` has the places of one layout.
 
 Each part of a parameter is exchanged with its source in the staging memory, which holds the old weights afterwards. So a commit
-can be undone without another copy of the model. If the memory is to be the base of later differences, the new weights are copied
-back into it when the commit is settled.
+can be undone without another copy of the model. On CUDA with Triton one kernel exchanges the parts whose bytes both sides have in
+the same order, which are nearly all: it reads and writes every byte once. Others, and other devices, take three copies through
+scratch memory. If the memory is to be the base of later differences, the new weights are copied back into it when the commit is
+settled.
 
 :func:`learn` refuses a model whose weights in use are anything else than such copies: quantised or repacked weights, tensors
 computed from weights. Such models are reloaded (:mod:`weightwire.vllm.model`). What was recorded is compared with the weights
@@ -19,10 +21,12 @@ that vLLM's own reload of the same tensors has left, bit for bit, before it is u
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from operator import mul
 from typing import Any
@@ -30,15 +34,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weightwire.digest import has_triton
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.plan import Region, Share, overlapping
 from weightwire.slices import Box, index_of, minus, overlap
-from weightwire.staging import BucketLayout, ShardLayout
+from weightwire.staging import ALIGNMENT, BucketLayout, ShardLayout
 from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD, require_equal_head
 from weightwire.vllm.needs import Recorder, as_slices, observe
 
+log = logging.getLogger(__name__)
+
 SCRATCH_BYTES = 64 * 2**20
-"""Memory through which parts are exchanged. It is allocated once."""
+"""Memory through which parts are exchanged that the kernel does not exchange. It is allocated once."""
+SWAP_BYTES = 2**30
+"""Size of a group that the kernel exchanges: an exchange that stops leaves those after it as they were."""
+ROW_BYTES = 2**16
+"""Longest row of a table for the kernel."""
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 """vLLM's quantisation methods that compute with the weights as they are loaded, on some devices and with some kernels."""
 ATTENTION = ("Attention", "MMEncoderAttention", "EncoderOnlyAttention", "CrossAttention")
@@ -107,8 +118,29 @@ class ExchangePart:
         return staging[self.offset : self.offset + length].view(self.target.dtype).view(self.target.shape)
 
 
+SwapKernel = Callable[[Tensor, int], object]
+"""Exchanges the rows of a table: see :func:`weightwire.vllm.swap_triton.swap_rows`."""
+
+
+@cache
+def swap_kernel(device: torch.device) -> SwapKernel | None:
+    """Return the kernel that exchanges rows of memory in one pass over a device's memory, compiled; None if it has none."""
+    if device.type != "cuda" or not has_triton():
+        return None
+    try:
+        from weightwire.vllm import swap_triton
+
+        swap_triton.check_kernels(device)
+    except Exception:  # Triton's versions and compilers are the engine's
+        log.exception(
+            "no kernel exchanges weights on %s: they take three copies in each update: it pauses longer", device
+        )
+        return None
+    return swap_triton.swap_rows
+
+
 class Exchange:
-    """Exchange of a model's weights with those in staging memory, in groups of at most :data:`SCRATCH_BYTES`.
+    """Exchange of a model's weights with those in staging memory, group by group.
 
     Args:
         parts: all parts, none of which overlap.
@@ -124,12 +156,21 @@ class Exchange:
         tied: Sequence[tuple[ExchangePart, ExchangePart]] = (),
     ) -> None:
         self._parts, self._keep, self._tied = split(merged(parts)), keep, tied
-        device = self._parts[0].target.device
-        self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        # Old weights of parts that do not fit into their sources' bytes: few, or Recording would have refused.
+        # A worker may load nothing of an update.
+        device = self._parts[0].target.device if self._parts else torch.device("cpu")
+        self._kernel = swap_kernel(device)
+        copied = sum(part.target.nbytes + ALIGNMENT for part in self._parts if not self._swaps(part))
+        self._scratch = torch.empty(min(copied, SCRATCH_BYTES), dtype=torch.uint8, device=device)
+        # Of the parts whose old weights do not fit into their sources' bytes: few, or Recording would have refused.
         self._separate: dict[int, Tensor] = {}
-        self._bound: tuple[int, list[_Group]] = 0, []
-        self._changed_groups: list[_Group] = []
+        self._bound: tuple[int, list[_Swap | _Group]] = 0, []
+        self._changed_groups: list[_Swap | _Group] = []
+
+    def bind(self, staging: Tensor) -> None:
+        """Prepare a run for staging memory, which need not have its content yet: the engine need not be paused for it."""
+        # Views are made once: the receiver keeps its memory from one update to the next.
+        if self._bound[0] != staging.data_ptr():
+            self._bound = staging.data_ptr(), [*self._swap_groups(staging), *self._copy_groups(staging)]
 
     @torch.no_grad()
     def run(self, staging: Tensor) -> None:
@@ -138,7 +179,8 @@ class Exchange:
         # Loaders drop an output layer that the model shares with its embedding; a different one must not be lost.
         for head, embedding in self._tied:
             require_equal_head(head.source(staging), embedding.source(staging))
-        for group in self._groups(staging):
+        self.bind(staging)
+        for group in self._bound[1]:
             # Noted first: a group that fails has changed some of its parameters.
             self._changed_groups.append(group)
             group.exchange()
@@ -153,23 +195,35 @@ class Exchange:
     @torch.no_grad()
     def refill(self, staging: Tensor) -> None:
         """Copy the new weights back into the staging memory after a run, so that it holds what was received."""
-        for group in self._groups(staging):
+        self.bind(staging)
+        for group in self._bound[1]:
             group.refill()
 
     def unbind(self) -> None:
         """Release the views of staging memory that were made for the last update."""
         self._bound, self._changed_groups = (0, []), []
 
-    def _groups(self, staging: Tensor) -> list[_Group]:
-        # Views are made once: the receiver keeps its memory from one update to the next.
-        if self._bound[0] != staging.data_ptr():
-            self._bound = staging.data_ptr(), list(self._bind(staging))
-        return self._bound[1]
+    def _swaps(self, part: ExchangePart) -> bool:
+        return self._kernel is not None and part.dense and part.target.dtype == part.dtype
 
-    def _bind(self, staging: Tensor) -> Iterator[_Group]:
+    def _swap_groups(self, staging: Tensor) -> Iterator[_Swap]:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        size = 0
+        for part in filter(self._swaps, self._parts):
+            if pairs and size + part.target.nbytes > SWAP_BYTES:
+                yield _Swap(pairs, self._kernel)  # type: ignore[arg-type]
+                pairs, size = [], 0
+            pairs.append((part.target, part.source(staging)))
+            size += part.target.nbytes
+        if pairs:
+            yield _Swap(pairs, self._kernel)  # type: ignore[arg-type]
+
+    def _copy_groups(self, staging: Tensor) -> Iterator[_Group]:
         group, used = _Group(), 0
         kind: tuple[torch.dtype, torch.dtype] | None = None
         for index, part in enumerate(self._parts):
+            if self._swaps(part):
+                continue
             size = part.target.numel() * part.target.dtype.itemsize
             if group.targets and (used + size > SCRATCH_BYTES or kind != (part.target.dtype, part.dtype)):
                 yield group
@@ -181,9 +235,56 @@ class Exchange:
                 saved = self._separate.setdefault(index, torch.empty_like(part.target))
             scratch = self._scratch[used : used + size].view(part.target.dtype).view(part.target.shape)
             group.add(part.target, part.source(staging), saved, scratch)
-            used += -(-size // 16) * 16  # aligned for any dtype
+            used += -(-size // ALIGNMENT) * ALIGNMENT
         if group.targets:
             yield group
+
+
+class _Swap:
+    """Parts that the kernel exchanges. To exchange them again undoes it."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], kernel: SwapKernel) -> None:
+        self.targets, self._sources = (list(side) for side in zip(*pairs, strict=True))
+        self._kernel, self._exchanged = kernel, 0
+        ranges = [(target.data_ptr(), source.data_ptr(), target.nbytes) for target, source in pairs]
+        self._tables = [(table.to(self.targets[0].device), width) for table, width in swap_tables(ranges)]
+
+    def exchange(self) -> None:
+        self._exchanged = 0
+        for table, width in self._tables:
+            self._kernel(table, width)
+            self._exchanged += 1
+
+    def restore(self) -> None:
+        for table, width in self._tables[: self._exchanged]:
+            self._kernel(table, width)
+        self._exchanged = 0
+
+    def refill(self) -> None:
+        torch._foreach_copy_(self._sources, self.targets)
+
+
+def swap_tables(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[Tensor, int]]:
+    """Cut pairs of ranges of bytes into rows for the kernel.
+
+    Args:
+        ranges: two addresses and a number of bytes of each pair.
+
+    Returns:
+        (int64 [rows, 3]: two addresses and a number of bytes, width) for each width: 16 for rows of :data:`ROW_BYTES` at
+        addresses that are multiples of 16, else the largest of 4, 2 and 1 that divides addresses and bytes.
+    """
+    tables: dict[int, list[Tensor]] = defaultdict(list)
+    for left, right, size in ranges:
+        long_rows = size // ROW_BYTES if (left | right) % ALIGNMENT == 0 else 0
+        steps = torch.arange(0, size, ROW_BYTES, dtype=torch.int64)
+        rows = torch.stack([left + steps, right + steps, (size - steps).clamp(max=ROW_BYTES)], dim=1)
+        if long_rows:
+            tables[16].append(rows[:long_rows])
+        if len(rows) > long_rows:
+            width = next(width for width in (4, 2, 1) if (left | right | size) % width == 0)
+            tables[width].append(rows[long_rows:])
+    return [(torch.cat(rows), width) for width, rows in sorted(tables.items(), reverse=True)]
 
 
 class _Group:
@@ -306,7 +407,8 @@ class Recording:
 
     def fits(self, manifest: Manifest, model: torch.nn.Module) -> bool:
         """Check whether an update has the tensors, and the model the memory, for which this was recorded."""
-        return manifest.tensors == self.tensors and addresses(model) == self._addresses
+        same = manifest.tensors is self.tensors or manifest.tensors == self.tensors
+        return same and addresses(model) == self._addresses
 
     def exchange(self, layout: BucketLayout | ShardLayout, *, keep: bool) -> Exchange:
         """Return the exchange for a layout; the one before is forgotten.

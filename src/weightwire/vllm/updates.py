@@ -77,7 +77,12 @@ class WorkerUpdates:
         # Before the copy is started: an offer that is refused must not cost the engine a copy of its weights.
         self.receiver.open(offer, self._number)
         self._offer = offer
-        if offer.manifest.adapter is None and self._exchange(offer) is None and self._copy is None:
+        if offer.manifest.adapter is not None:
+            return
+        if (exchange := self._exchange(offer)) is not None:
+            with contextlib.suppress(UpdateError):  # it may have failed already: verify() reports why
+                exchange.bind(self.receiver.staging(offer.update))  # here, not in the commit's pause
+        elif self._copy is None:
             self._copy, self._spare = _Copy(self._model(), self._spare), None
 
     def _exchange(self, offer: Offer) -> Exchange | None:

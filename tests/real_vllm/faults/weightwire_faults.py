@@ -5,7 +5,8 @@
 ``exchange:1``: only in the second worker. ``undo``: undoing an exchange fails.
 
 With ``WEIGHTWIRE_PLAIN_LINEAR=1`` linear layers on the CPU compute with the weights as they are loaded, as on GPUs; vLLM's own
-layers repack them for oneDNN. ``WEIGHTWIRE_SCRATCH_BYTES`` sets the size of an exchange's groups.
+layers repack them for oneDNN. With ``WEIGHTWIRE_PLAIN_FP8=1`` linear layers with weights in fp8 blocks compute with the
+dequantised weights on any CPU; vLLM's own kernels need AMX. ``WEIGHTWIRE_SCRATCH_BYTES`` sets the size of an exchange's groups.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def register() -> None:
             raise RuntimeError("the fault of a test: no way back")
         restore(self)
 
-    exchange, undo = in_place._Group.exchange, in_place.Exchange.undo
+    exchange, swap, undo = in_place._Group.exchange, in_place._Swap.exchange, in_place.Exchange.undo
     groups = {"count": 0}
 
     def faulty_run(self: in_place.Exchange, staging: Any, run: Any = in_place.Exchange.run) -> None:
@@ -61,12 +62,22 @@ def register() -> None:
         groups["count"] = 0
         run(self, staging)
 
-    def faulty_exchange(self: in_place._Group) -> None:
-        import torch
+    def is_third() -> bool:
         import torch.distributed as dist
 
         groups["count"] += 1
-        if groups["count"] == 3 and {"exchange", f"exchange:{dist.get_rank()}"} & active_faults():
+        return groups["count"] == 3 and bool({"exchange", f"exchange:{dist.get_rank()}"} & active_faults())
+
+    def faulty_swap(self: in_place._Swap) -> None:
+        if is_third():
+            self._exchanged = 0
+            raise RuntimeError("the fault of a test: no third group")
+        swap(self)
+
+    def faulty_exchange(self: in_place._Group) -> None:
+        import torch
+
+        if is_third():
             torch._foreach_copy_(self._scratch, self.targets)
             self._steps = 1
             torch._foreach_zero_(self.targets)  # half of it
@@ -79,8 +90,9 @@ def register() -> None:
         undo(self)
 
     in_place.Exchange.run, in_place.Exchange.undo = faulty_run, faulty_undo  # type: ignore[method-assign]
-    in_place._Group.exchange = faulty_exchange  # type: ignore[method-assign]
-    in_place.SCRATCH_BYTES = int(os.environ.get("WEIGHTWIRE_SCRATCH_BYTES", in_place.SCRATCH_BYTES))
+    in_place._Group.exchange, in_place._Swap.exchange = faulty_exchange, faulty_swap  # type: ignore[method-assign]
+    if size := os.environ.get("WEIGHTWIRE_SCRATCH_BYTES"):
+        in_place.SCRATCH_BYTES = in_place.SWAP_BYTES = int(size)
     if os.environ.get("WEIGHTWIRE_PLAIN_LINEAR") == "1":
         from vllm.model_executor.layers import utils
 
@@ -88,6 +100,16 @@ def register() -> None:
             layer.cpu_linear = torch_linear()
 
         utils.dispatch_cpu_unquantized_gemm = plain
+    if os.environ.get("WEIGHTWIRE_PLAIN_FP8") == "1":
+        import torch
+        from vllm.model_executor.kernels import linear
+        from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+        from vllm.platforms import PlatformEnum
+
+        linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, plain_fp8_kernel())
+        dtypes = Fp8Config.get_supported_act_dtypes()
+        # So that log-probabilities can be compared to 1e-5.
+        Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [*dtypes, torch.float32])
     faulty_load.faulty = True  # type: ignore[attr-defined]
     updates.load, model.Snapshot.restore = faulty_load, faulty_restore  # type: ignore[method-assign]
 
@@ -97,3 +119,27 @@ def torch_linear() -> Any:
     import torch
 
     return torch.nn.functional.linear
+
+
+def plain_fp8_kernel() -> Any:
+    """Return a kernel of vLLM's for weights in fp8 blocks, in plain torch; its base class prepares weights as on GPUs."""
+    import torch
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+
+    class PlainFp8Kernel(Fp8BlockScaledMMLinearKernel):
+        apply_input_quant = False
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+            return True, None
+
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def apply_block_scaled_mm(self, A: Any, B: Any, As: Any, Bs: Any) -> Any:
+            rows, columns = self.weight_group_shape
+            scales = Bs.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: B.shape[0], : B.shape[1]]
+            return torch.nn.functional.linear(A, (B.float() * scales).to(A.dtype))
+
+    return PlainFp8Kernel

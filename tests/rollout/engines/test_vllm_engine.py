@@ -48,7 +48,7 @@ class SamplingEngine(Engine):
     def __init__(self) -> None:
         super().__init__()
         self.requests: list[Any] = []
-        self.vllm_config.model_config = SimpleNamespace(enable_return_routed_experts=False)
+        self.vllm_config.model_config.enable_return_routed_experts = False
         self.experts: np.ndarray | None = None
         self.allowed = {3: math.log(1 - math.exp(-0.5))}
 

@@ -1,0 +1,172 @@
+"""Weights in fp8 blocks, as checkpoints of DeepSeek-V3 and vLLM have them: e4m3 values, and a scale for each block of a matrix.
+
+``weight = values * scale`` within a block; the scales of ``NAME`` are the tensor ``NAME_scale_inv`` in float32. An engine that
+stores weights so reports them (:meth:`weightwire.engine.InferenceEngine.quantised`), and a trainer sends them quantised: half the
+bytes of bf16. The numbers are those of vLLM's ``per_block_cast_to_fp8`` (``vllm/utils/deep_gemm.py``): a scale is the largest
+absolute value of its block, at least 1e-4, divided by 448, and values are rounded to the nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightwire.errors import ManifestError
+from weightwire.manifest import MAX_TENSORS, TensorSpec, is_count
+from weightwire.slices import Box
+
+SCALES = "_scale_inv"
+"""Suffix of the scales' name."""
+VALUES_DTYPE, SCALES_DTYPE = "float8_e4m3fn", "float32"
+LARGEST = 448.0
+SMALLEST_AMAX = 1e-4
+MAX_BLOCK = 2**16
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Blocks of a weight.
+
+    Attributes:
+        rows, columns: size of a block in the last two dimensions; blocks at the end may be smaller.
+        power_of_two: scales are rounded up to powers of two (``scale_fmt: ue8m0``).
+    """
+
+    rows: int
+    columns: int
+    power_of_two: bool = False
+
+    def specs(self, weight: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
+        """Return the specs of a weight's values and scales.
+
+        Raises:
+            ManifestError: it is no matrix.
+        """
+        if len(weight.shape) < 2:
+            raise ManifestError(f"{weight.name} has shape {list(weight.shape)}, and blocks are of matrices")
+        return (
+            TensorSpec(weight.name, VALUES_DTYPE, weight.shape),
+            TensorSpec(weight.name + SCALES, SCALES_DTYPE, self.blocks(weight.shape)),
+        )
+
+    def blocks(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the scales of a weight."""
+        return (*shape[:-2], -(-shape[-2] // self.rows), -(-shape[-1] // self.columns))
+
+    def box(self, offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> Box | None:
+        """Return the slice of the scales for a slice of a weight; None if it cuts a block.
+
+        Args:
+            shape: of the weight.
+        """
+        matrix = list(zip(offsets[-2:], sizes[-2:], shape[-2:], (self.rows, self.columns), strict=True))
+        if any(
+            start % block or ((start + size) % block and start + size != length)
+            for start, size, length, block in matrix
+        ):
+            return None
+        starts = (*offsets[:-2], *(start // block for start, _, _, block in matrix))
+        return starts, self.blocks(sizes)
+
+    def to_json(self) -> list[Any]:
+        """Return plain data."""
+        return [self.rows, self.columns, self.power_of_two]
+
+
+def formats_from_json(data: Any) -> dict[str, BlockFormat]:
+    """Parse an engine's untrusted description of its quantised weights: ``{name: BlockFormat.to_json()}``."""
+    if not isinstance(data, dict) or len(data) > MAX_TENSORS:
+        raise ManifestError("quantised: a mapping from names to formats was expected, or it is too long")
+    formats = {}
+    for name, row in data.items():
+        if (
+            not isinstance(row, list)
+            or len(row) != 3
+            or not all(is_count(size, MAX_BLOCK) and size > 0 for size in row[:2])
+            or type(row[2]) is not bool
+        ):
+            raise ManifestError(f"quantised: {row!r:.80} is not the format of {name!r:.80}")
+        formats[name] = BlockFormat(*row)
+    return formats
+
+
+def stored_specs(specs: Iterable[TensorSpec], formats: Mapping[str, BlockFormat]) -> tuple[TensorSpec, ...]:
+    """Return the specs of a model's tensors as an engine stores them: values and scales in place of quantised weights.
+
+    Args:
+        formats: may have weights that are not sent, such as those of prediction heads that the trainer keeps.
+
+    Raises:
+        ManifestError: a quantised weight is no matrix.
+    """
+    stored: list[TensorSpec] = []
+    for spec in specs:
+        stored += formats[spec.name].specs(spec) if spec.name in formats else (spec,)
+    return tuple(stored)
+
+
+def stored_tensors(
+    tensors: Iterable[tuple[str, Tensor]], formats: Mapping[str, BlockFormat]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's tensors as an engine stores them, in the order of :func:`stored_specs`."""
+    for name, tensor in tensors:
+        if name in formats:
+            values, scales = quantise(tensor, formats[name])
+            yield name, values
+            yield name + SCALES, scales
+        else:
+            yield name, tensor
+
+
+@torch.no_grad()
+def quantise(weight: Tensor, blocks: BlockFormat) -> tuple[Tensor, Tensor]:
+    """Return a weight's values (float8_e4m3fn, its shape) and the scales of its blocks (float32)."""
+    *leading, rows, columns = weight.shape
+    grid = blocks.blocks(weight.shape)
+    if not weight.numel():
+        empty = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+        return empty, torch.empty(grid, dtype=torch.float32, device=weight.device)
+    down, across = grid[-2] * blocks.rows, grid[-1] * blocks.columns
+    matrices = weight.detach().reshape(-1, rows, columns).float()
+    if (down, across) != (rows, columns):
+        # Zeros do not change a block's largest absolute value.
+        matrices = torch.nn.functional.pad(matrices, (0, across - columns, 0, down - rows))
+    tiles = matrices.view(-1, grid[-2], blocks.rows, grid[-1], blocks.columns)
+    scales = tiles.abs().amax(dim=(2, 4), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
+    if blocks.power_of_two:
+        fraction, exponent = torch.frexp(scales)
+        # scale = fraction * 2^exponent with a fraction from 0.5 on, and 0.5 * 2^exponent is a power of two already.
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())
+    values = (tiles * (1.0 / scales)).to(torch.float8_e4m3fn).view(-1, down, across)[:, :rows, :columns]
+    return values.reshape(*leading, rows, columns).contiguous(), scales.reshape(grid)
+
+
+def dequantise(values: Tensor, scales: Tensor, blocks: BlockFormat) -> Tensor:
+    """Return the weight that an engine computes with, in float32."""
+    rows = torch.arange(values.shape[-2], device=values.device) // blocks.rows
+    columns = torch.arange(values.shape[-1], device=values.device) // blocks.columns
+    return values.float() * scales.index_select(-2, rows).index_select(-1, columns)
+
+
+def merged_formats(formats: Mapping[str, Mapping[str, BlockFormat]]) -> Mapping[str, BlockFormat]:
+    """Return the quantised weights of all engines, which all of them are sent.
+
+    Args:
+        formats: of each engine, by its name.
+
+    Raises:
+        ManifestError: the engines differ.
+    """
+    (first, expected), *remaining = formats.items()
+    for name, other in remaining:
+        if other != expected:
+            differing = sorted({*expected} ^ {*other} or {key for key in expected if expected[key] != other[key]})
+            raise ManifestError(
+                f"{first} and {name} store {differing[0]} in different ways ({len(differing)} weights): update them by separate "
+                "pushes"
+            )
+    return expected
