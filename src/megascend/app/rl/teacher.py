@@ -19,7 +19,7 @@ from megascend.app.teacher_model import TeacherModel, check_teacher_model, check
 from megascend.batch.candidates import Candidates
 from megascend.batch.losses import BUILT_IN, Loss
 from megascend.batch.sample import Sample
-from megascend.config.rl import TRAINER, RlConfig, TeacherSettings
+from megascend.config.rl import SGLANG, TRAINER, RlConfig, TeacherSettings
 from megascend.errors import EngineError
 from megascend.huggingface.info import ModelInfo
 from megascend.rollout.group import Trajectory, TrajectoryGroup
@@ -311,6 +311,10 @@ def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngi
         from megascend.rollout.engines.local import LocalEngine
 
         return LocalEngine(settings.model, name="the teacher", timeout_s=timeout_s, precision=config.precision)
+    if settings.engine.startswith(SGLANG):
+        from megascend.rollout.engines.sglang import SglangEngine
+
+        return SglangEngine(settings.engine.removeprefix(SGLANG), generate_timeout_s=timeout_s)
     from megascend.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(settings.engine, generate_timeout_s=timeout_s)
