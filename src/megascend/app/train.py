@@ -295,6 +295,15 @@ class SupervisedTraining(Training[RunConfig]):
     def progress(self) -> dict[str, Any]:
         return {"data": self._stream_state, "counts": vars(self.counts), "budget": self._budget.state_dict()}
 
+    def weights(self, config: RunConfig) -> dict[str, Path]:
+        """Return the directories of base model and teacher, as far as they are not in the checkpoint."""
+        weights = super().weights(config)
+        if config.dpo is not None:  # the reference is the model that training starts from
+            weights["model"] = config.model
+        if config.distillation is not None and config.distillation.teacher is not None:
+            weights["distillation.teacher"] = config.distillation.teacher
+        return weights
+
     def title(self, run: Run[RunConfig]) -> str:
         return f"{model_line(run.config, run.backend)}\n{self._trained(run)}"
 
