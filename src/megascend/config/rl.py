@@ -108,7 +108,7 @@ class Rollout(Section):
     drop_equal: bool = Field(
         True,
         description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts; with "
-        "objective.advantages: reinforce++ false unless set",
+        "objective.advantages: reinforce++, and with teacher.rewards, false unless set",
     )
     max_groups_without_signal: Count | None = Field(
         None,
@@ -477,7 +477,8 @@ class RlConfig(TrainerConfig):
         # The sections are frozen; these are the defaults that depend on another section.
         if objective.length is None:
             vars(self)["objective"] = objective.model_copy(update={"length": rollout.max_tokens})
-        if objective.compares_groups and "drop_equal" not in rollout.model_fields_set:
+        teaches_rewarded = self.teacher is not None and self.teacher.rewards
+        if (objective.compares_groups or teaches_rewarded) and "drop_equal" not in rollout.model_fields_set:
             vars(self)["rollout"] = rollout.model_copy(update={"drop_equal": False})
         return self
 

@@ -130,10 +130,13 @@ class Reference:
             policy, reference: log-probabilities of their targets, [length] each.
         """
         estimate, order = ESTIMATORS[self._settings.kl_estimator], {id(sample): i for i, sample in enumerate(samples)}
-        local = {
-            order[id(sample)]: float(estimate(_differences(sample, *logprobs)).sum())
-            for sample, *logprobs in zip(shard, policy, reference, strict=True)
-        }
+        trajectories, local = [trajectory for group in groups for trajectory in group.trajectories], {}
+        for sample, *logprobs in zip(shard, policy, reference, strict=True):
+            number = order[id(sample)]
+            # Also those that are left out of the loss: the advantages of others are compared with their rewards.
+            mask = torch.tensor(trajectories[number].mask)
+            sampled = torch.cat([torch.zeros(len(sample) - len(mask), dtype=torch.bool), mask])
+            local[number] = float(estimate(_differences(sampled, *logprobs)).sum())
         sums = {index: value for part in self._backend.gather_by_data_rank(local) for index, value in part.items()}
         coefficient, numbers = self._settings.coefficient, iter(range(len(samples)))
         return [
@@ -175,15 +178,14 @@ class Reference:
         """
         local = Divergence()
         for sample, *logprobs in zip(samples, policy, reference, strict=True):
-            difference = _differences(sample, *logprobs)
+            difference = _differences(sample.weights != 0, *logprobs)
             k1, k3 = (float(ESTIMATORS[name](difference).sum()) for name in ("k1", "k3"))
             local += Divergence(len(difference), k1, k3)
         return sum(self._backend.gather_by_data_rank(local), Divergence())
 
 
-def _differences(sample: Sample, policy: Tensor, reference: Tensor) -> Tensor:
-    """Return ``log pi - log pi_ref`` of the sampled tokens, float64."""
-    sampled = sample.weights != 0
+def _differences(sampled: Tensor, policy: Tensor, reference: Tensor) -> Tensor:
+    """Return ``log pi - log pi_ref`` where ``sampled``, float64."""
     return policy.cpu().double()[sampled] - reference.cpu().double()[sampled]
 
 
