@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Sample
-from megascend.app.teacher_model import TeacherModel, check_teacher_model
+from megascend.app.teacher_model import TeacherModel, check_context, check_teacher_model
 from megascend.config import Lora, Parallel
 from megascend.config.run import TrainerConfig
+from megascend.data.samples import SampleLimits
 from megascend.errors import ConfigError, DataError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.testing import run_distributed
@@ -203,6 +204,17 @@ def test_teacher_that_cannot_be_compared_or_held_is_refused(models: Models, tmp_
     assert "engine megatron holds one model to a process" in refusal(models.other)
     assert "(lora is set)" in refusal(models.like, lora=Lora(rank=4))
     assert "is not a directory" in refusal(tmp_path / "missing")
+
+
+def test_samples_longer_than_the_teachers_context_are_refused(models: Models, tmp_path: Path) -> None:
+    values = json.loads((models.other / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    limits = SampleLimits(64, "batching.max_length: 64", VOCABULARY, None, 1, True)
+    check_context(tmp_path, "teacher.model", limits)
+    with pytest.raises(
+        ConfigError, match=r"has a context of 64 tokens, and samples may have 65 \(batching.max_length: 65\)"
+    ):
+        check_context(tmp_path, "teacher.model", replace(limits, length=65, setting="batching.max_length: 65"))
 
 
 @pytest.mark.parametrize(

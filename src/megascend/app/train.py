@@ -147,7 +147,7 @@ class SupervisedTraining(Training[RunConfig]):
         from megascend.app.generation import Answering
         from megascend.app.objectives import make_objective
         from megascend.app.run_samples import RunSamples
-        from megascend.app.teacher_model import check_teacher_model
+        from megascend.app.teacher_model import check_context, check_teacher_model
         from megascend.app.token_budget import check_platform
         from megascend.data.prepare import set_template
 
@@ -167,6 +167,7 @@ class SupervisedTraining(Training[RunConfig]):
         distillation = config.distillation
         if distillation is not None and distillation.teacher is not None:
             check_teacher_model(config, distillation.teacher, "distillation.teacher", plan.info, tokenizer)
+            check_context(distillation.teacher, "distillation.teacher", limits)
         self._longest_unit = self.samples.longest_unit(plan.layout)
         return config.for_samples(self.objective.units(self.samples.learned))
 
@@ -202,7 +203,13 @@ class SupervisedTraining(Training[RunConfig]):
         self._stream_state = self._stream.state_dict()
         self._budget = TokenBudget(config)
         self._budget.apply(
-            config, run.backend, self.samples, run.adapter, (progress or {}).get("budget"), run.event_log
+            config,
+            run.backend,
+            self.samples,
+            self.objective,
+            run.adapter,
+            (progress or {}).get("budget"),
+            run.event_log,
         )
         if run.main_rank:
             self._print_start(run)

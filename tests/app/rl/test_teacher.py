@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from app.rl.test_learn import recorded
 from megascend.app.rl.learn import learn
 from megascend.app.rl.teacher import Teacher, TeacherScores, TrainerTeacher, check_teacher
 from megascend.app.rl.train import train_rl
+from megascend.app.rl.trial import describe_teacher
 from megascend.app.teacher_model import TeacherModel
 from megascend.batch.candidates import Candidates
 from megascend.config.rl import Objective, RlConfig, TeacherSettings
@@ -316,6 +318,7 @@ def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], t
         ({"teacher": {"engine": "local"}}, "set teacher.model with engine local or trainer"),
         ({"teacher": {"engine": "trainer"}}, "set teacher.model with engine local or trainer"),
         ({"teacher": {"engine": "http://h:1", "model": "m"}}, "and only with these: a server has its model loaded"),
+        ({"teacher": {"engine": "sglang:h:1"}}, "'sglang:h:1' is neither local"),
         ({"teacher": {"engine": "vllm"}}, "neither local, trainer, nor the address of a server"),
         ({"teacher": {"engine": "trainer", "model": "m", "top": 8}}, "teacher.top: 8 with engine trainer"),
         (
@@ -332,3 +335,28 @@ def test_settings_that_contradict_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         RlConfig(**settings(models, tmp_path, **changes))
+
+
+def test_dry_run_asks_a_server_of_the_teacher(models: tuple[Path, Path], tmp_path: Path) -> None:
+    class Routes(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            count = len(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"])
+            body = json.dumps(
+                {"meta_info": {"input_token_logprobs": [[None, 0, None], *[[-1.0, 0, None]] * (count - 1)]}}
+            )
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    def description(address: str) -> str | None:
+        return describe_teacher(RlConfig(**settings(models, tmp_path, teacher={"engine": address})))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Routes) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"sglang:http://127.0.0.1:{server.server_port}"
+        assert description(address) == f"{address}: policy; answers"
+        server.shutdown()
+    assert f"{address}: policy; warning: " in str(description(address))

@@ -121,17 +121,18 @@ class TrainerTeacher:
         samples = [Sample.causal([*part.prompt_tokens, *part.tokens], len(part.prompt_tokens)) for part in trajectories]
         # The share that a step gives to this rank: it depends on lengths only.
         numbers, shard = {id(sample): number for number, sample in enumerate(samples)}, self._backend.shard(samples)
-        outputs = dict(zip((numbers[id(sample)] for sample in shard), self._model.outputs(shard), strict=True))
+        settings = self._settings
+        answers = self._model.outputs(shard, states=settings.loss != "policy")
+        outputs = dict(zip((numbers[id(sample)] for sample in shard), answers, strict=True))
         local = {
             number: output.logprobs[len(trajectories[number].prompt_tokens) - 1 :] for number, output in outputs.items()
         }
         rows = {number: part for parts in self._backend.gather_by_data_rank(local) for number, part in parts.items()}
         logprobs = [rows[number] for number in range(len(samples))]
-        settings = self._settings
         check_possible(logprobs, trajectories, f"teacher.model: {settings.model}")
         if settings.loss == "policy":
             return TeacherScores(settings, logprobs, None)
-        states = {number: output.states for number, output in outputs.items()}
+        states = {number: output.states for number, output in outputs.items() if output.states is not None}
         return TeacherScores(settings, logprobs, None, states, self._model.loss(settings.loss, settings.beta))
 
 

@@ -170,6 +170,7 @@ class ReinforcementLearning(Training[RlConfig]):
         from megascend.app.rl.reference import check_reference
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
         from megascend.app.rl.teacher import check_teacher
+        from megascend.app.teacher_model import check_context
         from megascend.weightsync.sync import check_transport
 
         plan, config = world.plan, world.plan.config
@@ -177,6 +178,8 @@ class ReinforcementLearning(Training[RlConfig]):
         check_objective(config.objective, reference=config.reference is not None)
         check_reference(config, plan.info, warns=world.launch.rank == 0)
         check_teacher(config, plan.info, plan.tokenizer)
+        if config.teacher is not None and config.teacher.model is not None:
+            check_context(config.teacher.model, "teacher.model", plan.limits)
         check_transport(config.sync.transport, world.runtime.platform.device_type)
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
