@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
+import signal
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from app.rl.test_learn import recorded
+from megascend.app.rl import teacher as teacher_module
 from megascend.app.rl.learn import learn
 from megascend.app.rl.teacher import Teacher, TeacherScores, TrainerTeacher, check_teacher
 from megascend.app.rl.train import train_rl
@@ -21,7 +27,7 @@ from megascend.app.rl.trial import describe_teacher
 from megascend.app.teacher_model import TeacherModel
 from megascend.batch.candidates import Candidates
 from megascend.config.rl import Objective, RlConfig, TeacherSettings
-from megascend.errors import ConfigError, EngineError
+from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.rollout.engines.local import LocalEngine
 from megascend.testing import run_distributed
@@ -295,6 +301,47 @@ def test_teacher_that_fails_ends_the_run_on_every_rank(
             train_rl(config, engines=lambda config: [LocalEngine(config.model, name="engine", own_process=False)])
 
     run_distributed(run, 2, init=False, timeout_s=240)
+
+
+def test_killed_teacher_is_started_again_and_a_server_has_its_time_to_return(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unreachable(LocalEngine):
+        """Stands for a server that is away for some requests."""
+
+        away = 0
+
+        async def logprobs(self, *arguments: Any, **options: Any) -> list[float]:
+            self.away -= 1
+            if self.away >= 0:
+                raise EngineLostError("http://host:1: connection refused")
+            return await super().logprobs(*arguments, **options)
+
+    monkeypatch.setattr(teacher_module, "RETRY_S", 0.05)
+    backend: Any = SimpleNamespace(
+        from_rank_0=lambda make: make(),
+        groups=SimpleNamespace(timeout_s=60.0, monitor=SimpleNamespace(phase=lambda name: nullcontext())),
+    )
+    engine = Unreachable(models[1], name="the teacher")
+    teacher = Teacher(backend, TeacherSettings(model=models[1]), engine, 1, lost_s=240.0)
+    try:
+        teacher.check()
+        before = teacher.scores(recorded()).logprobs
+        os.kill(engine._host.process.pid, signal.SIGKILL)
+        engine._host.process.wait()
+        engine.away = 3
+        with caplog.at_level(logging.WARNING, "megascend"):
+            after = teacher.scores(recorded()).logprobs
+        assert len(before) == len(after) == len(TRAJECTORIES)
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert "the teacher is asked again for up to 240 s (rollout.engines_lost_s)" in caplog.text
+        engine.away, teacher._lost_s = 10**6, 0.2
+        with pytest.raises(
+            EngineLostError, match=r"has not answered for 0.2 s \(rollout.engines_lost_s\): http://host:1"
+        ):
+            teacher.scores(recorded())
+    finally:
+        teacher.close()
 
 
 def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:

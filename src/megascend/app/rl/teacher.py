@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,7 +22,7 @@ from megascend.batch.candidates import Candidates
 from megascend.batch.losses import BUILT_IN, Loss
 from megascend.batch.sample import Sample
 from megascend.config.rl import SGLANG, TRAINER, RlConfig, TeacherSettings
-from megascend.errors import EngineError
+from megascend.errors import EngineError, EngineLostError
 from megascend.huggingface.info import ModelInfo
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from weightwire.engine import TopLogprobs
@@ -33,8 +35,11 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from weightwire.engine import InferenceEngine
 
+logger = logging.getLogger(__name__)
 CONCURRENCY = 64
 """Trajectories that the teacher is asked about at a time."""
+RETRY_S = 5.0
+"""Seconds after which a teacher that was lost is asked again."""
 Row = tuple[Tensor, Candidates | None]
 """A teacher's log-probabilities and candidates of all tokens of a sequence but the first."""
 
@@ -142,12 +147,19 @@ class Teacher:
     Args:
         engine: None on all ranks but rank 0.
         max_lag: steps after which a group that was sampled is not learned from.
+        lost_s: seconds for which a teacher that is lost is asked again; a local one that has ended is started again.
     """
 
     def __init__(
-        self, backend: Backend, settings: TeacherSettings, engine: InferenceEngine | None, max_lag: int
+        self,
+        backend: Backend,
+        settings: TeacherSettings,
+        engine: InferenceEngine | None,
+        max_lag: int,
+        lost_s: float = 0.0,
     ) -> None:
         self._backend, self._settings, self._engine, self._max_lag = backend, settings, engine, max_lag
+        self._lost_s, self._lost_since, self._reviving = lost_s, math.nan, asyncio.Lock()
         self._loop = None if engine is None else LoopThread("teacher")
         self._slots = asyncio.Semaphore(CONCURRENCY)
         self._requests: dict[int, tuple[TrajectoryGroup, list[Future[Row]]]] = {}  # by the group's number
@@ -179,7 +191,8 @@ class Teacher:
         """Return the teacher's scores of all trajectories, on every rank; those of :meth:`ask_ahead` are waited for.
 
         Raises:
-            EngineError: the teacher failed, did not answer in time, or gave a sampled token the probability 0.
+            EngineError: the teacher failed, was lost for too long, did not answer in time, or gave a sampled token the
+                probability 0.
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rows = self._collect(lambda: self._futures(groups))
@@ -244,12 +257,40 @@ class Teacher:
         return answer
 
     async def _ask(self, tokens: list[int]) -> Row:
-        assert self._engine is not None
         async with self._slots:
-            if self._settings.loss == "policy":
-                return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
-            top = await self._engine.top_logprobs(tokens, self._settings.top)
-            return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
+            while True:
+                try:
+                    row = await self._request(tokens)
+                except EngineLostError as error:
+                    await self._wait_for_return(error)
+                else:
+                    self._lost_since = math.nan
+                    return row
+
+    async def _request(self, tokens: list[int]) -> Row:
+        assert self._engine is not None
+        if self._settings.loss == "policy":
+            return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
+        top = await self._engine.top_logprobs(tokens, self._settings.top)
+        return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
+
+    async def _wait_for_return(self, error: EngineLostError) -> None:
+        """Start the teacher again if this run has started it, and wait a moment; raise ``error`` after too long."""
+        assert self._engine is not None
+        now = time.monotonic()
+        if math.isnan(self._lost_since):
+            self._lost_since = now
+            logger.warning(
+                "%s; the teacher is asked again for up to %g s (rollout.engines_lost_s)", error, self._lost_s
+            )
+        if now - self._lost_since >= self._lost_s:
+            raise EngineLostError(
+                f"the teacher has not answered for {self._lost_s:g} s (rollout.engines_lost_s): {error}"
+            ) from error
+        async with self._reviving:  # once, for all requests that were lost with it
+            started = await self._engine.revive()
+        if not started:
+            await asyncio.sleep(min(RETRY_S, self._lost_s))
 
 
 def sequence_of(trajectory: Trajectory) -> list[int]:
@@ -287,7 +328,8 @@ def make_teacher(config: RlConfig, backend: Backend, *, main_rank: bool) -> Teac
         return None
     engines: list[InferenceEngine] = []
     backend.from_rank_0(lambda: engines.append(teacher_engine(config, settings)))
-    return Teacher(backend, settings, engines[0] if main_rank else None, config.rollout.max_lag)
+    engine, rollout = engines[0] if main_rank else None, config.rollout
+    return Teacher(backend, settings, engine, rollout.max_lag, rollout.engines_lost_s)
 
 
 def check_teacher(config: RlConfig, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:
