@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from megascend.batch.candidates import Candidates
 from megascend.config.rl import Objective, RlConfig, TeacherSettings
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.huggingface.info import inspect_checkpoint
-from megascend.rollout.engines.local import LocalEngine
+from megascend.rollout.engines.local import LocalEngine, ModelProcess
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend
 from support.rl_runs import RecordedEngine
@@ -327,8 +327,9 @@ def test_killed_teacher_is_started_again_and_a_server_has_its_time_to_return(
     try:
         teacher.check()
         before = teacher.scores(recorded()).logprobs
-        os.kill(engine._host.process.pid, signal.SIGKILL)
-        engine._host.process.wait()
+        process = cast("ModelProcess", engine._host).process
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
         engine.away = 3
         with caplog.at_level(logging.WARNING, "megascend"):
             after = teacher.scores(recorded()).logprobs
