@@ -151,12 +151,14 @@ class Backend:
         """Change the token budget of a micro batch (``batching.micro_batch_tokens``), on all ranks alike."""
         self.engine.batching = self.engine.batching.with_budget(tokens)
 
-    def try_step(self, samples: Sequence[Sample], adapter: str | None = None) -> None:
-        """Run :meth:`forward_backward` with cross entropy and drop the gradients, to measure its memory. Collective.
+    def try_step(
+        self, samples: Sequence[Sample], adapter: str | None = None, loss: str | Loss = "cross_entropy"
+    ) -> None:
+        """Run :meth:`forward_backward` and drop the gradients, to measure its memory. Collective.
 
         Gradients that had been accumulated before are lost.
         """
-        self._step.forward_backward(samples, resolve("cross_entropy"), adapter, accumulate=False)
+        self._step.forward_backward(samples, resolve(loss), adapter, accumulate=False)
 
     def forward_backward(
         self,

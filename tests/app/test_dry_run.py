@@ -40,8 +40,8 @@ def make_plan(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, 
 def test_ranks_share_samples_and_fill_the_budget(tmp_path: Path):
     samples = samples_of(tmp_path)
     # 40 and 10 tokens on one rank, 30 and 20 on the other.
-    assert make_plan(samples, 64) == StepPlan(3, 64, 1, 50, 2, 40, 0.0, packed=True, idle=False)
-    assert make_plan(samples, 40) == StepPlan(3, 40, 2, 40, 1, 40, 0.0, packed=False, idle=False)
+    assert make_plan(samples, 64) == StepPlan(3, 64, 1, 50, 2, 50, 40, 0.0, packed=True, idle=False)
+    assert make_plan(samples, 40) == StepPlan(3, 40, 2, 40, 1, 50, 40, 0.0, packed=False, idle=False)
 
 
 def test_padding_fraction_is_reported(tmp_path: Path):

@@ -21,6 +21,7 @@ from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config import RunConfig
 from megascend.config.rl import RlConfig
 from megascend.errors import MegascendError
+from megascend.huggingface.info import inspect_checkpoint
 
 Changes = dict[str, Any]
 LORA = {"lora": {"rank": 4}}
@@ -143,23 +144,39 @@ def test_dry_run_and_real_run_refuse_in_the_same_words(engine: str, folder: Path
 
 
 def test_rl_dry_run_describes_prompts_trial_and_memory(folder: Path) -> None:
-    lines = run_here("rl", folder)["lines"]
+    results = run_here("rl", folder)
+    lines = results["lines"]
     assert "prompts   1; 3 tokens each" in lines
     assert any(line.startswith("trial ") and "prompts.jsonl:1: reward" in line for line in lines)
     assert any(line.strip().startswith("total ") for line in lines)
     assert any(line.startswith("steps     3 of ") for line in lines)
     parts = "loss ppo (clip_low 0.1, clip_high 0.28), advantages grpo, average tokens, no correction"
     assert f"objective dapo: {parts}, overlong_share 0.2 of 8" in lines
+    assert f"teacher   {folder / 'qwen3'}: reverse_kl; on the trainer's ranks" in lines
+    items, shape = results["items"], inspect_checkpoint(folder / "qwen3").shape
+    # fp32 shards of one rank: two copies each in host memory, which is a CPU's own.
+    assert items["reference"] == items["teacher"] == 2 * items["parameters"]
+    assert items["teacher's output layer"] == 2 * shape.vocab_size * shape.hidden_size
+    # 16 groups of 8 responses of 8 tokens after a prompt of 3, in bf16, twice.
+    assert items["teacher's states"] == 2 * 2 * shape.hidden_size * 16 * 8 * 11
+    # Weights in bf16, those in use and those of an update.
+    assert results["processes"] == {"local engine": items["parameters"]}
+    assert any(line.endswith("of weights in host memory beside rank 0") for line in lines)
     assert not (folder / "out").exists()
 
 
-def rl_lines(folder: Path) -> dict[str, list[str]]:
-    """Return the text of a dry run of ``rl``."""
+def rl_lines(folder: Path) -> dict[str, Any]:
+    """Return the text of a dry run of ``rl``, and bytes of the memory that it estimates."""
     rollout = {"prompts": str(folder / "prompts.jsonl"), "reward": f"{__file__}:reward", "max_tokens": 8}
     common = {"engine": "fsdp", "platform": "cpu", "steps": 3, "engines": ["local"], "rollout": rollout}
     common["objective"] = {"preset": "dapo", "clip_low": 0.1}
+    common["reference"] = {"coefficient": 0.1}
+    common["teacher"] = {"model": str(folder / "qwen3"), "engine": "trainer", "loss": "reverse_kl"}
     config = RlConfig(model=folder / "qwen3", output=folder / "out", **common)
-    return {"lines": list(report_rl(dry_run_rl(preflight(config, 1, overwrite=False)), Style(colour=False)))}
+    dry = dry_run_rl(preflight(config, 1, overwrite=False))
+    assert dry.memory is not None
+    lines = list(report_rl(dry, Style(colour=False)))
+    return {"lines": lines, "items": dry.memory.items, "processes": dry.processes}
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megascend import Sample
-from megascend.app.teacher_model import TeacherModel, check_teacher_model
+from megascend.app.teacher_model import TeacherModel, check_context, check_teacher_model
 from megascend.config import Lora, Parallel
 from megascend.config.run import TrainerConfig
+from megascend.data.samples import SampleLimits
 from megascend.errors import ConfigError, DataError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.testing import run_distributed
@@ -61,21 +62,24 @@ def models(parity_folder: Path) -> Models:
     return Models(student=student, like=like, other=other)
 
 
+def plain_results(models: Models, name: str, batch: list[Sample], folder: Path) -> dict[str, torch.Tensor]:
+    """Return losses and gradients of a batch by transformers in float64, in a process of its own."""
+    job, result = folder / f"{name}-job.safetensors", folder / f"{name}.safetensors"
+    tensors = {}
+    for index, sample in enumerate(batch):
+        tokens = torch.cat([sample.input_ids, sample.target_ids[-1:]])
+        tensors |= {f"tokens.{index}": tokens, f"weights.{index}": sample.weights}
+    save_file(tensors, job)
+    command = [sys.executable, PROGRAM, models.student, vars(models)[name], job, str(BETA), result]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return load_file(result)
+
+
 @pytest.fixture(scope="module")
 def expected(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
     folder = tmp_path_factory.mktemp("taught")
-    tensors, results = {}, {}
-    for index, (tokens, sample) in enumerate(zip(token_lists(), samples(), strict=True)):
-        tensors |= {f"tokens.{index}": torch.tensor(tokens), f"weights.{index}": sample.weights}
-    save_file(tensors, folder / "job.safetensors")
-    for name in ("like", "other"):
-        result = folder / f"{name}.safetensors"
-        command = [sys.executable, PROGRAM, models.student, vars(models)[name]]
-        command += [folder / "job.safetensors", str(BETA), result]
-        completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
-        assert completed.returncode == 0, completed.stderr[-3000:]
-        results[name] = load_file(result)
-    return results
+    return {name: plain_results(models, name, samples(), folder) for name in ("like", "other")}
 
 
 def gradients_of(expected: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -123,6 +127,36 @@ def test_gradients_of_megatron_are_those_of_plain_float64(
         assert differences([rank[name][0] for rank in ranks], gradients_of(reference, name), {}) == {}, name
         for rank in ranks:
             assert rank[name][1:] == pytest.approx([float(reference[name])] * 2, rel=2e-6), name
+
+
+@first_stack_only
+def test_rank_without_samples_has_its_part_in_the_gradients(models: Models, tmp_path: Path) -> None:
+    """The teacher's first batch has no sample for the second rank, and its second one has."""
+    case = Case("DP2", 2)
+    still = replace(case, optimizer={"lr": 0.0, "weight_decay": 0.0, "max_grad_norm": 1e9, "distributed": False})
+
+    def on_rank() -> dict[int, tuple[Gradients, float]]:
+        results = {}
+        with case_backend(still, models.student) as backend:
+            teacher = TeacherModel(backend, models.like, "teacher.model")
+            for count in (1, len(samples())):
+                losses: list[float] = []
+                batch = taught(teacher, backend.shard(samples()[:count]))
+                assert count > 1 or bool(batch) == (backend.rank == 0)
+                loss = teacher.loss("reverse_kl", BETA)
+                gradients = step_gradients(
+                    backend,
+                    lambda: losses.append(backend.forward_backward(batch, loss).loss),  # noqa: B023
+                )
+                results[count] = gradients, losses[0]
+        return results
+
+    ranks = run_distributed(on_rank, case.world_size, init=False, timeout_s=240)
+    for count in (1, len(samples())):
+        reference = plain_results(models, "like", samples()[:count], tmp_path)
+        gradients = [rank[count][0] for rank in ranks]
+        assert differences(gradients, gradients_of(reference, "reverse_kl"), {}) == {}, count
+        assert ranks[0][count][1] == pytest.approx(float(reference["reverse_kl"]), rel=2e-6)
 
 
 TRANSFORMERS_PROGRAM = """
@@ -203,6 +237,17 @@ def test_teacher_that_cannot_be_compared_or_held_is_refused(models: Models, tmp_
     assert "engine megatron holds one model to a process" in refusal(models.other)
     assert "(lora is set)" in refusal(models.like, lora=Lora(rank=4))
     assert "is not a directory" in refusal(tmp_path / "missing")
+
+
+def test_samples_longer_than_the_teachers_context_are_refused(models: Models, tmp_path: Path) -> None:
+    values = json.loads((models.other / "config.json").read_text(encoding="utf-8")) | {"max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    limits = SampleLimits(64, "batching.max_length: 64", VOCABULARY, None, 1, True)
+    check_context(tmp_path, "teacher.model", limits)
+    with pytest.raises(
+        ConfigError, match=r"has a context of 64 tokens, and samples may have 65 \(batching.max_length: 65\)"
+    ):
+        check_context(tmp_path, "teacher.model", replace(limits, length=65, setting="batching.max_length: 65"))
 
 
 @pytest.mark.parametrize(

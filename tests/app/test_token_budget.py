@@ -110,3 +110,17 @@ def test_platform_without_peak_memory_is_refused(folder: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"platform cpu does not report: set a number"):
         check_platform(config(folder, "no"), CpuPlatform())
+
+
+def test_budget_leaves_room_for_a_teachers_distributions(megatron_imported, folder: Path) -> None:
+    """Measure with the run's own loss: that of a teacher has several times the logits of cross entropy."""
+    teacher = folder / "teacher"
+    write_checkpoint(teacher, ModelSize(hidden=64, layers=2, context=512), 1)
+    run, room = config(folder, "taught", distillation={"teacher": teacher, "loss": "jsd"}), 40 * MIB
+
+    def on_rank() -> tuple[int, list[Any]]:
+        return train(run.model_copy(update={"steps": 2}), room)
+
+    [(peak, [budget])] = run_distributed(on_rank, 1, init=False)
+    assert 0.6 * room < peak <= room
+    assert budget > 213

@@ -115,7 +115,10 @@ def test_equal_groups_are_kept_where_they_have_advantages() -> None:
     assert with_objective(preset="grpo").rollout.drop_equal
     assert not with_objective(preset="reinforce++").rollout.drop_equal
     assert with_objective(preset="reinforce++", advantages="reinforce++_baseline").rollout.drop_equal
+    # A teacher's scores are learned from a group with equal rewards, too.
+    assert not RlConfig(**SETTINGS, teacher={"model": "teacher", "rewards": True}).rollout.drop_equal
     rollout = SETTINGS["rollout"] | {"drop_equal": True}
+    assert RlConfig(**SETTINGS | {"rollout": rollout}, teacher={"model": "m", "rewards": True}).rollout.drop_equal
     assert RlConfig(**SETTINGS | {"rollout": rollout}, objective={"preset": "reinforce++"}).rollout.drop_equal
 
 

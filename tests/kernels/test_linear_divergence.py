@@ -161,3 +161,25 @@ def test_equal_models_have_no_divergence_and_no_gradient() -> None:
         assert hidden.grad is not None
         assert float(outputs[1].abs().max()) < 1e-12
         assert float(hidden.grad.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_teacher_that_overflows_at_an_ignored_token_changes_no_gradient(kind: Any, value: float) -> None:
+    values, ignored = inputs(torch.float64), [3, 200]
+    values["grads"][:, ignored] = 0.0
+    expected = reference(values, kind)
+    values["states"][ignored] = value
+    hidden, weight = (values[name].clone().requires_grad_() for name in ("hidden", "weight"))
+    outputs = linear_divergence(
+        hidden,
+        weight,
+        values["targets"],
+        VocabShard(0, VOCABULARY),
+        values["states"],
+        TeacherDivergence(kind, values["teacher"], BETA),
+    )
+    learned = values["grads"] != 0
+    torch.where(learned, values["grads"] * torch.stack(outputs), 0.0).sum().backward()
+    for actual, gradient in zip((hidden.grad, weight.grad), expected[2:], strict=True):
+        assert_close(actual, gradient, 1e-12)

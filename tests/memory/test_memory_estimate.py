@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megascend.kernels import linear_logprobs
 from megascend.memory import activations
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.parameters import adapter_bytes, layers_of_stage, stages
-from megascend.memory.sizes import Kernels, Workload
+from megascend.memory.sizes import Kernels, ModelSizes, TeacherSizes, Workload
 from megascend.topology.topology import plan
 
 GIB = 2**30
@@ -177,3 +178,34 @@ def test_there_is_no_estimate_for_engines_from_outside():
     config = RunConfig(**USUAL, engine="mine")
     info = info_of(QWEN3_1_7B)
     assert estimate(config, info, QWEN3_1_7B, plan(Parallel(), 1, info.shape), Workload(1024), "fused") is None
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_teacher_on_a_gpu_has_its_weights_in_host_memory_or_on_the_device(swapped: bool):
+    config = RunConfig(**USUAL, engine="megatron" if swapped else "fsdp")
+    info, large = info_of(QWEN3_1_7B), info_of(QWEN3_4B)
+    teacher = TeacherSizes(large, ModelSizes.of(large, QWEN3_4B), swapped, "jsd")
+    topology = plan(Parallel(), 8, info.shape)
+    plain, taught = (
+        estimate(config, info, QWEN3_1_7B, topology, Workload(8192, 4, step_tokens=20000, teacher=other), "fused")
+        for other in (None, teacher)
+    )
+    assert plain is not None
+    assert taught is not None
+    assert plain.host == {}
+    states = {"teacher's states": 2 * 2 * 2560 * 20000}
+    if swapped:
+        assert taught.host == states | {"teacher": 2 * taught.items["parameters"]}
+        assert "teacher" not in taught.items
+    else:
+        assert taught.host == states
+        assert taught.items["teacher"] == 2 * large.parameter_count // 8
+    assert taught.items["teacher's output layer"] == 2 * 151936 * 2560
+    # Two buffers in bf16 and six copies in fp32 of a chunk of 384 tokens, a multiple of 128.
+    assert taught.items["output head"] == (2 * 2 + 6 * 4) * 384 * 151936 + 2 * (2048 + 2560) * 8192
+    # Its log-probabilities alone need no states, and no logits beside the model's.
+    scored = Workload(8192, 4, step_tokens=20000, teacher=replace(teacher, loss=None))
+    policy = estimate(config, info, QWEN3_1_7B, topology, scored, "fused")
+    assert policy is not None
+    assert policy.items["output head"] == plain.items["output head"]
+    assert "teacher's states" not in policy.host

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import subprocess
 import sys
 import threading
@@ -93,6 +94,36 @@ def test_a_prompt_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
     assert groups is not None
     assert sorted(group.number for group in groups) == sorted(sound.requests) == [0, 1, 2, 3]
     assert len(failing.requests) == 1  # although it has the least work
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_prompt_whose_logprobs_are_not_finite_is_answered_by_another_engine(value, monkeypatch, caplog):
+    class Broken(Engine):
+        async def generate(self, tokens: list[int], sampling: Sampling, n: int) -> list[Completion]:
+            completions = await super().generate(tokens, sampling, n)
+            return [*completions[:-1], replace(completions[-1], logprobs=(value,))]
+
+    broken, sound = Broken("one"), Engine("two")
+    with caplog.at_level(logging.WARNING), collecting(monkeypatch, broken, sound) as rollouts:
+        groups = rollouts.take(0, DEADLINE_S)
+    assert groups is not None
+    assert all(trajectory.logprobs == (-0.5,) for group in groups for trajectory in group.trajectories)
+    with (
+        collecting(monkeypatch, Broken("one")) as rollouts,
+        pytest.raises(EngineError, match=f"log-probability {value}"),
+    ):
+        rollouts.take(0, DEADLINE_S)
+
+
+def test_prompt_of_an_evaluation_that_fails_at_one_engine_is_answered_by_another(monkeypatch):
+    failing, sound = Engine("one", fails=EngineError), Engine("two")
+    with collecting(monkeypatch, failing, sound) as rollouts:
+        groups = rollouts.evaluate([{"prompt": number} for number in range(100, 104)], 1.0, 2).result(DEADLINE_S)
+        assert [group.trajectories[0].prompt_tokens for group in groups] == [(100,), (101,), (102,), (103,)]
+        sound.fails = EngineError
+        with pytest.raises(EngineError, match="has failed"):
+            rollouts.evaluate([{"prompt": 104}], 1.0, 2).result(DEADLINE_S)
+        assert [*failing.requests, *sound.requests].count(104) == collector.ATTEMPTS
 
 
 def test_an_engine_that_does_not_close_is_left_with_a_warning(monkeypatch, caplog):

@@ -281,8 +281,13 @@ def test_requests_that_would_change_the_distribution_fail_by_name(caplog: pytest
     ("package", "options", "message"),
     [
         ("no-such-package", {}, "no-such-package' not found"),
-        ("earlier-format", {}, "environments written for versions before 0.4 are not supported"),
-        ("earlier-class", {}, "'MultiTurnEnv'; environments written for versions before 0.4 are not supported"),
+        (
+            "earlier-format",
+            {},
+            "environments written for versions before 0.4 (SingleTurnEnv, ToolEnv, MultiTurnEnv) are not",
+        ),
+        ("earlier-class", {}, "'MultiTurnEnv'; environments written for versions before 0.4 "),
+        ("earlier-class", {}, "its turns as a class with async run(policy, example)"),
         ("letters", {"agent": INLINE}, "tasks without end; set options.select"),
         ("guess-game", {"playr": INLINE}, "playr"),
         ("guess-game", {"renderer": {"name": "none such"}}, "none such"),
@@ -295,9 +300,13 @@ def test_unusable_packages_raise_config_errors(package: str, options: dict[str, 
 
 
 def test_other_versions_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verifiers, "version", lambda name: "0.1.14")
-    with pytest.raises(ConfigError, match=r"verifiers 0.1.14 is not supported, install verifiers>=0.4,<0.5|<0.5,>=0.4"):
-        verifiers.load("guess-game", {})
+    for installed, earlier in (("0.1.14", True), ("0.3.1", True), ("0.5.0", False)):
+        monkeypatch.setattr(verifiers, "version", lambda name, installed=installed: installed)
+        with pytest.raises(
+            ConfigError, match=rf"verifiers {installed} is not supported, install verifiers{verifiers.SUPPORTED}"
+        ) as error:
+            verifiers.load("guess-game", {})
+        assert ("written for versions before 0.4" in str(error.value)) == earlier
 
 
 def test_tasks_that_do_not_exist_are_refused() -> None:

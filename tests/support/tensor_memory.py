@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_iter
 class TensorMemory(TorchDispatchMode):
     """Context that counts the live storages of tensors that operators read or write, each once.
 
+    A storage within another one (``torch.frombuffer``) is a part of that.
+
     Temporaries inside an operator, and communication libraries' own buffers, are not seen. Storages of other devices than
     ``device_type`` do not count.
 
@@ -30,6 +32,8 @@ class TensorMemory(TorchDispatchMode):
         self.at_peak: dict[tuple[str, str, tuple[int, ...]], int] = {}
         self._device_type, self._explain = device_type, explain
         self._sizes: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._parts: set[int] = set()
         self._alive: dict[int, weakref.ref] = {}
         self._made_by: dict[int, tuple[str, str, tuple[int, ...]]] = {}
 
@@ -68,7 +72,14 @@ class TensorMemory(TorchDispatchMode):
             self._alive[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
             self._sizes[key] = 0
             self._made_by[key] = made_by
-        size = storage.nbytes()
+            start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            self._starts[key] = start
+            if any(
+                self._starts[other] <= start and end <= self._starts[other] + size
+                for other, size in self._sizes.items()
+            ):
+                self._parts.add(key)
+        size = 0 if key in self._parts else storage.nbytes()
         self.allocated += size - self._sizes[key]
         self._sizes[key] = size
         if self.allocated > self.peak:
@@ -82,6 +93,8 @@ class TensorMemory(TorchDispatchMode):
         self.allocated -= self._sizes.pop(key, 0)
         self._alive.pop(key, None)
         self._made_by.pop(key, None)
+        self._starts.pop(key, None)
+        self._parts.discard(key)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

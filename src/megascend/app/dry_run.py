@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megascend.app.objectives import LearningObjective
 from megascend.app.preflight import AnyConfig, RunPlan, disk_warning, free_bytes
-from megascend.app.rl.trial import EpisodeTrial, ask_engines
+from megascend.app.rl.servers import placements, share_beside_trainer
+from megascend.app.rl.trial import EpisodeTrial, ask_engines, describe_teacher
 from megascend.app.run import (
     ADAPTER,
     Training,
@@ -20,19 +21,20 @@ from megascend.app.run import (
     plan_with_plugins,
 )
 from megascend.app.run_samples import RunSamples
+from megascend.app.teacher_model import teacher_sizes
 from megascend.app.token_budget import AUTO, SHARE, largest_useful, predicted
 from megascend.app.train import SupervisedTraining
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.packing import plan_micro_batches, shard
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import RunConfig
-from megascend.config.rl import RlConfig
+from megascend.config.rl import LOCAL, RlConfig
 from megascend.data.preview import SamplePiece, SampleStatistics, pieces
 from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
-from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.sizes import Kernels, Workload
+from megascend.memory.sizes import ELEMENT_BYTES, Kernels, Workload
 from megascend.topology.topology import Topology
 
 EXAMPLES = 3
@@ -94,7 +96,10 @@ class RlDryRun:
         prompt_lengths: tokens of the shortest, median and longest prompt for training; zeros if an environment makes them.
         trial: an episode with a canned response.
         engines: a line for each engine: its version, or why there is none.
+        teacher: description of the teacher, and whether it answers; None without one.
         memory, recomputed, device_memory: as of :class:`DryRun`, for trajectories as long as they may become.
+        engines_share: share of a trainer's device that engines take during its steps.
+        processes: bytes of models in processes beside rank 0, by name.
     """
 
     config: RlConfig
@@ -106,11 +111,14 @@ class RlDryRun:
     prompt_lengths: tuple[int, int, int]
     trial: EpisodeTrial
     engines: list[str]
+    teacher: str | None
     free_disk: int
     disk_warning: str | None
     memory: Estimate | None
     recomputed: Estimate | None
     device_memory: int
+    engines_share: float
+    processes: dict[str, int]
 
 
 def prepare(
@@ -170,15 +178,16 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
     info, topology, budget = plan.info, plan.topology, config.batching.budget
     lengths = sorted(training.prompts.lengths)
     hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
+    teacher, rollout = teacher_sizes(config, info), config.rollout
 
     def memory(config: RlConfig) -> Estimate | None:
         # An environment may fill the whole length with further turns; a plain response is at most max_tokens.
         longest = min(budget, plan.limits.length)
-        if config.rollout.environment is None:
-            longest = min(longest, lengths[-1] + config.rollout.max_tokens)
-        return estimate(
-            config, info, hf_config, topology, Workload(budget, 2, config.batching.packing, longest), kernels
-        )
+        if rollout.environment is None:
+            longest = min(longest, lengths[-1] + rollout.max_tokens)
+        share = -(-rollout.prompts_per_step * rollout.group_size // topology.data)
+        workload = Workload(budget, 2, config.batching.packing, longest, share * longest, teacher)
+        return estimate(config, info, hf_config, topology, workload, kernels)
 
     return RlDryRun(
         config=config,
@@ -190,12 +199,26 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
         prompt_lengths=(lengths[0], lengths[len(lengths) // 2], lengths[-1]),
         trial=training.try_episode(config),
         engines=ask_engines(config),
+        teacher=describe_teacher(config),
         free_disk=free_bytes(config.output),
         disk_warning=disk_warning(config, info),
         memory=memory(config),
         recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
         device_memory=memory_per_rank(runtime, plan.world_size),
+        engines_share=share_beside_trainer(placements(config, world.launch), sleep=config.placement.sleep),
+        processes=local_processes(config, info),
     )
+
+
+def local_processes(config: RlConfig, info: ModelInfo) -> dict[str, int]:
+    """Return the bytes of the weights in processes beside rank 0: of local engines, and of a teacher in one."""
+    width, processes = ELEMENT_BYTES[config.precision], {}
+    if config.rollout.controller is None and (count := config.engines.count(LOCAL)):
+        # Those in use, and those of an update until it takes effect.
+        processes["local engine" if count == 1 else f"{count} local engines"] = 2 * count * width * info.parameter_count
+    if config.teacher is not None and config.teacher.engine == LOCAL and config.teacher.model is not None:
+        processes["the teacher"] = width * inspect_checkpoint(config.teacher.model).parameter_count
+    return processes
 
 
 def kernels_on(platform: str) -> Kernels:
@@ -224,10 +247,10 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     first = objective.members(next(samples.batches(config, objective)))
     hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
     device_memory = memory_per_rank(runtime, plan.world_size)
-    longest = samples.longest_unit(layout)
+    longest, teacher = samples.longest_unit(layout), teacher_sizes(config, info)
 
     def fits(tokens: int) -> bool:
-        workload = Workload(tokens, micro_batches=2, longest=longest)
+        workload = Workload(tokens, micro_batches=2, longest=longest, teacher=teacher)
         need = estimate(config, info, hf_config, topology, workload, kernels)
         # None: an engine from another package, of whose memory nothing is known.
         return need is None or need.tensors <= SHARE * device_memory
@@ -239,7 +262,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     steps = plan_steps(config, samples, objective, layout, topology, budget)
 
     def memory(config: RunConfig) -> Estimate | None:
-        workload = Workload(steps.tokens, steps.micro_batches, steps.packed, longest)
+        workload = Workload(steps.tokens, steps.micro_batches, steps.packed, longest, steps.most_tokens, teacher)
         return estimate(config, info, hf_config, topology, workload, kernels)
 
     def decode(ids: Sequence[int]) -> str:
@@ -280,6 +303,7 @@ class StepPlan:
         micro_batches: most that a data parallel rank has in a step.
         tokens: tokens in the largest micro batch, padding included, over all context parallel ranks.
         samples: samples in that micro batch.
+        most_tokens: most tokens that a data parallel rank has in a step, without padding.
         longest: tokens of the longest sample, with its padding.
         padding: share of tokens that are padding.
         packed: some micro batch has samples of different length one after the other.
@@ -291,6 +315,7 @@ class StepPlan:
     micro_batches: int
     tokens: int
     samples: int
+    most_tokens: int
     longest: int
     padding: float
     packed: bool
@@ -312,7 +337,7 @@ def plan_steps(
     """
     lengths = samples.learned.lengths.tolist()
     steps = min(config.steps, PLANNED)
-    micro_batches = largest = largest_samples = longest = total = padded = 0
+    micro_batches = largest = largest_samples = peak_tokens = longest = total = padded = 0
     idle = packed = False
     # The run's own stream: these are its very batches.
     for batch in islice(samples.batches(config, objective), steps):
@@ -327,8 +352,11 @@ def plan_steps(
                 if tokens > largest:
                     largest, largest_samples = tokens, count
                 longest, padded = max(longest, top), padded + tokens
-            total += sum(batch_lengths[i] for i in share)
-    return StepPlan(steps, budget, micro_batches, largest, largest_samples, longest, 1 - total / padded, packed, idle)
+            tokens_of_rank = sum(batch_lengths[i] for i in share)
+            peak_tokens, total = max(peak_tokens, tokens_of_rank), total + tokens_of_rank
+    return StepPlan(
+        steps, budget, micro_batches, largest, largest_samples, peak_tokens, longest, 1 - total / padded, packed, idle
+    )
 
 
 def _micro_batches(

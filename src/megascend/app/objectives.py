@@ -41,6 +41,10 @@ class LearningObjective(Protocol):
         """Add to this rank's samples what the loss reads of another model; return them. Collective."""
         ...
 
+    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
+        """Return this rank's samples and the loss of a step that takes as much memory as one that learns. Collective."""
+        ...
+
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         """Return the numbers of the samples of some units, each with the number of its pair among those."""
         ...
@@ -103,6 +107,9 @@ class TokenObjective:
 
     def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
         return samples
+
+    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
+        return samples, "cross_entropy"
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(unit, None) for unit in units]
@@ -183,6 +190,11 @@ class TeacherObjective(TokenObjective):
         outputs = self._teacher.outputs(samples)
         return [replace(sample, teacher_states=output.states) for sample, output in zip(samples, outputs, strict=True)]
 
+    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
+        # First: the loss has the rows of the teacher's output layer, which the first pass copies.
+        samples = self.completed(backend, samples)
+        return samples, self.loss
+
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
         return backend.divergences(self.complete(backend, samples), self.loss, adapter)
 
@@ -219,6 +231,9 @@ class PreferenceObjective:
 
     def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
         return samples
+
+    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
+        return samples, "cross_entropy"
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]

@@ -21,6 +21,8 @@ from megascend.app.plot import PANELS, Panel, plot_metrics
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.app.profile import StepProfiler
 from megascend.app.resume import begin, check_start, may_write
+from megascend.app.run_inputs import KEY as INPUTS
+from megascend.app.run_inputs import RunInputs
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
 from megascend.bootstrap.engines import needs
@@ -137,6 +139,18 @@ class Training(ABC, Generic[AnyConfig]):
     def progress(self) -> dict[str, Any]:
         """Return the state to save beside the model, as of the last optimizer step, even if a later batch has been taken."""
 
+    def weights(self, config: AnyConfig) -> dict[str, Path]:
+        """Return the checkpoint directories that a resumed run reads again, by setting: they must be as they were."""
+        return {} if config.lora is None else {"model": config.model}
+
+    def code(self, config: AnyConfig) -> dict[str, str]:
+        """Return the names of functions and modules that decide what is learned, by setting."""
+        return {f"plugins: {name}": name for name in config.plugins}
+
+    def packages(self, config: AnyConfig) -> dict[str, str]:
+        """Return the names of installed packages that decide what is learned, by setting."""
+        return {}
+
     @abstractmethod
     def title(self, run: Run[AnyConfig]) -> str:
         """Return the title of the plot."""
@@ -229,12 +243,14 @@ def run(
         check_results(config, this_run.backend, overwrite)
         training.after_build(this_run)
         directory, progress = begin(config, this_run.backend, event_log, overwrite, resume, training.progress_keys)
+        inputs = RunInputs(this_run.backend, training.weights(config), training.code(config), training.packages(config))
+        inputs.compare(None if progress is None else progress.get(INPUTS))
         training.begin(this_run, progress)
         phases.end("preparing")
         if this_run.main_rank:
             print(f"ready after {phases}", flush=True)
 
-        saves, rows, step = train_steps(training, this_run, directory, signals, phases, kernel_compilation)
+        saves, rows, step = train_steps(training, this_run, directory, inputs, signals, phases, kernel_compilation)
         if step < config.steps:
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
             report_stop(directory, step, stopped, saves.problem)
@@ -288,6 +304,7 @@ def train_steps(
     training: Training[AnyConfig],
     run: Run[AnyConfig],
     directory: OutputDirectory,
+    inputs: RunInputs,
     signals: StopSignals,
     phases: StartPhases,
     kernel_compilation: ExitStack,
@@ -295,13 +312,18 @@ def train_steps(
     """Train up to the last step, or to a signal; return the checkpoints' policy, the rows of the log, and the last step.
 
     Args:
+        inputs: saved with each checkpoint.
         kernel_compilation: closed after the first step, which has compiled what it needed; a compiler beside it would only take
             the processor.
     """
     config, backend = run.config, run.backend
     number = steps_done = backend.step_count
+
+    def progress() -> dict[str, Any]:
+        return training.progress() | {INPUTS: inputs.state_dict()}
+
     saves = CheckpointPolicy(
-        backend, config, run.event_log, training.progress, directory.take_over, lambda: not directory.waiting
+        backend, config, run.event_log, progress, directory.take_over, lambda: not directory.waiting
     )
     trackers = Trackers(
         config.tracker_options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from megascend.app.swapped_weights import SwappedWeights, difference_of_models
 from megascend.batch.losses import Loss, teacher_loss
-from megascend.config import TrainerConfig
+from megascend.config import RunConfig, TrainerConfig
+from megascend.config.rl import TRAINER, RlConfig
 from megascend.errors import ConfigError
 from megascend.huggingface.files import read_config
-from megascend.huggingface.info import ModelInfo, ModelShape
+from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint
 from megascend.kernels.linear_divergence import DivergenceKind, TeacherDivergence
+from megascend.memory.sizes import ModelSizes, TeacherSizes
 from megascend.step.step import Step
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.batch.micro_batch import MicroBatch
     from megascend.batch.sample import Sample
+    from megascend.data.samples import SampleLimits
     from megascend.engines.base import Engine, Output
 
 
@@ -34,11 +38,11 @@ class TeacherOutput:
 
     Attributes:
         logprobs: fp32 [length], log-probabilities of the targets, at temperature 1 over the whole vocabulary.
-        states: [length, h], last hidden states in the teacher's precision, on the CPU.
+        states: [length, h], last hidden states in the teacher's precision, on the CPU; None: not requested.
     """
 
     logprobs: Tensor
-    states: Tensor
+    states: Tensor | None = None
 
 
 class TeacherModel:
@@ -78,33 +82,35 @@ class TeacherModel:
             self._engine.close()
 
     @torch.no_grad()
-    def outputs(self, samples: Sequence[Sample]) -> list[TeacherOutput]:
+    def outputs(self, samples: Sequence[Sample], *, states: bool = True) -> list[TeacherOutput]:
         """Compute the teacher's output for this rank's samples. Collective.
 
         Router replay is for the student: the teacher chooses experts itself.
+
+        Args:
+            states: with hidden states, which :meth:`loss` needs.
         """
         plain = [
             replace(sample, routed_experts=None, temperature=1.0, allowed=None, teacher_states=None, adapter=None)
             for sample in samples
         ]
-        if self._weights is None:
-            return self._outputs(plain)
-        with self._weights.in_place():
-            return self._outputs(plain)
+        with contextlib.nullcontext() if self._weights is None else self._weights.in_place():
+            return self._outputs(plain, ("logprobs", "states") if states else ("logprobs",))
 
-    def _outputs(self, samples: Sequence[Sample]) -> list[TeacherOutput]:
+    def _outputs(self, samples: Sequence[Sample], names: Sequence[str]) -> list[TeacherOutput]:
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
             logprobs, *_ = output.logprobs(False)
+            if "states" not in names:
+                return {"logprobs": logprobs}
             states, rows = output.logit_factors()
             if self._projection is None:
                 # A copy: the rows may be gathered for this pass only, or be the student's in the next moment.
                 self._projection = rows.clone()
-            return {"logprobs": logprobs, "states": states.clone()}
+            # To the CPU at once: those of a step's micro batches together may need more memory than the device has left.
+            return {"logprobs": logprobs, "states": states.to("cpu", copy=True)}
 
-        tensors: dict[str, Any] = self._step.token_scores(
-            "teacher", samples, None, ("logprobs", "states"), scores, reference=True
-        )
-        return [TeacherOutput(*pair) for pair in zip(tensors["logprobs"], tensors["states"], strict=True)]
+        tensors: dict[str, Any] = self._step.token_scores("teacher", samples, None, names, scores, reference=True)
+        return [TeacherOutput(*values) for values in zip(*(tensors[name] for name in names), strict=True)]
 
     def loss(self, kind: DivergenceKind, beta: float) -> Loss:
         """Return the divergence as a loss of samples with ``teacher_states``; after the first :meth:`outputs`."""
@@ -114,6 +120,31 @@ class TeacherModel:
 def can_swap(directory: Path, model: Path, info: ModelInfo, *, frozen: bool) -> bool:
     """Check whether a teacher can take the student's place: it has the same architecture, and the student is no adapter."""
     return not frozen and difference_of_models(directory, model, info, info.mtp) is None
+
+
+def teacher_directory(config: TrainerConfig) -> tuple[Path, DivergenceKind | None] | None:
+    """Return the checkpoint of a run's teacher on the trainer's ranks, and its divergence that is learned; None without one."""
+    if isinstance(config, RunConfig) and config.distillation is not None and config.distillation.teacher is not None:
+        return config.distillation.teacher, config.distillation.loss
+    if isinstance(config, RlConfig) and config.teacher is not None and config.teacher.engine == TRAINER:
+        assert config.teacher.model is not None
+        return config.teacher.model, None if config.teacher.loss == "policy" else config.teacher.loss
+    return None
+
+
+def teacher_sizes(config: TrainerConfig, info: ModelInfo) -> TeacherSizes | None:
+    """Return what the memory estimate must know of a teacher on the trainer's ranks; None without one.
+
+    Args:
+        info: description of the student's checkpoint.
+    """
+    teacher = teacher_directory(config)
+    if teacher is None:
+        return None
+    directory, loss = teacher
+    swapped = can_swap(directory, config.model, info, frozen=config.lora is not None)
+    checkpoint = inspect_checkpoint(directory)
+    return TeacherSizes(checkpoint, ModelSizes.of(checkpoint, read_config(directory)), swapped, loss)
 
 
 def check_teacher_model(
@@ -143,6 +174,16 @@ def check_teacher_model(
         raise ConfigError(
             f"{setting}: engine {config.engine} holds one model to a process, and only a teacher of its architecture can take "
             f"its place ({'lora is set' if adapter else reason}): use engine fsdp, or a teacher served by an engine"
+        )
+
+
+def check_context(directory: Path, setting: str, limits: SampleLimits) -> None:
+    """Raise ConfigError if samples may be longer than a teacher's context, beyond which its scores mean nothing."""
+    context = ModelShape.from_hf_config(read_config(directory)).max_position
+    if context is not None and limits.length > context:
+        raise ConfigError(
+            f"{setting}: {directory} has a context of {context} tokens, and samples may have {limits.length} ({limits.setting}): "
+            f"set batching.max_length: {context} or less, or name another teacher"
         )
 
 

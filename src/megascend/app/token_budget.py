@@ -19,6 +19,7 @@ from megascend.errors import ConfigError
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
+    from megascend.app.objectives import LearningObjective
     from megascend.app.run_samples import RunSamples
     from megascend.backend import Backend
     from megascend.platforms.base import Platform
@@ -67,6 +68,7 @@ class TokenBudget:
         config: RunConfig,
         backend: Backend,
         samples: RunSamples,
+        objective: LearningObjective,
         adapter: str | None,
         saved: dict[str, Any] | None,
         event_log: EventLog,
@@ -85,7 +87,7 @@ class TokenBudget:
         if saved and saved["layout"] == self._layout:
             self.tokens, origin = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
         else:
-            self.tokens, origin = measure_budget(config, backend, samples, adapter)
+            self.tokens, origin = measure_budget(config, backend, samples, objective, adapter)
         backend.set_micro_batch_tokens(self.tokens)
         event_log.event("micro_batch_tokens", found=self.tokens)
         if backend.rank == 0:
@@ -94,8 +96,9 @@ class TokenBudget:
 
 def _layout_of(config: RunConfig, backend: Backend) -> str:
     """Describe what the memory of a step depends on beside the model."""
-    recompute = config.recompute.model_dump_json()
-    return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}"
+    recompute, distillation = config.recompute.model_dump_json(), config.distillation
+    taught = "" if distillation is None else f"; {distillation.model_dump_json()}"
+    return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}{taught}"
 
 
 def check_platform(config: RunConfig, platform: Platform) -> None:
@@ -107,7 +110,9 @@ def check_platform(config: RunConfig, platform: Platform) -> None:
         )
 
 
-def measure_budget(config: RunConfig, backend: Backend, samples: RunSamples, adapter: str | None) -> tuple[int, str]:
+def measure_budget(
+    config: RunConfig, backend: Backend, samples: RunSamples, objective: LearningObjective, adapter: str | None
+) -> tuple[int, str]:
     """Return the largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay."""
     platform, engine = backend.platform, backend.engine
     # A run that measures must draw the same dropout as one with the budget in its file.
@@ -125,7 +130,7 @@ def measure_budget(config: RunConfig, backend: Backend, samples: RunSamples, ada
     proposal: int | None = search.first(USUAL)
     while proposal is not None:
         # Every rank tries what suits all of them, and learns whether it did.
-        peak = trial(backend, samples.learned, proposal, adapter)
+        peak = trial(backend, samples.learned, objective, proposal, adapter)
         fits = not backend.any_rank(peak > search.limit)[0]
         search.add(proposal, peak, fits)
         tokens = search.next()
@@ -172,7 +177,9 @@ def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
     return smallest
 
 
-def trial(backend: Backend, samples: SampleSubset, tokens: int, adapter: str | None) -> float:
+def trial(
+    backend: Backend, samples: SampleSubset, objective: LearningObjective, tokens: int, adapter: str | None
+) -> float:
     """Measure the peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
     backend.set_micro_batch_tokens(tokens)
     # Two, so that gradients of one are there while the next is computed; a pipeline holds as many as it has stages.
@@ -181,7 +188,8 @@ def trial(backend: Backend, samples: SampleSubset, tokens: int, adapter: str | N
     backend.platform.free_cached_memory()
     backend.platform.reset_peak_memory()
     try:
-        backend.try_step(batch, adapter=adapter)
+        completed, loss = objective.trial(backend, batch)
+        backend.try_step(completed, adapter, loss)
     except torch.OutOfMemoryError:
         if backend.world_size > 1:
             raise  # the others are in a collective

@@ -147,7 +147,7 @@ class SupervisedTraining(Training[RunConfig]):
         from megascend.app.generation import AnswerSampler
         from megascend.app.objectives import make_objective
         from megascend.app.run_samples import RunSamples
-        from megascend.app.teacher_model import check_teacher_model
+        from megascend.app.teacher_model import check_context, check_teacher_model
         from megascend.app.token_budget import check_platform
         from megascend.data.prepare import set_template
 
@@ -167,6 +167,7 @@ class SupervisedTraining(Training[RunConfig]):
         distillation = config.distillation
         if distillation is not None and distillation.teacher is not None:
             check_teacher_model(config, distillation.teacher, "distillation.teacher", plan.info, tokenizer)
+            check_context(distillation.teacher, "distillation.teacher", limits)
         self._longest_unit = self.samples.longest_unit(plan.layout)
         return config.for_samples(self.objective.units(self.samples.learned))
 
@@ -202,7 +203,13 @@ class SupervisedTraining(Training[RunConfig]):
         self._stream_state = self._stream.state_dict()
         self._budget = TokenBudget(config)
         self._budget.apply(
-            config, run.backend, self.samples, run.adapter, (progress or {}).get("budget"), run.event_log
+            config,
+            run.backend,
+            self.samples,
+            self.objective,
+            run.adapter,
+            (progress or {}).get("budget"),
+            run.event_log,
         )
         if run.main_rank:
             self._print_start(run)
@@ -294,6 +301,15 @@ class SupervisedTraining(Training[RunConfig]):
 
     def progress(self) -> dict[str, Any]:
         return {"data": self._stream_state, "counts": vars(self.counts), "budget": self._budget.state_dict()}
+
+    def weights(self, config: RunConfig) -> dict[str, Path]:
+        """Return the directories of base model and teacher, as far as they are not in the checkpoint."""
+        weights = super().weights(config)
+        if config.dpo is not None:  # the reference is the model that training starts from
+            weights["model"] = config.model
+        if config.distillation is not None and config.distillation.teacher is not None:
+            weights["distillation.teacher"] = config.distillation.teacher
+        return weights
 
     def title(self, run: Run[RunConfig]) -> str:
         return f"{model_line(run.config, run.backend)}\n{self._trained(run)}"

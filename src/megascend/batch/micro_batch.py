@@ -132,7 +132,8 @@ class MicroBatch:
         teacher_logprobs: float32 [n, K], its log-probabilities of them.
         temperature: divides the logits.
         allowed: int64 [n, A], tokens that each target was drawn from, -1 at unused slots; None: the whole vocabulary everywhere.
-        teacher_states: [n, h], a teacher's last hidden states; None unless the loss requires them.
+        teacher_states: [n, h], a teacher's last hidden states, on the CPU: those of all micro batches would fill a device. None
+            unless the loss requires them.
     """
 
     members: list[int]
@@ -300,7 +301,11 @@ class _Columns:
 
     def padded(self, values: list[Tensor], padding: int) -> Tensor:
         """Cut each sample's values [length, ...] to this rank's share and concatenate them; padding tokens get ``padding``."""
-        return self.flat([share.take(part, padding) for share, part in zip(self._shares, values, strict=True)])
+        return to_device(self.on_host(values, padding), self._device)
+
+    def on_host(self, values: list[Tensor], padding: int) -> Tensor:
+        """Return the result of :meth:`padded` on the CPU."""
+        return torch.cat([share.take(part, padding) for share, part in zip(self._shares, values, strict=True)])
 
     def weights(self, first: int = 0) -> Tensor:
         """Return the tokens' weights [n], all 0 for a dummy batch."""
@@ -333,7 +338,7 @@ def _teacher_states(samples: Sequence[Sample], loss: Loss | None, columns: _Colu
     """Return the teacher's hidden states; None unless the loss reads them: they are as large as the model's own."""
     if loss is None or "teacher_states" not in loss.requires:
         return None
-    return columns.padded([sample.teacher_states for sample in samples if sample.teacher_states is not None], 0)
+    return columns.on_host([sample.teacher_states for sample in samples if sample.teacher_states is not None], 0)
 
 
 def _allowed_column(samples: Sequence[Sample], columns: _Columns) -> Tensor | None:

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
@@ -117,6 +118,8 @@ def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
         reference = config.reference
         penalty = f"{reference.kl_estimator} in the {reference.penalty}, coefficient {reference.coefficient:g}"
         yield f"reference {reference.model}; {penalty if reference.coefficient else 'measured only'}"
+    if dry.teacher is not None:
+        yield f"teacher   {dry.teacher}"
     evaluated = f", {dry.held_out} for evaluation" if config.evaluation is not None else ""
     shortest, median, longest = dry.prompt_lengths
     lengths = "; the environment makes them"
@@ -131,10 +134,13 @@ def report_rl(dry: RlDryRun, style: Style) -> Iterator[str]:
     yield f"trial     {trial.source}: reward {trial.reward:g}{parts}{turns}, {trial.seconds:.2g} s, of {CANNED!r}"
     yield f"output    {config.output}; {format_bytes(dry.free_disk)} free there"
     yield from (f"          {line}" for line in config.template_remarks())
-    if dry.disk_warning is not None:
-        yield f"          warning: {dry.disk_warning}"
+    yield from (
+        f"          warning: {line}"
+        for line in [*memory_warning(dry, dry.engines_share), dry.disk_warning]
+        if line is not None
+    )
     yield ""
-    yield from memory_table(dry)
+    yield from memory_table(dry, dry.engines_share, dry.processes)
 
 
 def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
@@ -184,17 +190,29 @@ def warnings(dry: DryRun) -> Iterator[str]:
             f"schedule.total_steps: {config.schedule.total_steps} ends before the {config.steps} steps do; the rest learn with "
             f"min_lr {config.schedule.min_lr:g}"
         )
-    if dry.memory is not None and dry.memory.total > dry.device_memory:
-        yield (
-            f"a rank will need about {size(dry.memory.total)} of memory and has {size(dry.device_memory)}: lower "
-            "batching.micro_batch_tokens, set recompute.granularity: full, or divide the model over more ranks"
-        )
+    yield from memory_warning(dry)
     if dry.disk_warning is not None:
         yield dry.disk_warning
 
 
-def memory_table(dry: DryRun | RlDryRun) -> Iterator[str]:
-    """Yield the memory that a rank will need, item by item."""
+def memory_warning(dry: DryRun | RlDryRun, engines_share: float = 0.0) -> Iterator[str]:
+    """Yield a warning if the estimate exceeds what engines leave to a rank."""
+    available = int(dry.device_memory * (1 - engines_share))
+    if dry.memory is not None and dry.memory.total > available:
+        yield (
+            f"a rank will need about {size(dry.memory.total)} of memory and has {size(available)}: lower "
+            "batching.micro_batch_tokens, set recompute.granularity: full, or divide the model over more ranks"
+        )
+
+
+def memory_table(
+    dry: DryRun | RlDryRun, engines_share: float = 0.0, processes: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[str]:
+    """Yield the memory that a rank will need, item by item.
+
+    Args:
+        engines_share, processes: as of :class:`megascend.app.dry_run.RlDryRun`.
+    """
     memory = dry.memory
     if memory is None:
         yield f"memory    not estimated for engine {dry.config.engine}"
@@ -204,9 +222,14 @@ def memory_table(dry: DryRun | RlDryRun) -> Iterator[str]:
     for name, bytes_ in (memory.items | memory.overhead).items():
         table.add_row(f"  {name}", size(bytes_))
     machine = "per rank on this machine" if dry.platform == "cpu" else "on the device"
-    table.add_row("  total", size(memory.total), f"of {size(dry.device_memory)} {machine}")
+    engines = f", of which engines take {engines_share:.0%}" if engines_share else ""
+    table.add_row("  total", size(memory.total), f"of {size(dry.device_memory)} {machine}{engines}")
     if dry.recomputed is not None:
         table.add_row("  recomputed", size(dry.recomputed.total), "with recompute.granularity: full")
+    for name, bytes_ in memory.host.items():
+        table.add_row(f"  {name}", size(bytes_), "in host memory")
+    for name, bytes_ in processes.items():
+        table.add_row(f"  {name}", size(bytes_), "of weights in host memory beside rank 0")
     yield from plain(table)
     yield from (f"  {line}" for line in memory.remarks)
 

@@ -12,6 +12,8 @@ from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
 
 VLLM = "vllm"
 """Entry of ``engines`` for a vLLM server that the run starts."""
+SGLANG = "sglang:"
+"""Begins the address of an SGLang server as a teacher."""
 LOCAL, TRAINER = "local", "trainer"
 """Engines of a teacher: transformers in a process beside rank 0, and the trainer's own ranks."""
 BASE = "base"
@@ -106,7 +108,7 @@ class Rollout(Section):
     drop_equal: bool = Field(
         True,
         description="dynamic sampling: drop groups whose rewards are all equal, and sample other prompts; with "
-        "objective.advantages: reinforce++ false unless set",
+        "objective.advantages: reinforce++, and with teacher.rewards, false unless set",
     )
     max_groups_without_signal: Count | None = Field(
         None,
@@ -294,7 +296,8 @@ class TeacherSettings(Section):
 
     engine: str = Field(
         "local",
-        description="address of a vLLM server with the teacher (http://HOST:PORT), whose tokenizer must be the model's; local: "
+        description="address of a vLLM server with the teacher (http://HOST:PORT), or of an SGLang server "
+        "(sglang:http://HOST:PORT), whose tokenizer must be the model's; local: "
         "transformers in a process beside rank 0; trainer: the trainer's ranks, beside the model, for its whole distributions",
     )
     model: Path | None = Field(
@@ -325,9 +328,13 @@ class TeacherSettings(Section):
             raise ValueError(
                 "set teacher.model with engine local or trainer, and only with these: a server has its model loaded"
             )
-        server = self.engine.startswith("http://") and self.engine.removeprefix("http://").strip("/")
+        address = self.engine.removeprefix(SGLANG)
+        server = address.startswith("http://") and address.removeprefix("http://").strip("/")
         if not has_directory and not server:
-            raise ValueError(f"teacher.engine: {self.engine!r} is neither local, trainer, nor the address of a server")
+            raise ValueError(
+                f"teacher.engine: {self.engine!r} is neither local, trainer, nor the address of a server "
+                "(http://HOST:PORT of a vLLM, sglang:http://HOST:PORT)"
+            )
         if self.engine == TRAINER and "top" in self.model_fields_set:
             raise ValueError(
                 f"teacher.top: {self.top} with engine trainer, which compares distributions over the whole vocabulary: leave it "
@@ -470,7 +477,8 @@ class RlConfig(TrainerConfig):
         # The sections are frozen; these are the defaults that depend on another section.
         if objective.length is None:
             vars(self)["objective"] = objective.model_copy(update={"length": rollout.max_tokens})
-        if objective.compares_groups and "drop_equal" not in rollout.model_fields_set:
+        teaches_rewarded = self.teacher is not None and self.teacher.rewards
+        if (objective.compares_groups or teaches_rewarded) and "drop_equal" not in rollout.model_fields_set:
             vars(self)["rollout"] = rollout.model_copy(update={"drop_equal": False})
         return self
 

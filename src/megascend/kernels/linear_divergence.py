@@ -123,7 +123,9 @@ class _LinearDivergence(torch.autograd.Function):
                 if divergence.kind == "jsd":
                     factor, teacher = 1 - divergence.beta, _mixture(divergence, student, teacher)
                 gradient = student.sub_(teacher).sub_(own_sum[tokens, None]).mul_(probabilities).mul_(factor)
-            gradient.mul_(grad_divergence[tokens, None])
+            factors = grad_divergence[tokens, None]
+            # Not 0 times infinity: a teacher may overflow at a token that is not learned.
+            gradient.mul_(factors).masked_fill_(factors == 0, 0.0)
             scale = grad_logprobs[tokens]
             gradient.addcmul_(probabilities, scale[:, None], value=-1)
             if gradient.shape[1]:

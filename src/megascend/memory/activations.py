@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megascend.config import TrainerConfig
-from megascend.memory.sizes import ELEMENT_BYTES, Kernels, ModelSizes, Workload
+from megascend.memory.sizes import ELEMENT_BYTES, Kernels, ModelSizes, TeacherSizes, Workload
 from megascend.models.base import LatentAttention, LinearAttention
 from megascend.topology.topology import Topology
 
@@ -36,6 +36,7 @@ class LayerKind:
         frozen: weights have no gradients.
         rank: rank of adapters on all linear layers; 0: none.
         longest: tokens of the longest sample.
+        teacher: whose distributions the loss compares with the model's; None for other losses.
     """
 
     fused: bool
@@ -44,6 +45,7 @@ class LayerKind:
     frozen: bool
     rank: int
     longest: int
+    teacher: TeacherSizes | None = None
 
     @classmethod
     def of(cls, config: TrainerConfig, workload: Workload, kernels: Kernels) -> LayerKind:
@@ -55,6 +57,7 @@ class LayerKind:
             frozen=config.lora is not None,
             rank=0 if config.lora is None else config.lora.rank,
             longest=workload.tokens if workload.longest is None else workload.longest,
+            teacher=workload.teacher if workload.teacher is not None and workload.teacher.loss else None,
         )
 
     @property
@@ -266,8 +269,25 @@ CHUNK_BYTES = 5 * 2**28
 compares them."""
 
 
+DIVERGENCE_CHUNK_BYTES = 2**28
+"""As in :mod:`megascend.kernels.linear_divergence`, which needs torch."""
+
+
 def head_bytes(hidden: int, rows: int, tokens: float, kind: LayerKind, *, trained: bool) -> float:
-    """Return bytes of a chunk's logits, of their temporaries, and of the gradient of the hidden states."""
+    """Return bytes of a chunk's logits, of their temporaries, and of the gradient of the hidden states.
+
+    With a teacher's distributions: of both models' logits, and of the teacher's hidden states.
+    """
+    if kind.teacher is not None:
+        chunk = min(tokens, max(128, DIVERGENCE_CHUNK_BYTES // (FP32 * max(rows, 1)) // 128 * 128))
+        # Two buffers of logits in the model's dtype, unless that is fp32. In fp32 both models' logits, and the temporaries of
+        # the divergence or of its gradient: probabilities, gradient, mixture.
+        buffers = 2 * kind.bytes if kind.wide else FP32
+        logits = buffers + FP32 * (6 if kind.teacher.loss == "jsd" else 4)
+        # In the model's dtype the gradient again, and, without a kernel that adds products, that of a chunk's weights.
+        product = kind.bytes * rows * hidden if trained and kind.wide and not kind.fused else 0
+        later = (buffers + FP32 * 4 + kind.bytes) * chunk * rows + product
+        return max(logits * chunk * rows, later) + kind.bytes * (hidden + kind.teacher.sizes.hidden) * tokens
     chunk = min(tokens, max(128, CHUNK_BYTES // (kind.bytes * max(rows, 1)) // 128 * 128))
     logits = kind.bytes * chunk * rows
     if not kind.fused:

@@ -14,7 +14,7 @@ from megascend.config import TrainerConfig
 from megascend.config.rl import RlConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory import megatron, transformers_engines
-from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload
+from megascend.memory.sizes import ELEMENT_BYTES, Items, Kernels, ModelSizes, TeacherSizes, Workload
 from megascend.topology.topology import Topology
 
 MIB = 2**20
@@ -25,8 +25,20 @@ FRAGMENTATION = 0.04
 
 ENGINES = ("megatron", "fsdp", "single")
 """Engines with an estimate."""
-REFERENCE_COPIES = 2
-"""Copies of a rank's parameters in host memory for a reference model: its own, and the policy's while it is on the device."""
+SWAPPED_COPIES = 2
+"""Copies of a rank's parameters in host memory for a reference, or a teacher, that takes the model's place on the device: its
+own, and the model's in the meantime."""
+STATE_COPIES = 2
+"""Copies of a teacher's hidden states: by micro batch and by sample."""
+TRANSIENT = (
+    "activations",
+    "output head",
+    "backward pass",
+    "update",
+    "gathered parameters",
+    "gradient of the output layer",
+)
+"""Items of engines fsdp and single that are not there during a teacher's forward pass."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,7 @@ class Estimate:
 
     Attributes:
         items: bytes of tensors, by purpose; their sum is the peak.
+        host: bytes of other models' tensors in host memory; on a CPU, where these are items, empty.
         overhead: outside tensors, by purpose; a rule of thumb.
         stage: pipeline stage of that rank.
         remarks: effects that the formulas omit.
@@ -44,6 +57,7 @@ class Estimate:
     overhead: Items = field(default_factory=dict)
     stage: int = 0
     remarks: tuple[str, ...] = ()
+    host: Items = field(default_factory=dict)
 
     @property
     def tensors(self) -> int:
@@ -82,19 +96,67 @@ def estimate(
         per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels)
     else:
         per_stage = [transformers_engines.items(config, info, sizes, topology, workload, kernels)]
-    stage, items = max(enumerate(per_stage), key=lambda entry: sum(entry[1].values()))
-    if isinstance(config, RlConfig) and config.reference is not None and config.lora is None:
-        # Offloaded shards, which are fp32, are no item of the device.
-        parameters = items["parameters"] or 4 * info.parameter_count * config.fsdp.replicate // topology.world_size
-        copies = REFERENCE_COPIES * parameters
-        if kernels == "plain":
-            items = items | {"reference": copies}
-        else:
-            remarks.append(
-                f"the reference takes {copies / 2**30:.2f} GiB of host memory per rank: twice the parameters"
+    if workload.teacher is not None:
+        per_stage = [
+            _with_teacher(
+                config, items, workload.teacher, topology, workload, kernels, last=stage == topology.pipeline - 1
             )
+            for stage, items in enumerate(per_stage)
+        ]
+    stage, items = max(enumerate(per_stage), key=lambda entry: sum(entry[1].values()))
+    host = _host_items(config, info, items, topology, workload)
+    if kernels == "plain":
+        items, host = items | host, {}
     overhead: Items = {}
     if kernels != "plain":
         overhead["driver and libraries"] = CUDA_CONTEXT
         overhead["fragmentation"] = int(FRAGMENTATION * items.get("activations", 0))
-    return Estimate({name: size for name, size in items.items() if size}, overhead, stage, tuple(remarks))
+    return Estimate({name: size for name, size in items.items() if size}, overhead, stage, tuple(remarks), host)
+
+
+def _with_teacher(
+    config: TrainerConfig,
+    items: Items,
+    teacher: TeacherSizes,
+    topology: Topology,
+    workload: Workload,
+    kernels: Kernels,
+    *,
+    last: bool,
+) -> Items:
+    """Add what a teacher takes of the device: its output layer's rows, and a second model with its forward pass."""
+    added: Items = {}
+    if last and teacher.loss is not None:
+        rows = -(-teacher.sizes.vocabulary // topology.tensor)
+        added["teacher's output layer"] = ELEMENT_BYTES[config.precision] * rows * teacher.sizes.hidden
+    if teacher.swapped:
+        return items | added
+    parameters, forward = transformers_engines.second_model(
+        config, teacher.info, teacher.sizes, topology, workload, kernels
+    )
+    added["teacher"] = parameters
+    if forward > sum(items.get(name, 0) for name in TRANSIENT):
+        items = {name: size for name, size in items.items() if name not in TRANSIENT}
+        added["teacher's forward pass"] = forward
+    return items | added
+
+
+def _host_items(config: TrainerConfig, info: ModelInfo, items: Items, topology: Topology, workload: Workload) -> Items:
+    """Return what other models' weights and hidden states take of host memory, for each rank."""
+    # Offloaded shards, which are fp32, are no item of the device.
+    parameters = items["parameters"] or 4 * info.parameter_count * config.fsdp.replicate // topology.world_size
+    host: Items = {}
+    if isinstance(config, RlConfig) and config.reference is not None and config.lora is None:
+        host["reference"] = SWAPPED_COPIES * parameters
+    teacher = workload.teacher
+    if teacher is None:
+        return host
+    width = ELEMENT_BYTES[config.precision]
+    if teacher.swapped:
+        host["teacher"] = SWAPPED_COPIES * parameters
+    elif config.engine == "fsdp" and config.fsdp.offload:
+        host["teacher"] = width * teacher.info.parameter_count * config.fsdp.replicate // topology.world_size
+    if teacher.loss is not None:
+        tokens = workload.step_tokens or workload.micro_batches * workload.tokens
+        host["teacher's states"] = STATE_COPIES * width * teacher.sizes.hidden * tokens
+    return host

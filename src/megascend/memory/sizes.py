@@ -21,21 +21,44 @@ on a CPU."""
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+@dataclass(frozen=True)
+class TeacherSizes:
+    """A teacher on the trainer's ranks (:mod:`megascend.app.teacher_model`).
+
+    Attributes:
+        info, sizes: of its checkpoint.
+        swapped: it takes the model's place on the device; False: it is a second model there.
+        loss: divergence over the whole vocabulary that is learned; None: only its log-probabilities are.
+    """
+
+    info: ModelInfo
+    sizes: ModelSizes
+    swapped: bool
+    loss: DivergenceKind | None
+
+
 @dataclass(frozen=True)
 class Workload:
-    """The largest micro batch of a run.
+    """The largest micro batch of a run, and what is computed of it.
 
     Attributes:
         tokens: padding included, over all context parallel ranks.
         micro_batches: largest number on a rank in a step.
         packed: samples of different length are concatenated; False: a padded batch, also used for samples of equal length.
         longest: tokens of the longest sample; None: one sample may fill the micro batch.
+        step_tokens: tokens of a data parallel rank in a step; None: those of all micro batches.
+        teacher: teacher on the ranks, or None.
     """
 
     tokens: int
     micro_batches: int = 1
     packed: bool = True
     longest: int | None = None
+    step_tokens: int | None = None
+    teacher: TeacherSizes | None = None
 
 
 LAYER = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")

@@ -7,6 +7,7 @@ its output; an MLP the outputs of all its projections and steps. Only attention 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
@@ -68,6 +69,33 @@ def items(
     if kind.fused:
         stage_items["workspaces"] = WORKSPACES
     return stage_items
+
+
+def second_model(
+    config: TrainerConfig,
+    info: ModelInfo,
+    sizes: ModelSizes,
+    topology: Topology,
+    workload: Workload,
+    kernels: Kernels,
+) -> tuple[int, int]:
+    """Return the bytes of a frozen model beside the trained one, and those of its forward pass."""
+    kind = replace(LayerKind.of(config, workload, kernels), frozen=True, rank=0, teacher=None)
+    tokens = workload.tokens / topology.context
+    layers = [
+        layer_bytes(sizes, kind, with_experts=with_experts, single=config.engine == "single", linear=linear)
+        for with_experts, linear in zip(sizes.with_experts, sizes.linear_layers, strict=True)
+    ]
+    # Without gradients a layer's results are freed as the next ones are computed: attention's before those of the MLP.
+    passing = max(max(layer.attention, layer.mlp) for layer in layers) + kind.bytes * sizes.hidden
+    head = head_bytes(sizes.hidden, sizes.vocabulary, tokens, kind, trained=False)
+    if config.engine == "single":
+        return kind.bytes * elements(info.tensors), int(max(tokens * passing, head))
+    by_layer = _layer_elements(info, topology)
+    outside, layer = by_layer.pop(None, 0.0), max(by_layer.values())
+    sharded = kind.bytes * elements(info.tensors) * config.fsdp.replicate // topology.world_size
+    gathered = kind.bytes * (outside + 2 * layer)
+    return 0 if config.fsdp.offload else sharded, int(gathered + max(tokens * passing, head))
 
 
 def layer_bytes(
@@ -159,16 +187,9 @@ def _fsdp(
         items["moments"] = int(on_device * 2 * FP32 * trained)
         # With one micro batch they are allocated in its backward pass, as activations are freed.
         items["gradients"] = int(on_device * FP32 * trained) if workload.micro_batches > 1 else 0
-    layer_elements: dict[int, float] = defaultdict(float)
-    outside = 0
-    for name, header in info.tensors.items():
-        layer, count = layer_of(name), elements({name: header})
-        if layer is None:
-            outside += count
-        else:
-            layer_elements[layer] += count / (topology.expert if ".experts." in name else 1)
-    layer = max(layer_elements.values())
-    gathered = outside + (0 if config.fsdp.reshard_after_forward else sum(layer_elements.values()))
+    layers = _layer_elements(info, topology)
+    outside, layer = layers.pop(None, 0.0), max(layers.values())
+    gathered = outside + (0 if config.fsdp.reshard_after_forward else sum(layers.values()))
     items["gathered parameters"] = int(kind.bytes * gathered)
     if kind.frozen:
         return items, 2 * kind.bytes * layer, 0.0
@@ -180,3 +201,11 @@ def _fsdp(
     update = 0 if kind.fused else ADAM_TEMPORARIES * FP32 * max(parameters.embedding, parameters.layer_matrix) / shares
     last = (kind.bytes + FP32) * outside  # embedding and output layer are reduced last
     return items, backward, gradients + max(update, last)
+
+
+def _layer_elements(info: ModelInfo, topology: Topology) -> dict[int | None, float]:
+    """Count the elements that a rank gathers of each layer, and outside the layers (None)."""
+    counts: dict[int | None, float] = defaultdict(float)
+    for name, header in info.tensors.items():
+        counts[layer_of(name)] += elements({name: header}) / (topology.expert if ".experts." in name else 1)
+    return counts

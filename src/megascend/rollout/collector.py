@@ -457,6 +457,10 @@ class RolloutCollector:
                         raise EngineLostError(str(error)) from error
                     # Another engine answers, or this one when it is back.
                     await asyncio.sleep(BACKOFF_S)
+                except EngineError:
+                    if len(attempts.failed) == ATTEMPTS:
+                        raise
+                    await asyncio.sleep(BACKOFF_S * 2 ** (len(attempts.failed) - 1))
 
         groups = (group(number, prompt) for number, prompt in enumerate(prompts))
         return [group for group in await asyncio.gather(*groups) if group is not None]

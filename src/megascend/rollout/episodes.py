@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -71,6 +72,12 @@ async def sample(engine: ResponseSampler, tokens: Sequence[int], sampling: Sampl
     # A group with fewer responses would have other advantages.
     if len(completions) != n:
         raise EngineError(f"{engine.name} gave {len(completions)} responses instead of {n}")
+    for completion in completions:
+        if wrong := [value for value in completion.logprobs if not math.isfinite(value)]:
+            raise EngineError(
+                f"{engine.name} gave a token that it sampled the log-probability {wrong[0]}: its weights or its numbers are not "
+                "finite"
+            )
     if sampling.routed_experts and any(completion.routed_experts is None for completion in completions):
         raise UnsupportedCallError(f"{engine.name} returned no routed experts")
     if sampling.truncates and any(completion.allowed is None for completion in completions):

@@ -45,6 +45,12 @@ REQUEST_SETTINGS = {
 """Sampling settings of a request that are followed, or that change no sampled token."""
 LIBRARIES = re.compile(r"/verifiers/v1/|/python3\.\d+/(?!(site|dist)-packages)")
 """Files that are no place of an error for people: verifiers and Python's own."""
+EARLIER = (
+    "; environments written for versions before 0.4 (SingleTurnEnv, ToolEnv, MultiTurnEnv) are not supported: install a release "
+    "of the package for verifiers 0.4, or bring its dataset and rewards as prompts and rollout.reward, its turns as a class with "
+    "async run(policy, example) (docs/environments.md)"
+)
+"""What to do with an environment of the earlier format."""
 MAX_REQUEST = 2**30
 """Bytes of a request: a long context as JSON."""
 
@@ -329,7 +335,10 @@ def load(package: str, options: Mapping[str, Any]) -> VerifiersEnvironment:
             f"rollout.environment: {PREFIX}{package} needs verifiers{SUPPORTED}: pip install 'megascend[verifiers]'"
         ) from None
     if installed not in SUPPORTED:
-        raise ConfigError(f"rollout.environment: verifiers {installed} is not supported, install verifiers{SUPPORTED}")
+        raise ConfigError(
+            f"rollout.environment: verifiers {installed} is not supported, install verifiers{SUPPORTED}"
+            f"{EARLIER if installed in SpecifierSet('<0.4', prereleases=True) else ''}"
+        )
     try:
         return VerifiersEnvironment(package, **options)
     except ConfigError:
@@ -339,5 +348,5 @@ def load(package: str, options: Mapping[str, Any]) -> VerifiersEnvironment:
         earlier = "module 'verifiers'" in str(error) or "from 'verifiers'" in str(error) or "`__all__`" in str(error)
         raise ConfigError(
             f"rollout.environment: verifiers {installed} cannot load {package}: {type(error).__name__}: {error}"
-            f"{'; environments written for versions before 0.4 are not supported' if earlier else ''}"
+            f"{EARLIER if earlier else ''}"
         ) from error

@@ -104,7 +104,8 @@ class MicroBatchLoss:
             total, logprobs = output.cross_entropy(coefficients, normalizer.loss_grad)
             return total, self._cross_entropy_metrics(batch, logprobs.detach()), logprobs
         if loss.divergence is not None and batch.teacher_states is not None:  # dummy batches have none
-            logprobs, divergences = output.divergence(loss.divergence, batch.teacher_states)
+            states = to_device(batch.teacher_states, batch.targets.device)
+            logprobs, divergences = output.divergence(loss.divergence, states)
             return self._evaluate(batch, logprobs, divergence=divergences)
         return self._evaluate(batch, *output.logprobs(loss.entropy, batch.candidate_ids))
 

@@ -22,6 +22,7 @@ from megascend.distributed.memory import catch_oom_on_all_ranks
 from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
+from megascend.kernels.host_copy import to_device
 from megascend.step.checks import check_fields, check_pairs, check_requirements, check_samples, require_head
 from megascend.step.loss import MicroBatchLoss, normalizer_of
 from megascend.step.policy import policy_output
@@ -202,7 +203,8 @@ class Step:
         def scores(batch: MicroBatch, output: Output) -> dict[str, Tensor | None]:
             if batch.teacher_states is None:  # a dummy batch, of this rank as of those that divide the vocabulary
                 return {"divergence": output.logprobs(False)[0]}
-            return {"divergence": output.divergence(divergence, batch.teacher_states)[1]}
+            states = to_device(batch.teacher_states, batch.targets.device)
+            return {"divergence": output.divergence(divergence, states)[1]}
 
         call = f"divergences({loss.describe()})"
         return self.token_scores(

@@ -10,6 +10,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,13 @@ import pytest
 import torch
 
 import megascend
-from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, check_reference, fingerprint, with_kl
+from megascend.app.rl.learn import step_samples
+from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, Reference, check_reference, with_kl
 from megascend.app.rl.set_up import check_objective
 from megascend.batch.losses import LossInputs, resolve
 from megascend.cli.dry_run_text import Style, report_rl
 from megascend.config.rl import Objective, ReferenceSettings, RlConfig
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import ConfigError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import write_tiny_checkpoint
@@ -385,6 +387,28 @@ def test_reference_chooses_its_own_experts(tmp_path: Path) -> None:
             torch.testing.assert_close(logprobs.double(), target_logprobs(model, response), atol=2e-5, rtol=0)
 
 
+def test_rewards_of_responses_that_are_left_out_are_penalised_too() -> None:
+    """The advantages of the others are compared with them."""
+    objective = Objective(drop_truncated=True)
+    groups = [
+        replace(group, trajectories=(replace(group.trajectories[0], finish_reason="length"), *group.trajectories[1:]))
+        for group in recorded()
+    ]
+    samples, draw = step_samples(groups, objective), torch.Generator().manual_seed(0)
+    policy, base = ([torch.randn(len(sample), generator=draw) for sample in samples] for _ in range(2))
+    backend: Any = SimpleNamespace(
+        engine=SimpleNamespace(trainable=SimpleNamespace(frozen=True)), gather_by_data_rank=lambda values: [values]
+    )
+    reference = Reference(backend, ReferenceSettings(penalty="reward", coefficient=0.5))
+    penalised = reference.penalised(groups, samples, samples, policy, base)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    rewards = [trajectory.reward for group in penalised for trajectory in group.trajectories]
+    for trajectory, reward, *logprobs in zip(trajectories, rewards, policy, base, strict=True):
+        difference = (logprobs[0].double() - logprobs[1].double())[-len(trajectory.tokens) :]
+        k1 = sum(value for value, sampled in zip(difference.tolist(), trajectory.mask, strict=True) if sampled)
+        assert reward == pytest.approx(trajectory.reward - 0.5 * k1, rel=1e-12)
+
+
 # --- runs ---
 
 
@@ -526,10 +550,3 @@ def test_registered_loss_may_use_the_reference(checkpoint: Path) -> None:
     check_objective(Objective(loss=loss.name), reference=True)
     with pytest.raises(ConfigError, match=r"needs ref_logprobs; .*set reference: for ref_logprobs"):
         check_objective(Objective(loss=loss.name))
-
-
-def test_fingerprint_tells_weights_apart(checkpoint: Path, other: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
-    assert fingerprint(copy) == fingerprint(checkpoint) != fingerprint(other)
-    with pytest.raises(CheckpointError):
-        fingerprint(tmp_path)

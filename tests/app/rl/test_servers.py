@@ -13,11 +13,12 @@ import pytest
 
 from megascend.app.rl import servers as module
 from megascend.app.rl.engines import make_engines
-from megascend.app.rl.servers import check_servers, start_servers
+from megascend.app.rl.servers import check_servers, share_beside_trainer, start_servers
 from megascend.config.rl import RlConfig
 from megascend.data.samples import SampleLimits
 from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError, EngineError, EngineLostError
+from megascend.rollout.engines.placement import place_engines
 
 LIMITS = SampleLimits(96)
 
@@ -187,3 +188,12 @@ def test_missing_interpreter_is_refused_without_a_start(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"engines: vllm: no interpreter at .*; or set vllm\.python"):
         check_servers(config)
     check_servers(config_of(tmp_path, engines=("local",)))
+
+
+def test_share_beside_the_trainer_is_that_of_all_engines_on_its_gpu() -> None:
+    assert share_beside_trainer(place_engines(["0"], 1, 2), sleep=False) == pytest.approx(0.35)
+    assert share_beside_trainer(place_engines(["0"], 1, 2), sleep=True) == 0
+    assert share_beside_trainer(place_engines(["0", "1"], 1, 1), sleep=False) == 0
+    mixed = place_engines(["0", "1", "2"], 2, 2, engine_gpus=[[1], [1, 2]], memory=0.3)
+    assert share_beside_trainer(mixed, sleep=False) == pytest.approx(0.6)
+    assert share_beside_trainer([], sleep=False) == 0

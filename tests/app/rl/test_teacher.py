@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
+import signal
 import threading
 from collections import Counter
+from contextlib import nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from app.rl.test_learn import recorded
+from megascend.app.rl import teacher as teacher_module
 from megascend.app.rl.learn import learn
 from megascend.app.rl.teacher import Teacher, TeacherScores, TrainerTeacher, check_teacher
 from megascend.app.rl.train import train_rl
+from megascend.app.rl.trial import describe_teacher
 from megascend.app.teacher_model import TeacherModel
 from megascend.batch.candidates import Candidates
 from megascend.config.rl import Objective, RlConfig, TeacherSettings
-from megascend.errors import ConfigError, EngineError
+from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.huggingface.info import inspect_checkpoint
-from megascend.rollout.engines.local import LocalEngine
+from megascend.rollout.engines.local import LocalEngine, ModelProcess
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend
 from support.rl_runs import RecordedEngine
@@ -295,6 +303,48 @@ def test_teacher_that_fails_ends_the_run_on_every_rank(
     run_distributed(run, 2, init=False, timeout_s=240)
 
 
+def test_killed_teacher_is_started_again_and_a_server_has_its_time_to_return(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unreachable(LocalEngine):
+        """Stands for a server that is away for some requests."""
+
+        away = 0
+
+        async def logprobs(self, *arguments: Any, **options: Any) -> list[float]:
+            self.away -= 1
+            if self.away >= 0:
+                raise EngineLostError("http://host:1: connection refused")
+            return await super().logprobs(*arguments, **options)
+
+    monkeypatch.setattr(teacher_module, "RETRY_S", 0.05)
+    backend: Any = SimpleNamespace(
+        from_rank_0=lambda make: make(),
+        groups=SimpleNamespace(timeout_s=60.0, monitor=SimpleNamespace(phase=lambda name: nullcontext())),
+    )
+    engine = Unreachable(models[1], name="the teacher")
+    teacher = Teacher(backend, TeacherSettings(model=models[1]), engine, 1, lost_s=240.0)
+    try:
+        teacher.check()
+        before = teacher.scores(recorded()).logprobs
+        process = cast("ModelProcess", engine._host).process
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        engine.away = 3
+        with caplog.at_level(logging.WARNING, "megascend"):
+            after = teacher.scores(recorded()).logprobs
+        assert len(before) == len(after) == len(TRAJECTORIES)
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        assert "the teacher is asked again for up to 240 s (rollout.engines_lost_s)" in caplog.text
+        engine.away, teacher._lost_s = 10**6, 0.2
+        with pytest.raises(
+            EngineLostError, match=r"has not answered for 0.2 s \(rollout.engines_lost_s\): http://host:1"
+        ):
+            teacher.scores(recorded())
+    finally:
+        teacher.close()
+
+
 def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -316,6 +366,7 @@ def test_teacher_with_another_vocabulary_is_refused(models: tuple[Path, Path], t
         ({"teacher": {"engine": "local"}}, "set teacher.model with engine local or trainer"),
         ({"teacher": {"engine": "trainer"}}, "set teacher.model with engine local or trainer"),
         ({"teacher": {"engine": "http://h:1", "model": "m"}}, "and only with these: a server has its model loaded"),
+        ({"teacher": {"engine": "sglang:h:1"}}, "'sglang:h:1' is neither local"),
         ({"teacher": {"engine": "vllm"}}, "neither local, trainer, nor the address of a server"),
         ({"teacher": {"engine": "trainer", "model": "m", "top": 8}}, "teacher.top: 8 with engine trainer"),
         (
@@ -332,3 +383,28 @@ def test_settings_that_contradict_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         RlConfig(**settings(models, tmp_path, **changes))
+
+
+def test_dry_run_asks_a_server_of_the_teacher(models: tuple[Path, Path], tmp_path: Path) -> None:
+    class Routes(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            count = len(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"])
+            body = json.dumps(
+                {"meta_info": {"input_token_logprobs": [[None, 0, None], *[[-1.0, 0, None]] * (count - 1)]}}
+            )
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    def description(address: str) -> str | None:
+        return describe_teacher(RlConfig(**settings(models, tmp_path, teacher={"engine": address})))
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Routes) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"sglang:http://127.0.0.1:{server.server_port}"
+        assert description(address) == f"{address}: policy; answers"
+        server.shutdown()
+    assert f"{address}: policy; warning: " in str(description(address))

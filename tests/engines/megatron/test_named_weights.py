@@ -370,7 +370,7 @@ def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder
         backend = trained_adapter(checkpoint, Parallel(tensor=2))
         backend.save_adapter("a", tmp_path / "alone")
         backend.export_hf(tmp_path / "merged", adapter="a")
-        for wrong in ({"adapter": "b"}, {"alone": True}):
+        for wrong in ({"adapter": "b"}, {"adapter_only": True}):
             with pytest.raises(ConfigError):
                 backend.named_weights(**wrong)
         return (

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.rollout.engines.sglang import SglangEngine
 from weightwire.engine import Sampling
-from weightwire.errors import CommitError, DigestError, NotServingError
+from weightwire.errors import CommitError, DigestError, NotServingError, UpdateError
 from weightwire.group import Listener, join
 from weightwire.manifest import Manifest
 from weightwire.offer import Offer, Seal
@@ -71,6 +71,12 @@ class Routes(BaseHTTPRequestHandler):
             "input_token_logprobs": [[None, fields["input_ids"][0], None]]
             + [[value, token, None] for token in fields["input_ids"][1:]],
         }
+        if count := fields.get("top_logprobs_num"):
+            # Of each position: 10, 11 ... likeliest first.
+            top = [[value - index, 10 + index, None] for index in range(count)]
+            meta["input_top_logprobs"] = [None] + [top] * (
+                len(fields["input_ids"]) - 1 - ("top" in self.server.failing)
+            )
         response = {"meta_info": meta}
         return 200, response if params.get("n", 1) == 1 else [response] * params["n"]
 
@@ -234,3 +240,20 @@ def test_errors_name_the_engine(engine, double, model, tmp_path):
 
     with pytest.raises(EngineError, match=r"status 400.*cannot load model"):
         run(wrong())
+
+
+def test_likeliest_tokens_of_every_position_are_returned(double):
+    teacher = SglangEngine(f"http://127.0.0.1:{double.server_port}")
+    top = run(teacher.top_logprobs([1, 2, 3], 2))
+    assert (top.logprobs, top.ids, top.top_logprobs) == ((4.0, 4.0), ((10, 11),) * 2, ((4.0, 3.0),) * 2)
+    assert run(teacher.top_logprobs([1, 2], 0)).ids == ((),)
+    double.failing = {"top"}
+    with pytest.raises(EngineError, match=r"log-probabilities of 2 tokens and 1 rows of likeliest ones for 3 tokens"):
+        run(teacher.top_logprobs([1, 2, 3], 2))
+
+
+def test_server_without_directories_takes_no_updates(double, model):
+    with pytest.raises(UpdateError, match="updates need model and directory"):
+        run(push(SglangEngine(f"http://127.0.0.1:{double.server_port}"), 1, 2.0))
+    with pytest.raises(ConfigError, match="updates need both model and directory"):
+        SglangEngine(f"http://127.0.0.1:{double.server_port}", model=model)

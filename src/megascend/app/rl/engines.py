@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megascend.app.rl.servers import owner_name
-from megascend.config.rl import VLLM, RlConfig
+from megascend.config.rl import SGLANG, VLLM, RlConfig
 from megascend.errors import (
     ConfigError,
     ControllerError,
@@ -202,7 +202,7 @@ def check_engines(engines: Sequence[str], controller: str | None = None, teacher
     servers = [f"engines: {address}" for address in engines if address not in ("local", VLLM)]
     if controller is not None:
         servers = [f"rollout.controller: {controller}"]
-    if teacher != "local":
+    if teacher != "local" and not teacher.startswith(SGLANG):
         servers.append(f"teacher.engine: {teacher}")
     if servers:
         try:
@@ -217,7 +217,8 @@ def check_addresses(engines: Sequence[str]) -> None:
         server = address.startswith("http://") and address.removeprefix("http://").strip("/")
         if address not in ("local", VLLM) and not server:
             raise ConfigError(
-                f"engines: {address!r} is neither local nor {VLLM} nor the address of a server (http://HOST:PORT)"
+                f"engines: {address!r} is neither local nor {VLLM} nor the address of a vLLM server (http://HOST:PORT); an "
+                "SGLang server may be a teacher (teacher.engine), or an engine of a program (docs/weightsync.md)"
             )
 
 

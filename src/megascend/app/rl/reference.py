@@ -21,14 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from megascend.app.swapped_weights import SwappedWeights, difference_of_models
 from megascend.batch.losses import Loss, LossInputs
 from megascend.config.rl import BASE, ReferenceSettings, RlConfig
 from megascend.errors import ConfigError
-from megascend.huggingface.files import tensor_headers
 from megascend.huggingface.info import ModelInfo
 from megascend.rollout.group import TrajectoryGroup
 
@@ -40,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 KL_WEIGHTS = "kl_weights"
 """Field of samples with the importance weight of each token's term in the loss."""
-EDGE = 4096
-"""Bytes at each end of a weight that its directory's fingerprint reads."""
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda difference: difference,
@@ -88,14 +84,12 @@ class Reference:
     def __init__(self, backend: Backend, settings: ReferenceSettings) -> None:
         self._backend, self._settings = backend, settings
         engine = backend.engine
-        self._directory = engine.model_dir if settings.model == BASE else Path(settings.model)
         self._weights: SwappedWeights | None = None
-        self.fingerprint = ""
         if engine.trainable.frozen:
             return
         self._weights = SwappedWeights(backend, "reference")
         if settings.model != BASE:
-            self._weights.read(self._directory, "reference.model")
+            self._weights.read(Path(settings.model), "reference.model")
 
     @property
     def in_reward(self) -> bool:
@@ -106,19 +100,6 @@ class Reference:
     def in_loss(self) -> bool:
         """True if the loss has a term of the divergence."""
         return self._settings.penalty == "loss" and self._settings.coefficient > 0
-
-    def check_unchanged(self, saved: str | None) -> None:
-        """Compute :attr:`fingerprint` and compare it with that of a checkpoint, if there is one. Collective.
-
-        Raises:
-            ConfigError: on every rank: a resumed run would compare with another model.
-        """
-        self.fingerprint = self._backend.from_rank_0(lambda: fingerprint(self._directory))
-        if saved not in (None, self.fingerprint):
-            raise ConfigError(
-                f"reference.model: the weights in {self._directory} are not those that the run began with (fingerprint "
-                f"{self.fingerprint}, in the checkpoint {saved}): restore them, or begin a new run"
-            )
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return the reference's log-probabilities of the targets: fp32 [length] on the CPU each. Collective.
@@ -149,10 +130,13 @@ class Reference:
             policy, reference: log-probabilities of their targets, [length] each.
         """
         estimate, order = ESTIMATORS[self._settings.kl_estimator], {id(sample): i for i, sample in enumerate(samples)}
-        local = {
-            order[id(sample)]: float(estimate(_differences(sample, *logprobs)).sum())
-            for sample, *logprobs in zip(shard, policy, reference, strict=True)
-        }
+        trajectories, local = [trajectory for group in groups for trajectory in group.trajectories], {}
+        for sample, *logprobs in zip(shard, policy, reference, strict=True):
+            number = order[id(sample)]
+            # Also those that are left out of the loss: the advantages of others are compared with their rewards.
+            mask = torch.tensor(trajectories[number].mask)
+            sampled = torch.cat([torch.zeros(len(sample) - len(mask), dtype=torch.bool), mask])
+            local[number] = float(estimate(_differences(sampled, *logprobs)).sum())
         sums = {index: value for part in self._backend.gather_by_data_rank(local) for index, value in part.items()}
         coefficient, numbers = self._settings.coefficient, iter(range(len(samples)))
         return [
@@ -194,15 +178,14 @@ class Reference:
         """
         local = Divergence()
         for sample, *logprobs in zip(samples, policy, reference, strict=True):
-            difference = _differences(sample, *logprobs)
+            difference = _differences(sample.weights != 0, *logprobs)
             k1, k3 = (float(ESTIMATORS[name](difference).sum()) for name in ("k1", "k3"))
             local += Divergence(len(difference), k1, k3)
         return sum(self._backend.gather_by_data_rank(local), Divergence())
 
 
-def _differences(sample: Sample, policy: Tensor, reference: Tensor) -> Tensor:
-    """Return ``log pi - log pi_ref`` of the sampled tokens, float64."""
-    sampled = sample.weights != 0
+def _differences(sampled: Tensor, policy: Tensor, reference: Tensor) -> Tensor:
+    """Return ``log pi - log pi_ref`` where ``sampled``, float64."""
     return policy.cpu().double()[sampled] - reference.cpu().double()[sampled]
 
 
@@ -230,23 +213,6 @@ def with_kl(loss: Loss, estimator: str, coefficient: float) -> Loss:
         settings=(),
         is_cross_entropy=False,
     )
-
-
-# --- a reference of its own directory ---
-
-
-def fingerprint(model_dir: Path) -> str:
-    """Return a digest of the weights in a directory: of all names, dtypes and shapes, and of both ends of every tensor's data."""
-    state = xxhash.xxh3_64()
-    for name, header in sorted(tensor_headers(model_dir).items()):
-        state.update(f"{name} {header.dtype} {header.shape}".encode())
-        assert header.file is not None
-        start, stop = header.span
-        with header.file.open("rb") as file:
-            for first, last in ((start, min(start + EDGE, stop)), (max(start, stop - EDGE), stop)):
-                file.seek(first)
-                state.update(file.read(last - first))
-    return state.hexdigest()
 
 
 def check_reference(config: RlConfig, info: ModelInfo, *, warns: bool) -> None:

@@ -199,6 +199,15 @@ def placements(config: RlConfig, launch: Launch) -> list[Placement]:
     )
 
 
+def share_beside_trainer(placed: Sequence[Placement], *, sleep: bool) -> float:
+    """Return the largest share of a trainer's GPU that engines take during its steps; with ``sleep`` 0. Pure."""
+    shares: dict[str, float] = {}
+    for placement in placed:
+        for gpu in placement.gpus if placement.with_trainer else ():
+            shares[gpu] = shares.get(gpu, 0.0) + placement.memory
+    return 0.0 if sleep else max(shares.values(), default=0.0)
+
+
 def start_servers(config: RlConfig, launch: Launch, limits: SampleLimits, stack: ExitStack) -> EngineServers | None:
     """Start the servers on rank 0, and give every rank the GPUs of the placement. Call it before a GPU is used.
 

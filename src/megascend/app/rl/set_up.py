@@ -103,7 +103,7 @@ def make_collector(
         max_equal_groups=rollout.max_equal_groups,
         # Who sets drop_equal has them dropped all the same.
         equal_groups_have_signal=not config.learns_from_rewards
-        or (config.objective.compares_groups and not rollout.drop_equal),
+        or ((config.objective.compares_groups or config.teacher is not None) and not rollout.drop_equal),
     )
     buffer = RolloutBuffer(rollout.prompts_per_step, rollout.max_lag, in_order=rollout.in_order)
     return RolloutCollector(engines, prompts, buffer, task, rollout.engines_lost_s)

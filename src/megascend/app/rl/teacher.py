@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,8 +21,8 @@ from megascend.app.teacher_model import TeacherModel, check_teacher_model, check
 from megascend.batch.candidates import Candidates
 from megascend.batch.losses import BUILT_IN, Loss
 from megascend.batch.sample import Sample
-from megascend.config.rl import TRAINER, RlConfig, TeacherSettings
-from megascend.errors import EngineError
+from megascend.config.rl import SGLANG, TRAINER, RlConfig, TeacherSettings
+from megascend.errors import EngineError, EngineLostError
 from megascend.huggingface.info import ModelInfo
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from weightwire.engine import TopLogprobs
@@ -33,8 +35,11 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from weightwire.engine import InferenceEngine
 
+logger = logging.getLogger(__name__)
 CONCURRENCY = 64
 """Trajectories that the teacher is asked about at a time."""
+RETRY_S = 5.0
+"""Seconds after which a teacher that was lost is asked again."""
 Row = tuple[Tensor, Candidates | None]
 """A teacher's log-probabilities and candidates of all tokens of a sequence but the first."""
 
@@ -125,17 +130,18 @@ class TrainerTeacher:
         samples = [Sample.causal([*part.prompt_tokens, *part.tokens], len(part.prompt_tokens)) for part in trajectories]
         # The share that a step gives to this rank: it depends on lengths only.
         numbers, shard = {id(sample): number for number, sample in enumerate(samples)}, self._backend.shard(samples)
-        outputs = dict(zip((numbers[id(sample)] for sample in shard), self._model.outputs(shard), strict=True))
+        settings = self._settings
+        answers = self._model.outputs(shard, states=settings.loss != "policy")
+        outputs = dict(zip((numbers[id(sample)] for sample in shard), answers, strict=True))
         local = {
             number: output.logprobs[len(trajectories[number].prompt_tokens) - 1 :] for number, output in outputs.items()
         }
         rows = {number: part for parts in self._backend.gather_by_data_rank(local) for number, part in parts.items()}
         logprobs = [rows[number] for number in range(len(samples))]
-        settings = self._settings
         check_possible(logprobs, trajectories, f"teacher.model: {settings.model}")
         if settings.loss == "policy":
             return TeacherScores(settings, logprobs, None)
-        states = {number: output.states for number, output in outputs.items()}
+        states = {number: output.states for number, output in outputs.items() if output.states is not None}
         return TeacherScores(settings, logprobs, None, states, self._model.loss(settings.loss, settings.beta))
 
 
@@ -145,12 +151,19 @@ class Teacher:
     Args:
         engine: None on all ranks but rank 0.
         max_lag: steps after which a group that was sampled is not learned from.
+        lost_s: seconds for which a teacher that is lost is asked again; a local one that has ended is started again.
     """
 
     def __init__(
-        self, backend: Backend, settings: TeacherSettings, engine: InferenceEngine | None, max_lag: int
+        self,
+        backend: Backend,
+        settings: TeacherSettings,
+        engine: InferenceEngine | None,
+        max_lag: int,
+        lost_s: float = 0.0,
     ) -> None:
         self._backend, self._settings, self._engine, self._max_lag = backend, settings, engine, max_lag
+        self._lost_s, self._lost_since, self._reviving = lost_s, math.nan, asyncio.Lock()
         self._loop = None if engine is None else LoopThread("teacher")
         self._slots = asyncio.Semaphore(CONCURRENCY)
         self._requests: dict[int, tuple[TrajectoryGroup, list[Future[Row]]]] = {}  # by the group's number
@@ -182,7 +195,8 @@ class Teacher:
         """Return the teacher's scores of all trajectories, on every rank; those of :meth:`ask_ahead` are waited for.
 
         Raises:
-            EngineError: the teacher failed, did not answer in time, or gave a sampled token the probability 0.
+            EngineError: the teacher failed, was lost for too long, did not answer in time, or gave a sampled token the
+                probability 0.
         """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         rows = self._collect(lambda: self._futures(groups))
@@ -247,12 +261,40 @@ class Teacher:
         return answer
 
     async def _ask(self, tokens: list[int]) -> Row:
-        assert self._engine is not None
         async with self._slots:
-            if self._settings.loss == "policy":
-                return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
-            top = await self._engine.top_logprobs(tokens, self._settings.top)
-            return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
+            while True:
+                try:
+                    row = await self._request(tokens)
+                except EngineLostError as error:
+                    await self._wait_for_return(error)
+                else:
+                    self._lost_since = math.nan
+                    return row
+
+    async def _request(self, tokens: list[int]) -> Row:
+        assert self._engine is not None
+        if self._settings.loss == "policy":
+            return torch.tensor(await self._engine.logprobs(tokens), dtype=torch.float32), None
+        top = await self._engine.top_logprobs(tokens, self._settings.top)
+        return torch.tensor(top.logprobs, dtype=torch.float32), _candidates(top)
+
+    async def _wait_for_return(self, error: EngineLostError) -> None:
+        """Start the teacher again if this run has started it, and wait a moment; raise ``error`` after too long."""
+        assert self._engine is not None
+        now = time.monotonic()
+        if math.isnan(self._lost_since):
+            self._lost_since = now
+            logger.warning(
+                "%s; the teacher is asked again for up to %g s (rollout.engines_lost_s)", error, self._lost_s
+            )
+        if now - self._lost_since >= self._lost_s:
+            raise EngineLostError(
+                f"the teacher has not answered for {self._lost_s:g} s (rollout.engines_lost_s): {error}"
+            ) from error
+        async with self._reviving:  # once, for all requests that were lost with it
+            started = await self._engine.revive()
+        if not started:
+            await asyncio.sleep(min(RETRY_S, self._lost_s))
 
 
 def all_tokens(trajectory: Trajectory) -> list[int]:
@@ -290,7 +332,8 @@ def make_teacher(config: RlConfig, backend: Backend, *, main_rank: bool) -> Teac
         return None
     engines: list[InferenceEngine] = []
     backend.from_rank_0(lambda: engines.append(teacher_engine(config, settings)))
-    return Teacher(backend, settings, engines[0] if main_rank else None, config.rollout.max_lag)
+    engine, rollout = engines[0] if main_rank else None, config.rollout
+    return Teacher(backend, settings, engine, rollout.max_lag, rollout.engines_lost_s)
 
 
 def check_teacher(config: RlConfig, info: ModelInfo, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -315,6 +358,10 @@ def teacher_engine(config: RlConfig, settings: TeacherSettings) -> InferenceEngi
         from megascend.rollout.engines.local import LocalEngine
 
         return LocalEngine(settings.model, name="the teacher", timeout_s=timeout_s, precision=config.precision)
+    if settings.engine.startswith(SGLANG):
+        from megascend.rollout.engines.sglang import SglangEngine
+
+        return SglangEngine(settings.engine.removeprefix(SGLANG), generate_timeout_s=timeout_s)
     from megascend.rollout.engines.vllm import VllmEngine
 
     return VllmEngine(settings.engine, generate_timeout_s=timeout_s)

@@ -21,7 +21,7 @@ from megascend.app.rl.records import (
     reference_figures,
 )
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
-from megascend.config.rl import TRAINER, RlConfig
+from megascend.config.rl import BASE, TRAINER, RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import DataError, EngineError
 
@@ -170,6 +170,7 @@ class ReinforcementLearning(Training[RlConfig]):
         from megascend.app.rl.reference import check_reference
         from megascend.app.rl.set_up import check_objective, load_grader, read_and_check
         from megascend.app.rl.teacher import check_teacher
+        from megascend.app.teacher_model import check_context
         from megascend.weightsync.sync import check_transport
 
         plan, config = world.plan, world.plan.config
@@ -177,6 +178,8 @@ class ReinforcementLearning(Training[RlConfig]):
         check_objective(config.objective, reference=config.reference is not None)
         check_reference(config, plan.info, warns=world.launch.rank == 0)
         check_teacher(config, plan.info, plan.tokenizer)
+        if config.teacher is not None and config.teacher.model is not None:
+            check_context(config.teacher.model, "teacher.model", plan.limits)
         check_transport(config.sync.transport, world.runtime.platform.device_type)
         self._grader = load_grader(config)
         self._tokenizer, self._max_length = plan.tokenizer, plan.limits.length
@@ -223,8 +226,6 @@ class ReinforcementLearning(Training[RlConfig]):
             check_router_replay(backend.engine)
         if progress is not None:
             self.totals = Totals(**progress["rl"])
-        if self._reference is not None:
-            self._reference.check_unchanged(None if progress is None else progress.get("reference"))
         if run.main_rank:
             for line in (self._start_line(run), *config.template_remarks()):
                 print(line, flush=True)
@@ -397,8 +398,40 @@ class ReinforcementLearning(Training[RlConfig]):
         return reward
 
     def progress(self) -> dict[str, Any]:
-        reference = {} if self._reference is None else {"reference": self._reference.fingerprint}
-        return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals), **reference}
+        return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals)}
+
+    def weights(self, config: RlConfig) -> dict[str, Path]:
+        """Return the directories of base model, reference and teacher, as far as they are not in the checkpoint."""
+        weights = super().weights(config)
+        if config.reference is not None:
+            base = config.reference.model == BASE
+            weights["reference.model"] = config.model if base else Path(config.reference.model)
+        if config.teacher is not None and config.teacher.model is not None:
+            weights["teacher.model"] = config.teacher.model
+        return weights
+
+    def code(self, config: RlConfig) -> dict[str, str]:
+        """Return the names of reward function and environment."""
+        from megascend.rollout.verifiers import PREFIX
+
+        code, rollout = super().code(config), config.rollout
+        if rollout.reward is not None:
+            code["rollout.reward"] = rollout.reward
+        if rollout.environment is not None and not rollout.environment.name.startswith(PREFIX):
+            code["rollout.environment"] = rollout.environment.name
+        return code
+
+    def packages(self, config: RlConfig) -> dict[str, str]:
+        """Return verifiers and the package of an environment of its format, which may be a part of it."""
+        from megascend.rollout.verifiers import PREFIX
+
+        environment = config.rollout.environment
+        if environment is None or not environment.name.startswith(PREFIX):
+            return {}
+        return {
+            "rollout.environment": environment.name.removeprefix(PREFIX),
+            "rollout.environment: verifiers": "verifiers",
+        }
 
     def title(self, run: Run[RlConfig]) -> str:
         return self._start_line(run).replace(": ", "\n", 1)

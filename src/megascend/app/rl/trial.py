@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megascend.app.rl.engines import make_engine, stop_tokens
-from megascend.config.rl import VLLM, RlConfig
+from megascend.config.rl import TRAINER, VLLM, RlConfig
 from megascend.errors import DataError, MegascendError
 from weightwire.engine import Completion, Sampling
 from weightwire.errors import WireError
@@ -106,3 +106,26 @@ def ask_engines(config: RlConfig) -> list[str]:
         # A question would claim its engines.
         return [f"those of the controller {config.rollout.controller}: not asked"]
     return asyncio.run(ask_all())
+
+
+def describe_teacher(config: RlConfig) -> str | None:
+    """Describe the teacher, and whether its server answers; None without one."""
+    settings = config.teacher
+    if settings is None:
+        return None
+    if settings.model is not None:
+        location = "on the trainer's ranks" if settings.engine == TRAINER else "starts with the run"
+        return f"{settings.model}: {settings.loss}; {location}"
+    from megascend.app.rl.teacher import teacher_engine
+
+    async def ask() -> str:
+        try:
+            # As the run's first question. Not closed: a teacher is not claimed.
+            await asyncio.wait_for(teacher_engine(config, settings).logprobs([0, 0]), ENGINE_S)
+        except (MegascendError, WireError, asyncio.TimeoutError) as error:
+            return (
+                f"warning: {f'no answer within {ENGINE_S:g} s' if isinstance(error, asyncio.TimeoutError) else error}"
+            )
+        return "answers"
+
+    return f"{settings.engine}: {settings.loss}; {asyncio.run(ask())}"

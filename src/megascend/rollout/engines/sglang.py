@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.errors import ConfigError, EngineError, EngineLostError
 from megascend.io.atomic import honour_umask
 from megascend.rollout.http_client import EngineServer
-from weightwire.engine import Completion, InferenceEngine, Sampling
+from weightwire.engine import Completion, InferenceEngine, Sampling, TopLogprobs
 from weightwire.errors import CommitError, NotServingError, UnsupportedCallError, UpdateError
 from weightwire.offer import Offer, Seal
 from weightwire.receiver import Receiver
@@ -41,9 +41,9 @@ class SglangEngine(InferenceEngine):
     Args:
         address: ``http://HOST:PORT``.
         model: directory of the checkpoint from which the server was started, as the server reads it; reloaded if the first update
-            fails.
+            fails. None: the server gets no updates, as a teacher.
         directory: holds weight versions: on a disk, or in memory (``/dev/shm``), which the server reads under the same path. It
-            contains the active version and, during a commit, the next one.
+            contains the active version and, during a commit, the next one. To be set with ``model``.
         api_key: the server's ``--api-key``.
         generate_timeout_s: deadline of a request, including time in the server's queue.
 
@@ -55,18 +55,23 @@ class SglangEngine(InferenceEngine):
         self,
         address: str,
         *,
-        model: str | Path,
-        directory: str | Path,
+        model: str | Path | None = None,
+        directory: str | Path | None = None,
         api_key: str | None = None,
         generate_timeout_s: float = 600.0,
     ) -> None:
         self._server = EngineServer("SGLang", address)
-        if not (Path(model) / "config.json").is_file():
+        if (model is None) != (directory is None):
+            raise ConfigError(
+                f"{self._server.name}: updates need both model and directory, got {model} and {directory}"
+            )
+        if model is not None and not (Path(model) / "config.json").is_file():
             raise ConfigError(f"no checkpoint at {model}, which SGLang reloads if an update fails")
         self.name = self._server.name
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._generate_timeout_s = generate_timeout_s
-        self._model, self._directory = Path(model), Path(directory)
+        self._updatable = model is not None
+        self._model, self._directory = Path(model or ""), Path(directory or "")
         self._in_force = self._model
         self._versions = {"model": 0}
         self._receiver = Receiver(self.name, device="cpu")
@@ -116,19 +121,39 @@ class SglangEngine(InferenceEngine):
             raise EngineError(f"{self.name}: /generate: the answer cannot be read ({error!r})") from error
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
+        return list((await self.top_logprobs(tokens, 0, adapter)).logprobs)
+
+    async def top_logprobs(self, tokens: Sequence[int], count: int, adapter: str | None = None) -> TopLogprobs:
         request = {
             "input_ids": list(tokens),
+            # Log-probabilities of a prompt are those at temperature 1.
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            "top_logprobs_num": count,
             "lora_path": adapter,
         }
         answer = await self._serving("/generate", request)
         try:
-            # The first token has no prediction.
-            return [row[0] for row in answer["meta_info"]["input_token_logprobs"]][1:]
-        except (KeyError, TypeError, IndexError) as error:
+            meta = answer["meta_info"]
+            # (log-probability, id, text); the first token has no prediction.
+            logprobs = tuple(row[0] for row in meta["input_token_logprobs"][1:])
+            rows = [tuple(zip(*row, strict=True)) for row in meta["input_top_logprobs"][1:]] if count else []
+            ids, values = (tuple(tuple(row[column]) for row in rows) for column in (1, 0))
+        except (KeyError, TypeError, IndexError, ValueError) as error:
             raise EngineError(f"{self.name}: /generate: the answer cannot be read ({error!r})") from error
+        if (
+            None in logprobs
+            or len(logprobs) != len(tokens) - 1
+            or (count and [*map(len, ids)] != [count] * len(logprobs))
+        ):
+            raise EngineError(
+                f"{self.name}: /generate returned log-probabilities of {len(logprobs)} tokens and {len(ids)} rows of likeliest "
+                f"ones for {len(tokens)} tokens and top_logprobs_num: {count}"
+            )
+        if not count:
+            ids = values = ((),) * len(logprobs)
+        return TopLogprobs(logprobs, ids, values)
 
     async def _serving(self, path: str, request: dict[str, Any]) -> Any:
         if self._not_serving is not None:
@@ -147,8 +172,10 @@ class SglangEngine(InferenceEngine):
         """See :class:`InferenceEngine`. Adapters need :meth:`load_adapter`.
 
         Raises:
-            UpdateError: the offer is of an adapter.
+            UpdateError: the offer is of an adapter, or the server gets no updates.
         """
+        if not self._updatable:
+            raise UpdateError(f"{self.name}: updates need model and directory of {type(self).__name__}")
         if offer.manifest.adapter is not None:
             raise UpdateError(f"{self.name}: adapters are loaded from directories: write it, and call load_adapter()")
         async with self._changing:

@@ -165,7 +165,10 @@ class VllmEngine(RemoteEngine):
         # vLLM's own errors, and proxies, answer without a signature.
         if ANSWER_HEADER not in answer.headers:
             text = answer.body[:300].decode("utf-8", "replace")
-            raise EngineError(f"{source}: status {answer.status}, not signed: {text}")
+            hint = "; a server of python -m weightwire.vllm has this route, a plain vLLM and SGLang have not"
+            raise EngineError(
+                f"{source}: status {answer.status}, not signed: {text}{hint if answer.status == 404 else ''}"
+            )
         try:
             check_answer(self._key, nonce, answer.status, answer.body, answer.headers[ANSWER_HEADER])
             fields = json.loads(answer.body)

@@ -1,0 +1,118 @@
+"""What a run reads again when it is resumed, outside its settings and its checkpoint: weights of other models, and code."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from megascend.errors import ConfigError
+from megascend.huggingface.files import tensor_headers
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+
+logger = logging.getLogger(__name__)
+EDGE = 4096
+"""Bytes at each end of a weight that its directory's fingerprint reads."""
+KEY = "inputs"
+"""Key in what a run saves beside its model."""
+
+
+class RunInputs:
+    """Fingerprints of a run's inputs. Collective.
+
+    Args:
+        weights: checkpoint directories, by setting.
+        code: names of functions or modules (``path/to/file.py:name``, ``package.module:name``, ``package.module``), by setting.
+        packages: installed packages, by setting.
+
+    Raises:
+        CheckpointError: on every rank: weights cannot be read.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        weights: Mapping[str, Path],
+        code: Mapping[str, str],
+        packages: Mapping[str, str],
+    ) -> None:
+        self._backend, self._weights = backend, dict(weights)
+        # On rank 0, whose files decide: other hosts may have copies.
+        self._code = backend.from_rank_0(
+            lambda: {
+                **{setting: source_digest(name) for setting, name in code.items()},
+                **{setting: package_version(name) for setting, name in packages.items()},
+            }
+        )
+        self._fingerprints = backend.from_rank_0(
+            lambda: {setting: fingerprint(directory) for setting, directory in weights.items()}
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps; JSON."""
+        return {"weights": self._fingerprints, "code": self._code}
+
+    def compare(self, saved: Mapping[str, Any] | None) -> None:
+        """Compare with :meth:`state_dict` of a checkpoint; None: it has none. Collective.
+
+        Code is expected to change: it is warned of. An input that only one of the two has follows from a setting that changed.
+
+        Raises:
+            ConfigError: on every rank: a resumed run would learn from another model.
+        """
+        before = saved or {"weights": {}, "code": {}}
+        for setting, digest in self._fingerprints.items():
+            if before["weights"].get(setting, digest) != digest:
+                raise ConfigError(
+                    f"{setting}: the weights in {self._weights[setting]} are not those that the run began with (fingerprint "
+                    f"{digest}, in the checkpoint {before['weights'][setting]}): restore them, or begin a new run"
+                )
+        for setting, digest in self._code.items():
+            if before["code"].get(setting, digest) != digest and self._backend.rank == 0:
+                logger.warning(
+                    "%s: the code is not that of the checkpoint (%s, in the checkpoint %s): the run goes on with the present one",
+                    setting,
+                    digest,
+                    before["code"][setting],
+                )
+
+
+def fingerprint(model_dir: Path) -> str:
+    """Return a digest of the weights in a directory: of all names, dtypes and shapes, and of both ends of every tensor's data."""
+    state = xxhash.xxh3_64()
+    for name, header in sorted(tensor_headers(model_dir).items()):
+        state.update(f"{name} {header.dtype} {header.shape}".encode())
+        assert header.file is not None
+        start, stop = header.span
+        with header.file.open("rb") as file:
+            for first, last in ((start, min(start + EDGE, stop)), (max(start, stop - EDGE), stop)):
+                file.seek(first)
+                state.update(file.read(last - first))
+    return state.hexdigest()
+
+
+def source_digest(name: str) -> str:
+    """Return a digest of the file with a function or module, without what it imports; that of the name if it has no file."""
+    source = name.rpartition(":")[0] or name
+    path: str | None = source
+    if not source.endswith(".py"):
+        spec = importlib.util.find_spec(source)
+        path = None if spec is None else spec.origin
+    if path is None or not Path(path).is_file():
+        return xxhash.xxh3_64(name.encode()).hexdigest()
+    return xxhash.xxh3_64(Path(path).read_bytes()).hexdigest()
+
+
+def package_version(name: str) -> str:
+    """Return the version of an installed package; a word for a module of another package."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "without a version"
