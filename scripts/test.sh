@@ -4,8 +4,8 @@
 #   bash scripts/test.sh                     what CI runs on stack 0.16: the tests, then the Ascend path on the simulated device
 #   bash scripts/test.sh --quick             about a minute of tests of pure functions, for while you work
 #   bash scripts/test.sh --nightly           everything, the long tests too
-#   bash scripts/test.sh [0.16|0.15] [main|npu] [--quick|--nightly] [pytest arguments]
-#   bash scripts/test.sh [0.16|0.15] npu --verify-simulator     the simulator's own tests; notes in tests/simnpu/.verified that they passed
+#   bash scripts/test.sh [0.19|0.18|0.16|0.15] [main|npu] [--quick|--nightly] [pytest arguments]
+#   bash scripts/test.sh [0.19|0.18|0.16|0.15] npu --verify-simulator     the simulator's own tests; notes in tests/simnpu/.verified that they passed
 #
 # main is everything but the Ascend path; npu is the Ascend path, in processes of its own on the simulated device, with the stand-in
 # for MindSpeed in tests/doubles, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
@@ -27,7 +27,8 @@ stack=0.16 parts=() suite=standard
 case ${1:-} in 0.*) stack=$1; shift ;; esac
 case $stack in
   0.16 | 0.15) ;;
-  *) echo "no stack $stack; there are 0.16 and 0.15" >&2; exit 2 ;;
+  0.19 | 0.18) MINIMUM_PYTHON=3.12 ;;  # megatron-core requires it from 0.17 on
+  *) echo "no stack $stack; there are 0.19, 0.18, 0.16 and 0.15" >&2; exit 2 ;;
 esac
 case ${1:-} in main | npu) parts=("$1"); shift ;; esac
 case ${1:-} in --quick | --nightly | --verify-simulator) suite=${1#--}; shift ;; esac
@@ -103,7 +104,7 @@ run_npu() {
 
 if [ "$suite" = verify-simulator ]; then
   if [ "${parts[*]}" != npu ] || [ "$#" -gt 0 ]; then
-    echo "--verify-simulator runs all of tests/simnpu: bash scripts/test.sh [0.16|0.15] npu --verify-simulator" >&2
+    echo "--verify-simulator runs all of tests/simnpu: bash scripts/test.sh [0.19|0.18|0.16|0.15] npu --verify-simulator" >&2
     exit 2
   fi
   export SIMNPU=1

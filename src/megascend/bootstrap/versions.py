@@ -40,7 +40,7 @@ class Stack:
         return f"stack {self.name}: {parts}"
 
 
-# torch_npu's minor version always equals torch's.
+# torch_npu's minor version always equals torch's. The first row is the recommended one.
 STACKS = (
     Stack(
         name="0.16",
@@ -48,6 +48,25 @@ STACKS = (
         mcore_bridge=">=1.6,<1.7",
         torch=">=2.6,<2.14",
         torch_npu=">=2.6,<2.14",
+        transformers=">=4.57",
+        peft=">=0.19,<0.21",
+    ),
+    # From 0.17 on Megatron-Core needs Python 3.12 and imports triton without declaring it.
+    Stack(
+        name="0.19",
+        megatron_core=">=0.19.2,<0.20",
+        mcore_bridge=">=1.6.5,<1.7",
+        torch=">=2.9,<2.14",
+        torch_npu=">=2.9,<2.14",
+        transformers=">=4.57",
+        peft=">=0.19,<0.21",
+    ),
+    Stack(
+        name="0.18",
+        megatron_core=">=0.18,<0.19",
+        mcore_bridge=">=1.6.5,<1.7",
+        torch=">=2.9,<2.14",
+        torch_npu=">=2.9,<2.14",
         transformers=">=4.57",
         peft=">=0.19,<0.21",
     ),
@@ -87,10 +106,12 @@ def installed_versions() -> dict[str, str | None]:
 
 def nearest_stack(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
     """Return the row that admits most of the ``versions`` of ``packages``; Megatron-Core's version decides a tie."""
+    core = versions.get("megatron-core")
+    series = "" if core is None else ".".join(map(str, Version(core).release[:2]))
 
-    def score(stack: Stack) -> tuple[int, bool]:
+    def score(stack: Stack) -> tuple[int, bool, bool]:
         admitted = [package for package in packages if _admits(stack, package, versions.get(package))]
-        return len(admitted), "megatron-core" in admitted
+        return len(admitted), "megatron-core" in admitted, stack.name == series
 
     return max(STACKS, key=score)
 
