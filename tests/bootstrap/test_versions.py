@@ -19,7 +19,7 @@ from megascend.bootstrap.versions import (
     nearest_stack,
     require_supported,
 )
-from megascend.errors import MegascendError, VersionError
+from megascend.errors import MegascendError, MissingDependencyError, VersionError
 
 ROOT = Path(__file__).parents[2]
 GOOD = {
@@ -177,6 +177,16 @@ def test_error_names_every_problem():
         require_supported(change("0.16", peft=None, torch="2.5.0"))
     assert "torch 2.5.0 is installed; stack 0.16 needs torch" in str(raised.value)
     assert "peft is not installed; stack 0.16 needs peft" in str(raised.value)
+
+
+def test_missing_undeclared_module_is_named(monkeypatch):
+    rows = {stack.name: stack for stack in STACKS}
+    monkeypatch.setattr(versions, "is_installed", lambda module: False)
+    versions.require_undeclared(rows["0.16"])
+    with pytest.raises(MissingDependencyError, match=r"stack 0\.19 imports triton .* pip install triton.*stack-0-19"):
+        versions.require_undeclared(rows["0.19"])
+    monkeypatch.setattr(versions, "is_installed", lambda module: module == "triton")
+    versions.require_undeclared(rows["0.19"])
 
 
 def test_version_error_is_an_import_error():
