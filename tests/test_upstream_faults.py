@@ -632,3 +632,16 @@ def test_packed_samples_with_interleaved_rotary_embeddings_are_not_rotated_by_th
     else:
         assert fused.logits is not None
         assert fused.logits > 1.0
+
+
+@pytest.mark.nightly
+def test_queries_that_are_not_compressed_have_no_norm(parity_folder, monkeypatch):
+    """Show that megatron-core 0.19 adds a norm to them, for which no checkpoint has a weight."""
+    case = Case("queries", arch="deepseek_v3", overrides={"q_lora_rank": None})
+    assert_equal(compare(case, parity_folder, steps=1), case)
+    if not STACK_0_19:
+        return
+    resolver = importlib.import_module("megatron.core.transformer.mla_qk_norm_config").QKNormConfigResolver
+    monkeypatch.setattr(resolver, "_resolve_mla_qk_layernorm", resolver._resolve_mla_qk_layernorm.__wrapped__)
+    with pytest.raises(DistributedTestError, match=r"no tensor for .*\.linear_q_proj\.layer_norm_weight"):
+        compare(case, parity_folder, steps=1)

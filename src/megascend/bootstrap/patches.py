@@ -2,6 +2,7 @@
 
 - megatron-core's ``_reduce`` returns wrong numbers without an error before 0.19; ``tests/test_upstream_faults.py`` has the test.
 - From 0.18 on, megatron-core compiles a C++ extension in the first backward pass of a rank that recomputes norms or activations.
+- megatron-core 0.19 adds a norm to queries that latent attention does not compress; no published model has it.
 - transformers reads all 1,700 files in the folder of its models twice, a fifth of all files that a training process opens at
   its start: it caches the result by the folder's path for ``transformers``, and by a file's path for ``transformers.models``.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
 RANDOM = "megatron.core.tensor_parallel.random"
+LATENT_NORMS = "megatron.core.transformer.mla_qk_norm_config"  # a module of 0.19
 
 
 def patch_on_import() -> None:
@@ -30,6 +32,7 @@ def patch_on_import() -> None:
     after_import(IMPORT_UTILS, cache_import_structure)
     after_import(MAPPINGS, patch_reduce)
     after_import(RANDOM, patch_share_storage)
+    after_import(LATENT_NORMS, patch_latent_norms)
 
 
 def patch_reduce() -> None:
@@ -78,6 +81,25 @@ def copy_storage(output: Tensor, recomputed: Tensor) -> None:
     storage, source = output.untyped_storage(), recomputed.untyped_storage()
     storage.resize_(source.nbytes())
     storage.copy_(source)
+
+
+def patch_latent_norms() -> None:
+    """Leave queries that are not compressed without a norm, as in DeepSeek-V2-Lite and Moonlight. Idempotent."""
+    resolver: Any = import_module(LATENT_NORMS).QKNormConfigResolver
+    resolve: Any = resolver._resolve_mla_qk_layernorm
+    if hasattr(resolve, "__megascend__"):
+        return
+
+    @functools.wraps(resolve)
+    def without_query_norm(self: Any) -> dict[str, Any]:
+        # ``qk_layernorm`` stands for both norms of the compressed states, and there is only that of keys and values.
+        resolved = resolve(self)
+        if not self.has_q_lora:
+            resolved["linear_q_proj"] = self.submodules.linear_q_proj or self.linear_impl
+        return resolved
+
+    without_query_norm.__megascend__ = True  # type: ignore[attr-defined]
+    patch(resolver, "_resolve_mla_qk_layernorm", without_query_norm, "no norm of queries that are not compressed")
 
 
 IMPORT_UTILS = "transformers.utils.import_utils"
