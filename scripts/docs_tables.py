@@ -198,7 +198,10 @@ def service_metrics() -> str:
 def versions() -> str:
     """Format the supported versions of each stack."""
     rows = ([name, *(ranges_text(stack.requirement(name)) for stack in STACKS)] for name in (*PACKAGES, "torch_npu"))
-    branches = ["MindSpeed branch (NPU)", *(f"`{BRANCHES[stack.name]}`" for stack in STACKS)]
+    branches = [
+        "MindSpeed branch (NPU)",
+        *(f"`{BRANCHES[stack.name]}`" if stack.name in BRANCHES else "none yet" for stack in STACKS),
+    ]
     return table(["", *(f"stack {stack.name}" for stack in STACKS)], [*rows, branches])
 
 

@@ -4,13 +4,16 @@
 #   bash scripts/test.sh                     what CI runs on stack 0.16: the tests, then the Ascend path on the simulated device
 #   bash scripts/test.sh --quick             about a minute of tests of pure functions, for while you work
 #   bash scripts/test.sh --nightly           everything, the long tests too
-#   bash scripts/test.sh [0.16|0.15] [main|npu] [--quick|--nightly] [pytest arguments]
+#   bash scripts/test.sh [STACK] [main|npu] [--quick|--nightly] [pytest arguments]      STACK: 0.19, 0.18, 0.16 (the default) or 0.15
 #   bash scripts/test.sh [0.16|0.15] npu --verify-simulator     the simulator's own tests; notes in tests/simnpu/.verified that they passed
 #
 # main is everything but the Ascend path; npu is the Ascend path, in processes of its own on the simulated device, with the stand-in
 # for MindSpeed in tests/doubles, or with the real one if MEGASCEND_MINDSPEED names a checkout of the stack's branch.
-# Without either, both run; with pytest arguments, main. docs/testing.md says what runs when.
+# Without either, both run; with pytest arguments, main. docs/testing.md says what runs when. Stacks 0.19 and 0.18 need Python 3.12
+# and have no Ascend path yet.
 #
+# MEGASCEND_OTHER_STACK_PYTHON  an interpreter with another stack, with which checkpoints are exchanged (tests/checkpoint/test_across_stacks.py);
+#                           default: on other stacks that of .venv-0.16, if there is one
 # MEGASCEND_PYTHON          use this interpreter, which has everything installed, instead of a virtual environment
 # MEGASCEND_TEST_WORKERS    pytest processes side by side, files of tests divided over them (default: one a core, at most 7)
 # MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 3600; --nightly: 28800)
@@ -23,17 +26,22 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_venv.sh
 
-stack=0.16 parts=() suite=standard
+stack=0.16 parts=() suite=standard ascend=1
 case ${1:-} in 0.*) stack=$1; shift ;; esac
 case $stack in
   0.16 | 0.15) ;;
-  *) echo "no stack $stack; there are 0.16 and 0.15" >&2; exit 2 ;;
+  0.19 | 0.18) MINIMUM_PYTHON=3.12 ascend=0 ;;  # megatron-core requires it from 0.17 on
+  *) echo "no stack $stack; there are 0.19, 0.18, 0.16 and 0.15" >&2; exit 2 ;;
 esac
 case ${1:-} in main | npu) parts=("$1"); shift ;; esac
 case ${1:-} in --quick | --nightly | --verify-simulator) suite=${1#--}; shift ;; esac
 if [ "${#parts[@]}" = 0 ]; then
   parts=(main)
-  [ "$#" -gt 0 ] || [ "$suite" = quick ] || parts=(main npu)
+  [ "$#" -gt 0 ] || [ "$suite" = quick ] || [ "$ascend" = 0 ] || parts=(main npu)
+fi
+if [ "$ascend" = 0 ] && [ "${parts[*]}" = npu ]; then
+  echo "stack $stack has no Ascend path yet; 0.16 and 0.15 have" >&2
+  exit 2
 fi
 case $suite in
   quick) filter=(-m "not nightly and not slow and not torchrun") deadline=3600 verified=1 steps=4 ;;
@@ -50,6 +58,10 @@ if [ -n "${MEGASCEND_PYTHON:-}" ]; then
 else
   prepare_venv ".venv-$stack" "stack-${stack/./-},test"
   python=.venv-$stack/bin/python
+fi
+
+if [ "$stack" != 0.16 ] && [ -z "${MEGASCEND_OTHER_STACK_PYTHON:-}" ] && [ -x .venv-0.16/bin/python ]; then
+  export MEGASCEND_OTHER_STACK_PYTHON=$PWD/.venv-0.16/bin/python
 fi
 
 cores=$(getconf _NPROCESSORS_ONLN)

@@ -10,7 +10,6 @@
 # MEGASCEND_VLLM_PYTHON     the interpreter of a vLLM (scripts/vllm_env.sh), with which verl's rollouts are tested, too
 # MEGASCEND_TWINKLE         a checkout of twinkle, whose cookbook is then run, too
 # MEGASCEND_MEGATRON_BRIDGE  a checkout of Megatron-Bridge (tag v0.3.1), whose conversion example is then run, too
-# SKYRL_BASE_PYTHON         a Python of 3.12 or later, which SkyRL needs (default: python3.12 or python3.13)
 # MEGASCEND_TEST_DEADLINE   seconds after which a part is stopped (default: 3600)
 # PYTHON, MEGASCEND_TORCH and pip's settings: see scripts/_venv.sh
 set -euo pipefail
@@ -53,7 +52,7 @@ make_env() { # DIRECTORY PYTHON requirements: with their dependencies
 # twinkle: its Megatron models on the CPU platform
 part_twinkle() {
   if [ -z "${MEGASCEND_TWINKLE_PYTHON:-}" ]; then
-    make_env .venv-twinkle "${PYTHON:-python3}" "${TWINKLE[@]}" "${MEGASCEND_REQUIRES[@]}"
+    make_env .venv-twinkle "$(python_of 3.10)" "${TWINKLE[@]}" "${MEGASCEND_REQUIRES[@]}"
     MEGASCEND_TWINKLE_PYTHON=$PWD/.venv-twinkle/bin/python
   fi
   run_tests "$MEGASCEND_TWINKLE_PYTHON" tests/integrations/twinkle "$@"
@@ -62,7 +61,7 @@ part_twinkle() {
 # mcore-bridge: a model in, trained, out
 part_bridges() {
   if [ -z "${MEGASCEND_BRIDGES_PYTHON:-}" ]; then
-    make_env .venv-bridges "${PYTHON:-python3}" "${BRIDGES[@]}" "${MEGASCEND_REQUIRES[@]}"
+    make_env .venv-bridges "$(python_of 3.10)" "${BRIDGES[@]}" "${MEGASCEND_REQUIRES[@]}"
     MEGASCEND_BRIDGES_PYTHON=$PWD/.venv-bridges/bin/python
   fi
   run_tests "$MEGASCEND_BRIDGES_PYTHON" tests/integrations/bridges "$@"
@@ -75,31 +74,18 @@ part_megatron_bridge() {
     for each in "${MEGASCEND_REQUIRES[@]}"; do
       [[ $each == mcore-bridge* ]] || requires+=("$each")
     done
-    make_env .venv-megatron-bridge "${PYTHON:-python3}" "${MEGATRON_BRIDGE[@]}" "${requires[@]}"
+    make_env .venv-megatron-bridge "$(python_of 3.10)" "${MEGATRON_BRIDGE[@]}" "${requires[@]}"
     .venv-megatron-bridge/bin/pip install --quiet --no-compile --no-deps megatron-bridge==0.3.1
     MEGASCEND_MEGATRON_BRIDGE_PYTHON=$PWD/.venv-megatron-bridge/bin/python
   fi
   run_tests "$MEGASCEND_MEGATRON_BRIDGE_PYTHON" tests/integrations/megatron_bridge "$@"
 }
 
-first_that_starts() { # COMMAND...: a name on PATH may be a pyenv shim without an installed version
-  local name
-  for name in "$@"; do
-    if "$name" -c '' 2> /dev/null; then
-      echo "$name"
-      return 0
-    fi
-  done
-}
-
 # SkyRL: its Tinker server on megascend
 part_skyrl() {
   if [ -z "${MEGASCEND_SKYRL_PYTHON:-}" ]; then
-    local python=${SKYRL_BASE_PYTHON:-$(first_that_starts python3.12 python3.13)}
-    if [ -z "$python" ]; then
-      echo "SkyRL 0.3.0 needs Python 3.12 or later, and no python3.12 or python3.13 starts here: set SKYRL_BASE_PYTHON" >&2
-      return 1
-    fi
+    local python
+    python=$(python_of 3.12) || return 1  # which SkyRL 0.3.0 needs
     make_env .venv-skyrl "$python" "${SKYRL[@]}" "${MEGASCEND_REQUIRES[@]}"
     .venv-skyrl/bin/pip install --quiet --no-compile --no-deps skyrl==0.3.0
     MEGASCEND_SKYRL_PYTHON=$PWD/.venv-skyrl/bin/python

@@ -21,8 +21,11 @@ from megascend.platforms.cpu_products import avoid_broken_amx
 
 ASCEND = ["npu", "simnpu"]
 REAL_VLLM = ["real_vllm"]
-collect_ignore = ([] if os.environ.get("SIMNPU") else ASCEND) + (
-    [] if os.environ.get("MEGASCEND_VLLM_PYTHON") else REAL_VLLM
+ACROSS_STACKS = ["checkpoint/test_across_stacks.py"]
+collect_ignore = (
+    ([] if os.environ.get("SIMNPU") else ASCEND)
+    + ([] if os.environ.get("MEGASCEND_VLLM_PYTHON") else REAL_VLLM)
+    + ([] if os.environ.get("MEGASCEND_OTHER_STACK_PYTHON") else ACROSS_STACKS)
 )
 
 
@@ -60,6 +63,8 @@ def pytest_report_header() -> list[str]:
     notes = list(AMX)
     if "real_vllm" in collect_ignore:
         notes += ["tests/real_vllm: not collected; they need an environment with vLLM (bash scripts/test_vllm.sh)"]
+    if ACROSS_STACKS[0] in collect_ignore:
+        notes += [f"tests/{ACROSS_STACKS[0]}: not collected; it needs MEGASCEND_OTHER_STACK_PYTHON"]
     if "npu" in collect_ignore:
         return [
             *notes,

@@ -19,10 +19,24 @@ from megascend.bootstrap.versions import (
     nearest_stack,
     require_supported,
 )
-from megascend.errors import MegascendError, VersionError
+from megascend.errors import MegascendError, MissingDependencyError, VersionError
 
 ROOT = Path(__file__).parents[2]
 GOOD = {
+    "0.19": {
+        "torch": "2.13.0",
+        "megatron-core": "0.19.2",
+        "mcore-bridge": "1.6.5",
+        "transformers": "5.24.0",
+        "peft": "0.20.0",
+    },
+    "0.18": {
+        "torch": "2.13.0",
+        "megatron-core": "0.18.0",
+        "mcore-bridge": "1.6.5",
+        "transformers": "5.24.0",
+        "peft": "0.20.0",
+    },
     "0.16": {
         "torch": "2.13.0",
         "megatron-core": "0.16.1",
@@ -45,7 +59,7 @@ def change(stack: str, **changes: str | None) -> dict[str, str | None]:
 
 
 @pytest.mark.parametrize("stack", GOOD)
-def test_both_stacks_are_supported(stack):
+def test_every_stack_is_supported(stack):
     assert require_supported(GOOD[stack]).name == stack
     assert [finding.level for finding in findings(GOOD[stack])] == ["ok"] * len(PACKAGES)
     assert [finding.installed for finding in findings(GOOD[stack])] == [GOOD[stack][package] for package in PACKAGES]
@@ -55,11 +69,22 @@ def test_this_environment_is_a_row_of_the_table():
     assert require_supported(installed_versions()) in STACKS
 
 
-def test_every_row_constrains_every_package_and_names_mindspeed():
+def test_every_row_constrains_every_package():
+    assert list(GOOD) == sorted((stack.name for stack in STACKS), reverse=True)
     for stack in STACKS:
         assert all(str(stack.requirement(package)) for package in PACKAGES)
-        assert tree.BRANCHES[stack.name].startswith(f"core_r{stack.name}.")
         assert str(stack).startswith(f"stack {stack.name}: torch")
+
+
+def test_a_row_names_its_branch_of_mindspeed_or_raises():
+    for stack in STACKS:
+        if stack.name in ("0.16", "0.15"):
+            assert tree.branch_of(stack).startswith(f"core_r{stack.name}.")
+            continue
+        with pytest.raises(
+            VersionError, match=rf"stack {stack.name} does not run on NPUs yet.*stack 0\.16 or stack 0\.15"
+        ):
+            tree.branch_of(stack)
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
@@ -96,6 +121,9 @@ def test_pins_of_the_extras_are_in_their_row():
         ("0.16", "megatron_core", "0.16.2rc1", True),  # newer than 0.16.1
         ("0.16", "megatron_core", "0.16.1rc0", False),  # older than 0.16.1
         ("0.16", "megatron_core", "0.16.0", False),
+        ("0.19", "megatron_core", "0.19.1", False),
+        ("0.18", "megatron_core", "0.18.2", True),
+        ("0.19", "mcore_bridge", "1.6.4", False),
     ],
 )
 def test_versions_are_compared_as_versions(stack, package, version, accepted):
@@ -126,6 +154,7 @@ def test_release_candidate_of_the_next_minor_version_is_refused():
         (change("0.15", mcore_bridge="1.6.5"), "0.15"),
         (change("0.16", megatron_core="0.15.3", peft="0.19.1"), "0.16"),
         (change("0.15", megatron_core="0.14.0"), "0.15"),
+        (change("0.19", mcore_bridge="1.4.3"), "0.19"),
         (dict.fromkeys(PACKAGES), "0.16"),
     ],
 )
@@ -139,7 +168,7 @@ def test_megatron_core_version_breaks_ties():
     """Decide between rows that admit equally many packages."""
     installed = change("0.15", mcore_bridge="1.6.5")
     score = {stack.name: sum(installed[p] in stack.requirement(p) for p in PACKAGES) for stack in STACKS}
-    assert score == {"0.16": 4, "0.15": 4}
+    assert set(score.values()) == {4}
     assert nearest_stack(installed).name == "0.15"
 
 
@@ -148,6 +177,16 @@ def test_error_names_every_problem():
         require_supported(change("0.16", peft=None, torch="2.5.0"))
     assert "torch 2.5.0 is installed; stack 0.16 needs torch" in str(raised.value)
     assert "peft is not installed; stack 0.16 needs peft" in str(raised.value)
+
+
+def test_missing_undeclared_module_is_named(monkeypatch):
+    rows = {stack.name: stack for stack in STACKS}
+    monkeypatch.setattr(versions, "is_installed", lambda module: False)
+    versions.require_undeclared(rows["0.16"])
+    with pytest.raises(MissingDependencyError, match=r"stack 0\.19 imports triton .* pip install triton.*stack-0-19"):
+        versions.require_undeclared(rows["0.19"])
+    monkeypatch.setattr(versions, "is_installed", lambda module: module == "triton")
+    versions.require_undeclared(rows["0.19"])
 
 
 def test_version_error_is_an_import_error():

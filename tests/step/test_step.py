@@ -71,10 +71,13 @@ def test_pipeline_send_buffers_are_not_freed_early(checkpoint, virtual):
         free, is_intact = schedules.deallocate_output_tensor, []
 
         def watched(output, *settings):
-            before = None if output is None else (output.data_ptr(), output.shape)
+            tensors = output if isinstance(output, list) else [output]  # lists from megatron-core 0.18 on
+            tensors = [tensor for tensor in tensors if tensor is not None]
+            before = [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
             free(output, *settings)
-            if before is not None:
-                is_intact.append((output.data_ptr(), output.shape) == before)
+            is_intact.extend(
+                (tensor.data_ptr(), tensor.shape) == state for tensor, state in zip(tensors, before, strict=True)
+            )
 
         schedules.deallocate_output_tensor = watched
         backend.forward_backward(causal_samples(token_lists()))

@@ -14,7 +14,8 @@ from megascend.testing.parity import Case
 T = TypeVar("T")
 Settings = Mapping[str, Hashable]
 
-FIRST_STACK = Version(metadata.version("megatron-core")) >= Version("0.16.0a0")
+MEGATRON_CORE = Version(metadata.version("megatron-core"))
+FIRST_STACK = Version("0.16.0a0") <= MEGATRON_CORE
 FIRST_STACK_ONLY: list[pytest.MarkDecorator] = [] if FIRST_STACK else [pytest.mark.nightly]
 """Marks of a parameter that is nightly on the second stack."""
 

@@ -1,7 +1,8 @@
 """Patches of upstream packages for all platforms, applied at the first import of the patched module.
 
-- megatron-core's ``_reduce`` returns wrong numbers without an error; ``tests/test_upstream_faults.py`` fails when upstream has
-  fixed it.
+- megatron-core's ``_reduce`` returns wrong numbers without an error before 0.19; ``tests/test_upstream_faults.py`` has the test.
+- From 0.18 on, megatron-core compiles a C++ extension in the first backward pass of a rank that recomputes norms or activations.
+- megatron-core 0.19 adds a norm to queries that latent attention does not compress; no published model has it.
 - transformers reads all 1,700 files in the folder of its models twice, a fifth of all files that a training process opens at
   its start: it caches the result by the folder's path for ``transformers``, and by a file's path for ``transformers.models``.
 """
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 
 
 MAPPINGS = "megatron.core.tensor_parallel.mappings"
+RANDOM = "megatron.core.tensor_parallel.random"
+LATENT_NORMS = "megatron.core.transformer.mla_qk_norm_config"  # a module of 0.19
 
 
 def patch_on_import() -> None:
     """Register the patches for the import of their modules; patch at once what is imported already."""
     after_import(IMPORT_UTILS, cache_import_structure)
     after_import(MAPPINGS, patch_reduce)
+    after_import(RANDOM, patch_share_storage)
+    after_import(LATENT_NORMS, patch_latent_norms)
 
 
 def patch_reduce() -> None:
@@ -51,6 +56,51 @@ def reduce(input_: Tensor, group: Any) -> Tensor:
     total = input_.contiguous()
     dist.all_reduce(total, group=group)
     return total
+
+
+SHARE_STORAGE = "_get_share_storage"
+
+
+def patch_share_storage() -> None:
+    """Replace the compiled function by which a recomputed output takes the place of the discarded one. Idempotent.
+
+    It avoids a copy, which megatron-core 0.16 makes. It needs a compiler and ninja on every host, and other ranks wait for the
+    build, in their first step, for half a minute. Versions without it are unchanged.
+    """
+    random = import_module(RANDOM)
+    if getattr(random, SHARE_STORAGE, _get_copy_storage) is not _get_copy_storage:
+        patch(random, SHARE_STORAGE, _get_copy_storage, "copies recomputed outputs, and compiles nothing")
+
+
+def _get_copy_storage() -> Callable[[Tensor, Tensor], None]:
+    return copy_storage
+
+
+def copy_storage(output: Tensor, recomputed: Tensor) -> None:
+    """Fill the storage of ``output``, which was released, from that of ``recomputed``: views of it see the numbers too."""
+    # On storages: autograd would take a write to the tensor for a change of what it has saved.
+    storage, source = output.untyped_storage(), recomputed.untyped_storage()
+    storage.resize_(source.nbytes())
+    storage.copy_(source)
+
+
+def patch_latent_norms() -> None:
+    """Leave queries that are not compressed without a norm, as in DeepSeek-V2-Lite and Moonlight. Idempotent."""
+    resolver: Any = import_module(LATENT_NORMS).QKNormConfigResolver
+    resolve: Any = resolver._resolve_mla_qk_layernorm
+    if hasattr(resolve, "__megascend__"):
+        return
+
+    @functools.wraps(resolve)
+    def without_query_norm(self: Any) -> dict[str, Any]:
+        # ``qk_layernorm`` stands for both norms of the compressed states, and there is only that of keys and values.
+        resolved = resolve(self)
+        if not self.has_q_lora:
+            resolved["linear_q_proj"] = self.submodules.linear_q_proj or self.linear_impl
+        return resolved
+
+    without_query_norm.__megascend__ = True  # type: ignore[attr-defined]
+    patch(resolver, "_resolve_mla_qk_layernorm", without_query_norm, "no norm of queries that are not compressed")
 
 
 IMPORT_UTILS = "transformers.utils.import_utils"

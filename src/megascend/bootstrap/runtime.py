@@ -19,7 +19,7 @@ from megascend.bootstrap.deferred_imports import deferring
 from megascend.bootstrap.import_hooks import after_import
 from megascend.bootstrap.providers import PatchProvider, ProviderSetup, refuse_options
 from megascend.bootstrap.stub_modules import install_missing_leaves
-from megascend.bootstrap.versions import Stack, installed_versions, require_supported
+from megascend.bootstrap.versions import Stack, installed_versions, require_supported, require_undeclared
 from megascend.changes import change_list, changed, record
 from megascend.errors import ConfigError, ImportOrderError
 from megascend.surroundings import set_user_variables
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 QUIET_MODULES = (r"megatron\.core", r"mcore_bridge", r"torch\.distributed")
 """Regular expressions of modules whose deprecation warnings are meant for their own developers."""
+QUIET_MESSAGES = {
+    # From 0.19 on, for every model that is built: mcore-bridge builds its models from these classes.
+    "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    "megatron.core.distributed.distributed_data_parallel": "DistributedDataParallel: full_param_layout not provided",
+}
+"""Loggers, and beginnings of those of their messages that are meant for the developers of programs on Megatron-Core."""
 
 
 @dataclass
@@ -90,6 +96,11 @@ class Runtime:
         for pattern in QUIET_MODULES:
             warnings.filterwarnings("ignore", module=pattern)
         changed(f"warnings raised in {', '.join(QUIET_MODULES)} are ignored; mcore_bridge logs warnings only")
+        for logger, beginning in QUIET_MESSAGES.items():
+            logging.getLogger(logger).addFilter(
+                lambda record, beginning=beginning: not str(record.msg).startswith(beginning)
+            )
+        changed(f"messages that begin with {' or '.join(map(repr, QUIET_MESSAGES.values()))} are not logged")
         record(self.provider.after_megatron())
         self._megatron_loaded = True
 
@@ -244,10 +255,11 @@ def bootstrap(
       and parts of torch (docs/npu.md lists them).
     - at the import of their modules: transformers reads the folder of its models once (see
       :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
-      contiguous, and the provider's patches (:meth:`PatchProvider.when_imported`).
-    - when a megascend engine loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, and mcore-bridge's
-      logger set to warnings; a few imports of upstream modules that training does not need are deferred until first use (see
-      :mod:`megascend.bootstrap.deferred_imports`).
+      contiguous, ``megatron.core.tensor_parallel.random._get_share_storage`` compiles nothing, Megatron-Core 0.19's latent
+      attention has no norm of queries that are not compressed, and the provider's patches (:meth:`PatchProvider.when_imported`).
+    - when a megascend engine loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, log filters for
+      ``QUIET_MESSAGES``, and mcore-bridge's logger set to warnings; a few imports of upstream modules that training does not
+      need are deferred until first use (see :mod:`megascend.bootstrap.deferred_imports`).
 
     Args:
         platform: ``cpu``, ``cuda``, ``npu``, or ``auto`` for the first available of npu, cuda, cpu.
@@ -266,6 +278,7 @@ def bootstrap(
 
     Raises:
         VersionError: the installed packages are not a row of the version table.
+        MissingDependencyError: a module that this Megatron-Core imports without declaring it is not installed.
         ImportOrderError: something that has to be patched first is imported already.
         PlatformError: the platform is not available here.
         ConfigError: engine or provider is unknown; or the process was bootstrapped for another platform, engine, provider or
@@ -290,6 +303,8 @@ def bootstrap(
             f"provider={provider!r}: engine {engine!r} needs no Megatron, and so no provider; leave it out"
         )
     stack = require_supported(installed_versions(), needs.packages)
+    if needs.megatron:
+        require_undeclared(stack)
     chosen = choose(platform)
     setup = ProviderSetup(chosen, stack, parallel or Parallel(), precision)
     patcher = _create_provider(provider, setup) if needs.megatron else None

@@ -13,14 +13,19 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from megascend.errors import VersionError
+from megascend.errors import MissingDependencyError, VersionError
+from megascend.surroundings import is_installed
 
 PACKAGES = ("torch", "megatron-core", "mcore-bridge", "transformers", "peft")
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One row: versions that were tested together."""
+    """One row: versions that were tested together.
+
+    Attributes:
+        undeclared: modules that Megatron-Core imports without declaring them as requirements.
+    """
 
     name: str
     megatron_core: str
@@ -29,6 +34,7 @@ class Stack:
     torch_npu: str
     transformers: str
     peft: str
+    undeclared: tuple[str, ...] = ()
 
     def requirement(self, package: str) -> SpecifierSet:
         """Return the versions of ``package`` (its PyPI name) that this row admits."""
@@ -40,7 +46,7 @@ class Stack:
         return f"stack {self.name}: {parts}"
 
 
-# torch_npu's minor version always equals torch's.
+# torch_npu's minor version always equals torch's. The first row is the recommended one.
 STACKS = (
     Stack(
         name="0.16",
@@ -50,6 +56,27 @@ STACKS = (
         torch_npu=">=2.6,<2.14",
         transformers=">=4.57",
         peft=">=0.19,<0.21",
+    ),
+    # From 0.17 on Megatron-Core needs Python 3.12.
+    Stack(
+        name="0.19",
+        megatron_core=">=0.19.2,<0.20",
+        mcore_bridge=">=1.6.5,<1.7",
+        torch=">=2.9,<2.14",
+        torch_npu=">=2.9,<2.14",
+        transformers=">=4.57",
+        peft=">=0.19,<0.21",
+        undeclared=("triton",),
+    ),
+    Stack(
+        name="0.18",
+        megatron_core=">=0.18,<0.19",
+        mcore_bridge=">=1.6.5,<1.7",
+        torch=">=2.9,<2.14",
+        torch_npu=">=2.9,<2.14",
+        transformers=">=4.57",
+        peft=">=0.19,<0.21",
+        undeclared=("triton",),
     ),
     Stack(
         name="0.15",
@@ -87,10 +114,12 @@ def installed_versions() -> dict[str, str | None]:
 
 def nearest_stack(versions: dict[str, str | None], packages: Sequence[str] = PACKAGES) -> Stack:
     """Return the row that admits most of the ``versions`` of ``packages``; Megatron-Core's version decides a tie."""
+    core = versions.get("megatron-core")
+    series = "" if core is None else ".".join(map(str, Version(core).release[:2]))
 
-    def score(stack: Stack) -> tuple[int, bool]:
+    def score(stack: Stack) -> tuple[int, bool, bool]:
         admitted = [package for package in packages if _admits(stack, package, versions.get(package))]
-        return len(admitted), "megatron-core" in admitted
+        return len(admitted), "megatron-core" in admitted, stack.name == series
 
     return max(STACKS, key=score)
 
@@ -134,6 +163,16 @@ def require_supported(versions: dict[str, str | None], packages: Sequence[str] =
             + f". Nearest supported row: {stack}. Install it with: pip install 'megascend[stack-{stack.name.replace('.', '-')}]'"
         )
     return stack
+
+
+def require_undeclared(stack: Stack) -> None:
+    """Raise MissingDependencyError for a module that Megatron-Core of ``stack`` imports and that is not installed."""
+    missing = [module for module in stack.undeclared if not is_installed(module)]
+    if missing:
+        raise MissingDependencyError(
+            f"megatron-core of stack {stack.name} imports {', '.join(missing)} without declaring it, and it is not installed: "
+            f"pip install {' '.join(missing)}, or 'megascend[stack-{stack.name.replace('.', '-')}]'"
+        )
 
 
 def _admits(stack: Stack, package: str, version: str | None) -> bool:

@@ -106,10 +106,11 @@ class QwenHybrid(Architecture):
     def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
         problems = super().undivided(config, tensor=tensor, context=context)
         if context > 1:
-            # mcore-bridge's layer calls functions for the exchange that Megatron-Core 0.16 and 0.17 lack, and both refuse it.
+            # mcore-bridge's layer calls functions for the exchange that Megatron-Core 0.16 lacks; with those of 0.18 and later it
+            # has not been compared with transformers.
             problems.append(
-                f"parallel.context={context}: linear attention (gated delta nets) needs whole sequences, and Megatron-Core 0.16 "
-                "does not exchange its heads for them; set context to 1, and divide long samples by parallel.tensor with "
+                f"parallel.context={context}: linear attention (gated delta nets) needs whole sequences, and its heads are "
+                "not exchanged for them; set context to 1, and divide long samples by parallel.tensor with "
                 "parallel.sequence, or save memory with recompute"
             )
         linear = LinearAttention.from_config(config)

@@ -34,11 +34,12 @@ class _Norm(ReferenceModule):
 
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool | None = None,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,  # the name that megatron-core uses before 0.17
         device: Device = None,
         dtype: torch.dtype | None = None,
         **unknown: Any,
@@ -46,7 +47,13 @@ class _Norm(ReferenceModule):
         super().__init__()
         if unknown:
             raise ConfigError(f"{type(self).__name__} got unknown settings: {sorted(unknown)}")
-        self.hidden_size = hidden_size
+        size = normalized_shape if hidden_size is None else hidden_size
+        if not isinstance(size, int) or None not in (normalized_shape, hidden_size):
+            raise ConfigError(
+                f"{type(self).__name__} got normalized_shape={normalized_shape!r} and hidden_size={hidden_size!r}; it needs one "
+                "of them, an integer"
+            )
+        self.hidden_size = size
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
         self.sequence_parallel = sequence_parallel
@@ -75,8 +82,8 @@ class RMSNorm(_Norm):
 class LayerNorm(_Norm):
     """LayerNorm of ``x`` ``[..., hidden]``; same shape and dtype."""
 
-    def __init__(self, hidden_size: int, *args: Any, device: Device = None, **kwargs: Any) -> None:
-        super().__init__(hidden_size, *args, device=device, **kwargs)
+    def __init__(self, *args: Any, device: Device = None, **kwargs: Any) -> None:
+        super().__init__(*args, device=device, **kwargs)
         self.bias = self._norm_parameter("bias", torch.nn.init.zeros_, device)
 
     def forward(self, x: Tensor) -> Tensor:

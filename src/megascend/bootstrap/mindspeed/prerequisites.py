@@ -123,7 +123,7 @@ def _version_of(package: str) -> Version:
 
 
 def _check_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
-    mindspeed, branch = tree.find(), tree.BRANCHES[stack.name]
+    mindspeed, branch = tree.find(), tree.branch_of(stack)
     instructions = HOW_MINDSPEED.format(branch=branch)
     if mindspeed is None:
         raise PlatformError(f"platform 'npu' needs MindSpeed ({branch}), which is not installed: {instructions}")
@@ -160,8 +160,8 @@ def _check_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> s
     if spec.origin is not None and is_for_npu(Path(spec.origin).parent):
         raise PlatformError(
             f"TransformerEngineNPU is installed as transformer_engine ({spec.origin}). It belongs to MindSpeed core_r0.17.0 "
-            f"and later with MegatronAdaptor, which megascend does not support yet; {tree.BRANCHES[stack.name]} would import it "
-            "instead of its own layers: pip uninstall transformer-engine"
+            f"and later with MegatronAdaptor, which megascend does not support yet; other branches would import it "
+            "instead of their own layers: pip uninstall transformer-engine"
         )
     raise PlatformError(
         f"CUDA's Transformer Engine is installed ({spec.origin}). MindSpeed would import it instead of its own layers, and "

@@ -22,7 +22,7 @@ from megascend.errors import VersionError
 
 PACKAGE = "mindspeed"
 BRANCHES = {"0.16": "core_r0.16.0", "0.15": "core_r0.15.3"}
-"""The branch for each row of the version table; both support the same torch versions, because ``feature.py`` fixes
+"""The branch for each row of the version table that has one; both support the same torch versions, because ``feature.py`` fixes
 ``get_device_capability`` of core_r0.15.3."""
 ADAPTOR_PACKAGE = "megatron_adaptor"
 LATER_NEEDS = (
@@ -86,15 +86,25 @@ class Tree:
         if self.imports or not self.stated_versions:
             return ""
         minor = ".".join(map(str, self.stated_versions[0].release[:2]))
-        supported = {version_of(stack).release[:2]: stack for stack in STACKS}
+        supported = {version_of(stack).release[:2]: stack for stack in STACKS if stack.name in BRANCHES}
         if stack := supported.get(self.stated_versions[0].release[:2]):
             return f"It is that of stack {stack.name}, which needs Megatron-Core {stack.requirement('megatron-core')}. "
         return f"It is {OLDER.get(minor, f'branch core_r{minor}.0, for Megatron-Core {minor}')}. "
 
 
+def branch_of(stack: Stack) -> str:
+    """Return the branch for ``stack``; raise VersionError if megascend supports none."""
+    if stack.name not in BRANCHES:
+        raise VersionError(
+            f"stack {stack.name} does not run on NPUs yet: MindSpeed's branches for Megatron-Core 0.17 and later need "
+            f"MegatronAdaptor, which megascend does not support yet. Install {' or '.join(f'stack {name}' for name in BRANCHES)}"
+        )
+    return BRANCHES[stack.name]
+
+
 def version_of(stack: Stack) -> Version:
     """Return the version that the branch for ``stack`` states."""
-    return Version(BRANCHES[stack.name].removeprefix("core_r"))
+    return Version(branch_of(stack).removeprefix("core_r"))
 
 
 def find() -> Tree | None:

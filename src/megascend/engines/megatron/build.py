@@ -143,6 +143,9 @@ def build_config(
         # when it makes the model.
         ModelConfig.rope_type = "rope"  # type: ignore[attr-defined]
     config = ModelConfig(**arguments)
+    if config.cuda_graph_scope is None:
+        # From 0.18 on Megatron-Core moves the setting to cuda_graph_modules; mcore-bridge looks for names in it.
+        config.cuda_graph_scope = []
     check_output_layer(config)
     check_dropout(config)
     return config
