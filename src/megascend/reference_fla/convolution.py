@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from megascend.errors import ConfigError
 
@@ -109,7 +110,8 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, positions: Tensor)
     return result.to(dtype)
 
 
-_uncompiled: Any = torch.compiler.disable(_convolve)
+# Not torch.compiler.disable, which imports the compiler: every bootstrap would, and it sets variables of the environment.
+_uncompiled: Any = _disable_dynamo(_convolve)
 
 
 def _activated(x: Tensor, activation: str | None) -> Tensor:

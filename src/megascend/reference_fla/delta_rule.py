@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from megascend.errors import ConfigError
 
@@ -149,7 +150,8 @@ def _by_sequence(
     return torch.cat(outputs, dim=2).transpose(1, 2).to(v.dtype), final
 
 
-_uncompiled: Any = torch.compiler.disable(_by_sequence)
+# Not torch.compiler.disable, which imports the compiler: every bootstrap would, and it sets variables of the environment.
+_uncompiled: Any = _disable_dynamo(_by_sequence)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
