@@ -22,6 +22,8 @@ from weightwire.transports.pairs import make_pairs
 
 ALIGNMENT = 16
 """Chunks begin at multiples of this in a worker's staging memory, in bytes."""
+ROW_BYTES = 2**16
+"""Most bytes that a kernel exchanges as one row, between staging memory and a model's parameters."""
 
 Arrived = Callable[[int, Tensor], object]
 """Called with the index and the bytes of each bucket or chunk, in order, when it is complete."""

@@ -107,7 +107,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (RlConfig(**RL), {"reference.model": "reference", "teacher.model": "teacher"}),
         (RlConfig(**RL | {"reference": {}, "teacher": None}), {"reference.model": "model"}),
         (
-            RlConfig(**RL | {"reference": None, "teacher": {"engine": "http://host:1"}, "lora": Lora()}),
+            RlConfig(**RL | {"reference": None, "teacher": {"engine": "http://host:1"}, "lora": Lora(), "sync": {}}),
             {"model": "model"},
         ),
         (RunConfig(**SUPERVISED), {"distillation.teacher": "teacher"}),

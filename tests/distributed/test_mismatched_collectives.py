@@ -49,7 +49,7 @@ CALLS: dict[str, tuple[str, Call]] = {
     "agree": ("loads (agree, ", lambda g: agree("loads", g)),
     "another group": ("of tp, step 1", lambda g: gather_objects("g", "tp", g, "loads")),
     "another step": ("of world, step 2", lambda g: gather_objects("g", "world", g, "loads", 2)),
-    "no purpose": ("a call that does not say", lambda g: gather_objects("n", "world", g)),
+    "no purpose": ("an unnamed call", lambda g: gather_objects("n", "world", g)),
 }
 
 

@@ -32,6 +32,7 @@ from megascend.distributed.rendezvous import wait_for_all
 from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
 from megascend.testing import run_distributed
 from megascend.topology.topology import GROUP_AXES, plan
+from support.forked_programs import environment
 
 
 def open_groups(runtime: Runtime, world: int, timeout_s: float = 30, **parallel: Any) -> process_groups.ProcessGroups:
@@ -162,12 +163,13 @@ def test_counted_sockets_cover_those_that_groups_open(runtime: Runtime, parallel
     topology = plan(Parallel(**parallel), 4)
 
     def sockets() -> tuple[int, int]:
+        inherited = open_sockets()  # a rank is a fork
         groups = initialize(topology, runtime.platform, 30)
         for number in range(WORLD_GROUPS):
             groups.new_gloo(f"group {number}")
         bound = gloo_sockets(topology, groups.rank, device_groups=True)
         dist.barrier()
-        opened = open_sockets()
+        opened = open_sockets() - inherited
         dist.barrier()  # a peer that ends would close its side
         groups.destroy()
         return bound, opened
@@ -181,11 +183,12 @@ def test_large_world_connects_ranks_when_they_communicate(runtime: Runtime, monk
     monkeypatch.setattr(process_groups, "LAZY_CONNECTIONS_ABOVE", 3)
 
     def start() -> tuple[int, int, int, list[float]]:
+        inherited = open_sockets()  # a rank is a fork
         groups = open_groups(runtime, 4)
-        opened = open_sockets()
+        opened = open_sockets() - inherited
         totals = all_reduce_numbers([groups.rank], "world", groups)
         dist.all_reduce(torch.ones(1), group=groups.device_group("dp"))
-        connected = open_sockets()
+        connected = open_sockets() - inherited
         dist.barrier()  # a peer that ends would close its side
         groups.destroy()
         return opened, connected, gloo_sockets(groups.topology, groups.rank, device_groups=True), totals
@@ -195,27 +198,50 @@ def test_large_world_connects_ranks_when_they_communicate(runtime: Runtime, monk
         assert totals == [6.0]
 
 
-def test_limit_of_open_files_is_raised_as_far_as_needed(runtime: Runtime) -> None:
-    def start() -> int:
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        # Less than what is open already: the first group would fail with "Too many open files".
-        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
-        open_groups(runtime, 2).destroy()
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+LIMITS = """
+import os, resource, sys
+import megascend
+from megascend.config import Parallel
+from megascend.distributed.process_groups import initialize
+from megascend.errors import ProcessGroupError
+from megascend.topology.topology import plan
 
-    assert run_distributed(start, 2, init=False) == [(WORLD_GROUPS + 2) * 2 + OTHER_FILES] * 2
+runtime, (soft, hard) = megascend.bootstrap("cpu"), map(int, sys.argv[1:])
+# Less than what is open already: the first group would fail with "Too many open files".
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft or len(os.listdir("/proc/self/fd")) - 1, hard))
+try:
+    initialize(plan(Parallel(), 2), runtime.platform, 60).destroy()
+except ProcessGroupError as error:
+    print(error)
+else:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
 
 
-def test_hard_limit_of_open_files_is_named_before_groups_are_created(runtime: Runtime) -> None:
-    def start() -> str:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-        with pytest.raises(ProcessGroupError) as caught:
-            open_groups(runtime, 2)
-        assert not dist.is_initialized()
-        return str(caught.value)
+def with_limits(folder: Path, soft: int, hard: int) -> list[str]:
+    """Start two new processes under limits of open files; return what each prints."""
+    (folder / "program.py").write_text(LIMITS)
+    command = [sys.executable, str(folder / "program.py"), str(soft), str(hard)]
+    variables = environment() | {"WORLD_SIZE": "2", "MEGASCEND_STORE": str(folder / "store")}
+    ranks = [
+        subprocess.Popen(command, env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=-1, text=True)
+        for rank in range(2)
+    ]
+    try:
+        return [rank.communicate(timeout=120)[0].splitlines()[-1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
-    for rank, message in enumerate(run_distributed(start, 2, init=False)):
-        assert message.startswith(f"rank {rank}: in a world of 2 ranks a process has up to")
+
+def test_limit_of_open_files_is_raised_as_far_as_needed(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert with_limits(tmp_path, 0, hard) == [str((WORLD_GROUPS + 2) * 2 + OTHER_FILES)] * 2
+
+
+def test_hard_limit_of_open_files_is_named_before_groups_are_created(tmp_path: Path) -> None:
+    for rank, message in enumerate(with_limits(tmp_path, 200, 200)):
+        assert message.startswith(f"rank {rank}: in a world of 2 ranks a process has up to 266 open files and sockets")
         assert "allows 200 (ulimit -Hn)" in message
 
 

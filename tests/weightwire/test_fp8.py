@@ -25,7 +25,7 @@ from weightwire.fp8 import (
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.sender import spec_of
 from weightwire.slices import index_of
-from weightwire.vllm.checkpoint import Expected, fp8_blocks
+from weightwire.vllm.checkpoint import ExpectedTensors, fp8_blocks
 
 BLOCKS = BlockFormat(16, 32)
 
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_cannot_be_quantised_for_is_refused_by_name(tmp_path: 
 
 def test_values_that_loaders_would_cast_without_scales_are_refused(tmp_path: Path) -> None:
     config = checkpoint(tmp_path)
-    expected = Expected(str(tmp_path), config)
+    expected = ExpectedTensors(str(tmp_path), config)
     tensors = {"q.weight": matrix(48, 64), "norm.weight": torch.ones(64)}
     specs = stored_specs((spec_of(*item) for item in tensors.items()), {"q.weight": BLOCKS})
     expected.check(Manifest(1, specs))

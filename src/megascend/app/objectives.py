@@ -192,7 +192,7 @@ class TeacherObjective(TokenObjective):
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
         # First: the loss has the rows of the teacher's output layer, which the first pass copies.
-        samples = self.completed(backend, samples)
+        samples = self.complete(backend, samples)
         return samples, self.loss
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ from weightwire.digest import has_triton
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.plan import Region, Share, overlapping
 from weightwire.slices import Box, index_of, minus, overlap
-from weightwire.staging import ALIGNMENT, BucketLayout, ShardLayout
+from weightwire.staging import ALIGNMENT, ROW_BYTES, BucketLayout, ShardLayout
 from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD, require_equal_head
 from weightwire.vllm.needs import Recorder, as_slices, observe
 
@@ -48,8 +48,6 @@ SCRATCH_BYTES = 64 * 2**20
 """Memory through which parts are exchanged that the kernel does not exchange. It is allocated once."""
 SWAP_BYTES = 2**30
 """Size of a group that the kernel exchanges: an exchange that stops leaves those after it as they were."""
-ROW_BYTES = 2**16
-"""Longest row of a table for the kernel."""
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 """vLLM's quantisation methods that compute with the weights as they are loaded, on some devices and with some kernels."""
 ATTENTION = ("Attention", "MMEncoderAttention", "EncoderOnlyAttention", "CrossAttention")

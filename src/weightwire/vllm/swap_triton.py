@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weightwire.vllm.in_place import ROW_BYTES
+from weightwire.staging import ROW_BYTES
 
 BLOCK = 4096
 """Words that a program moves in one step."""

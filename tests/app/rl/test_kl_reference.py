@@ -400,7 +400,7 @@ def test_rewards_of_responses_that_are_left_out_are_penalised_too() -> None:
         engine=SimpleNamespace(trainable=SimpleNamespace(frozen=True)), gather_by_data_rank=lambda values: [values]
     )
     reference = Reference(backend, ReferenceSettings(penalty="reward", coefficient=0.5))
-    penalised = reference.penalised(groups, samples, samples, policy, base)
+    penalised = reference.penalise(groups, samples, samples, policy, base)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [trajectory.reward for group in penalised for trajectory in group.trajectories]
     for trajectory, reward, *logprobs in zip(trajectories, rewards, policy, base, strict=True):

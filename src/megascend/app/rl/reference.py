@@ -93,7 +93,7 @@ class Reference:
 
     @property
     def in_reward(self) -> bool:
-        """True if rewards are penalise."""
+        """True if rewards are penalised."""
         return self._settings.penalty == "reward" and self._settings.coefficient > 0
 
     @property
