@@ -378,7 +378,7 @@ def test_killed_rank_of_several_ends_the_run_by_name_and_changes_nothing_that_is
 
 def run_disturbed(folder: Path, kills: int, layout: str = "") -> None:  # noqa: F811
     """Call :func:`disturb` in a process without threads: all others are forks of it."""
-    completed = run_forked(Path(__file__), folder, kills, layout, timeout_s=6 * DEADLINE_S + 60 * kills)
+    completed = run_forked(Path(__file__), folder, kills, layout, timeout_s=3 * DEADLINE_S + 60 * kills)
     assert completed.returncode == 0, completed.stderr[-4000:]
 
 

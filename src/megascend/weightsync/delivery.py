@@ -172,7 +172,7 @@ def run_phases(
     begin: Callable[[Update], object],
     transfer: Callable[[Update], object],
 ) -> None:
-    """RunCoroutine an update's phases, and note their seconds.
+    """Run an update's phases, and note their seconds.
 
     Any error, of a rank or an engine, ends the update for all engines. Until the commit it is dropped, and they keep the old
     weights; a commit that failed on some engines cannot be dropped on the others.
@@ -353,7 +353,7 @@ class Delivery:
             name, error = next(iter(failed.items()))
             text = f"{name} cannot describe what its workers load: {error}"
             # Rank 0 could not send to it either.
-            if not isinstance(error, WireError) and _is_fault(error):
+            if not isinstance(error, WireError | NotImplementedError) and _is_fault(error):
                 raise sync_error(failed.values(), text) from error
             raise PlanError(text) from error
         return needs

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
 from controller_doubles import KEY, Blocking, BlockingClient
+from safetensors.torch import load_file
 
-from megascend.errors import EngineError
+from megascend import Parallel, WeightSync
+from megascend.errors import EngineError, WeightSyncError
+from megascend.rollout.controller.client import ControllerEngine
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
+from megascend.testing import run_distributed
+from megascend.testing.parity import case_checkpoint
+from megascend.weightsync.sync import PushResult
+from support.trainers import make_trainer
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import LoopThread
 from weightwire.group import Listener
@@ -103,3 +111,44 @@ def test_weights_arrive_on_all_members_or_on_none() -> None:
         thread.run(server.close())
         thread.close()
         listener.close()
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_trainer_of_two_ranks_sends_whole_tensors_through_a_controller(parity_folder: Path, tmp_path: Path) -> None:
+    """Sharded updates are the default of several ranks; the engines of a controller refuse them, and are not lost by that."""
+    checkpoint = case_checkpoint(parity_folder, "qwen3")
+    engines, thread = [ReceivingEngine("one", 2), ReceivingEngine("two", 1)], LoopThread("controller")
+
+    async def start() -> ControllerServer:
+        server = ControllerServer(Controller(engines), Key(KEY))
+        await server.start()
+        return server
+
+    server = thread.run(start())
+
+    def on_rank() -> tuple[PushResult, str]:
+        backend = make_trainer(checkpoint, Parallel(tensor=2))
+        controlled = ControllerEngine(str(server.address), Key(KEY), owner="trainer") if backend.rank == 0 else None
+        served = [] if controlled is None else [controlled]
+        with WeightSync(backend, served, bucket_bytes=50_000) as sync:
+            result = sync.push(1)
+        with WeightSync(backend, served, sharded=True) as sync, pytest.raises(WeightSyncError) as caught:
+            sync.push(2)
+        backend.export_hf(tmp_path / "hf")
+        if controlled is not None:
+            controlled.close()
+        return result, str(caught.value)
+
+    try:
+        results = run_distributed(on_rank, 2, init=False, timeout_s=120)
+        expected = load_file(tmp_path / "hf" / "model.safetensors")
+        for weights in (weights for engine in engines for weights in engine.weights):
+            assert weights.keys() == expected.keys()
+            assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    finally:
+        thread.run(server.close())
+        thread.close()
+    for result, refusal in results:
+        assert not result.sharded
+        assert "engines of a controller take whole tensors" in result.why_not_sharded
+        assert "sharded=True is not possible" in refusal

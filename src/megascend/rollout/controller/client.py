@@ -178,7 +178,7 @@ class ControllerClient:
                 if problem is None or not isinstance(error, asyncio.TimeoutError):
                     problem = error  # the timeout of the last, shortened attempt must not hide an earlier reason
             else:
-                if not isinstance(result, MegascendError):
+                if not isinstance(result, Exception):
                     return result
                 if not isinstance(result, ControllerBusyError):
                     raise result
@@ -196,7 +196,7 @@ class ControllerClient:
             await asyncio.sleep(pause)
             delay = min(2 * delay, LONGEST_DELAY_S)
 
-    async def _attempt(self, address: Address, route: str, body: bytes) -> dict[str, Any] | MegascendError:
+    async def _attempt(self, address: Address, route: str, body: bytes) -> dict[str, Any] | Exception:
         """Send a call once, with a new signature. Return the controller's answer, including errors."""
         signed = sign(self._key, "POST", route, body, audience=AUDIENCE)
         answer = await exchange("POST", f"http://{address}{route}", body, signed.headers, max_bytes=MAX_ANSWER_BYTES)
@@ -294,6 +294,7 @@ class ControllerEngine(RemoteEngine):
 
     Raises, in any method:
         EngineError, EngineLostError, EngineTimeoutError: the controller cannot be reached, refused, or its engines failed.
+        UnsupportedCallError: the engines of a controller do not have this call.
     """
 
     unreadable = EngineError

@@ -30,6 +30,7 @@ from megascend.errors import (
     RolloutTaskError,
 )
 from megascend.rollout.http_client import Answer
+from weightwire.errors import UnsupportedCallError
 
 VERSION = 1
 AUDIENCE = "megascend rollout controller"
@@ -38,7 +39,7 @@ BEARER = "rollout controller"
 """Purpose of bearer tokens, which the server accepts if configured to: ``key.bearer_token(BEARER)``."""
 _ID = re.compile(r"([0-9]{13})-[0-9a-f]{16,64}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
-_KINDS: dict[str, tuple[int, type[MegascendError]]] = {
+_KINDS: dict[str, tuple[int, type[Exception]]] = {
     "malformed": (400, MessageError),
     "not_expected": (404, RolloutTaskError),
     "owned": (409, EngineOwnedError),
@@ -50,6 +51,7 @@ _KINDS: dict[str, tuple[int, type[MegascendError]]] = {
     "engine_lost": (502, EngineLostError),
     "engine_timeout": (504, EngineTimeoutError),
     "engine": (502, EngineError),
+    "unsupported": (501, UnsupportedCallError),
     "internal": (500, ControllerError),
 }
 """Kind -> HTTP status and class, subclasses before their bases."""
@@ -111,12 +113,14 @@ def write_error(instance: str, error: Exception) -> Answer:
     # Errors cross as kinds: another version may not have the class.
     kind = next((kind for kind, (_, error_type) in _KINDS.items() if isinstance(error, error_type)), "internal")
     status, _ = _KINDS[kind]
-    message = str(error) if isinstance(error, MegascendError) else f"{type(error).__name__}: {error}"
+    message = (
+        str(error) if kind != "internal" or isinstance(error, MegascendError) else f"{type(error).__name__}: {error}"
+    )
     fields = {"kind": kind, "message": message[:4000]}
     return Answer(status, _dump({"version": VERSION, "instance": instance, "error": fields}))
 
 
-def read_answer(answer: Answer) -> tuple[str, dict[str, Any] | MegascendError]:
+def read_answer(answer: Answer) -> tuple[str, dict[str, Any] | Exception]:
     """Parse an answer; return the instance that sent it, and its result or error."""
     data = read_object(answer.body)
     _check_version(data)

@@ -37,7 +37,7 @@ from megascend.rollout.controller.routes import PREFIX, ReadCall, read_route
 from megascend.rollout.http_client import Answer
 from weightwire.asgi import LargeBodyError, Receive, Scope, Send, check_head, read_body, target_of, unless_gone
 from weightwire.auth import Grant, Verifier, sign_answer
-from weightwire.errors import AuthBusyError, AuthError, WireError
+from weightwire.errors import AuthBusyError, AuthError, UnsupportedCallError, WireError
 from weightwire.keys import Key
 
 log = logging.getLogger(__name__)
@@ -297,7 +297,7 @@ class ControllerServer(ClosedOnce):
         # Raised, not answered: replies must not keep them, since the caller retries.
         except (ControllerBusyError, ControllerLostError):
             raise
-        except MegascendError as error:
+        except (MegascendError, UnsupportedCallError) as error:
             log.info("refused %r %s: %s", call.caller, type(error).__name__, error)
             return self._error(error)
         except Exception as error:
