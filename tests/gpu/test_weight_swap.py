@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from weightwire.digest import has_triton
-from weightwire.vllm.in_place import Exchange, ExchangePart, swap_tables
+from weightwire.vllm import contract
+from weightwire.vllm.in_place import Exchange, ExchangePart, swap_kernel, swap_tables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SPANS = [  # two first bytes, and a length
@@ -66,9 +67,15 @@ def test_kernels_are_checked_before_they_are_used(device: torch.device, monkeypa
         swap_triton.check_kernels(device)
 
 
-def test_exchange_on_a_gpu_writes_new_weights_and_undo_the_old_ones(device: torch.device) -> None:
+@pytest.mark.parametrize("kernel", ["0", "1"], ids=["copies", "kernel"])
+def test_exchange_on_a_gpu_writes_new_weights_and_undo_the_old_ones(
+    device: torch.device, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device.type != "cuda":
         pytest.skip("no GPU")
+    monkeypatch.setenv(contract.SWAP_KERNEL, kernel)
+    swap_kernel.cache_clear()
+    assert (swap_kernel(device) is not None) == (kernel == "1")
     weights = [torch.randn(shape, device=device).bfloat16() for shape in ((4096, 1024), (7, 3), (1024,), (513, 5))]
     new = [torch.randn_like(weight) for weight in weights]
     staging = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in new])

@@ -28,7 +28,7 @@ from megascend.weightsync.sharded import ShardedSync
 from support.forked_programs import run_forked
 from support.trainers import make_trainer
 from weightwire.errors import PlanError
-from weightwire.transports.choice import Location, choose, choose_pairs
+from weightwire.transports.choice import Location, choose_pairs
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -153,24 +153,22 @@ def test_a_rank_that_fails_to_describe_its_slices_leaves_the_push_to_rank_0(pari
             assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
 
 
-@pytest.mark.parametrize(("sharded", "visible"), [(None, True), (None, False), (True, False)])
-def test_a_plan_through_the_host_is_no_default_where_rank_0_has_a_direct_way(sharded, visible):
-    """Choose for an engine on the GPU of rank 0, which may not see that of rank 1."""
-    gpus = [Location("cuda", "a", "space", f"gpu {rank}", ("gpu 0", "gpu 1"), nccl="2.27") for rank in range(2)]
-    engine = dataclasses.replace(gpus[0], visible=("gpu 0", "gpu 1") if visible else ("gpu 0",))
+@pytest.mark.parametrize(("sharded", "device"), [(None, "cpu"), (None, "cuda"), (True, "cuda")])
+def test_weights_on_accelerators_are_sharded_only_if_set(sharded, device):
+    places = [Location(device, "a", "space", f"gpu {rank}", ("gpu 0", "gpu 1"), nccl="2.27") for rank in range(2)]
     delivery: Any = SimpleNamespace(
         is_loopback=True,
-        members=lambda engines: ({"engine": 1}, {"engine": engine}),
-        fitting_transport=lambda members: choose(gpus[0], members),
+        members=lambda engines: ({"engine": 1}, {"engine": places[0]}),
         check_pairs=lambda members, places: choose_pairs(None, dict(enumerate(places)), members),
     )
     backend: Any = SimpleNamespace(groups=None)
     sync = ShardedSync(backend, None, sharded=sharded, mode="full", full_every=1, chunk_bytes=1)  # type: ignore[arg-type]
-    if visible or sharded:
-        assert sync._connection([], gpus, delivery) == ({"engine": 1}, "cuda_ipc" if visible else "shared_memory")
+    if sharded or device == "cpu":
+        transport = "cuda_ipc" if device == "cuda" else "gloo"
+        assert sync._connection([], places, delivery) == ({"engine": 1}, transport)
     else:
-        with pytest.raises(PlanError, match=r"only shared_memory, through the host's memory, .* and cuda_ipc connects"):
-            sync._connection([], gpus, delivery)
+        with pytest.raises(PlanError, match="weights on cuda are no default yet: set sharded=True"):
+            sync._connection([], places, delivery)
 
 
 def test_ranks_of_another_host_need_an_address_of_rank_0(parity_folder, tmp_path, monkeypatch):

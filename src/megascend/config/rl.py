@@ -364,7 +364,8 @@ class Sync(Section):
     sharded: bool | None = Field(
         None,
         description="every rank sends the slices that it holds and every worker of an engine receives those that it loads; "
-        "default: where both can describe them and several ranks or workers share the transfer. true refuses updates otherwise",
+        "default: on CPUs, where both can describe them and several ranks or workers share the transfer. true refuses updates "
+        "otherwise",
     )
     mode: Literal["full", "delta", "auto"] = Field(
         "full",

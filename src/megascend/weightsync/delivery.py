@@ -298,7 +298,7 @@ class Delivery:
         # The devices of the engines' workers decide the transport.
         with update.timed("begin.locations"):
             counts, members = self._located(update.engines)
-        update.transport = self.fitting_transport(members)
+        update.transport = self._fitting_transport(members)
         manifest, device = self._manifest(update, specs, adapter)
         answers = self._offer(update, manifest, counts)
         self._require_all(*answers, f"version {update.version} was not begun", OLD_WEIGHTS)
@@ -461,7 +461,7 @@ class Delivery:
             self._loop.close()
         self._listener.close()
 
-    def fitting_transport(self, members: Mapping[str, Location | None]) -> str:
+    def _fitting_transport(self, members: Mapping[str, Location | None]) -> str:
         """Choose the transport of an update, or check the configured one against the members' devices."""
         local = Location.of(self._device)
         try:

@@ -25,7 +25,7 @@ from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
 from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
-from weightwire.transports.choice import THROUGH_HOST, Location
+from weightwire.transports.choice import Location
 
 if TYPE_CHECKING:
     from megascend.backend import Backend
@@ -219,15 +219,13 @@ class ShardedSync:
                 f"the ranks are on {len(hosts)} hosts, and rank 0 listens on {delivery.host} (host, sync.host): set an address "
                 "that all of them reach"
             )
-        transport = delivery.check_pairs(members, places)
-        if self._sharded is None and self._mode == "full":
-            broadcast = delivery.fitting_transport(members)
-            if transport in THROUGH_HOST and broadcast not in THROUGH_HOST:
-                raise PlanError(
-                    f"only {transport}, through the host's memory, connects all ranks with all workers, and {broadcast} connects "
-                    "rank 0 with them"
-                )
-        return counts, transport
+        devices = {location.device for location in places} - {"cpu"}
+        if self._sharded is None and self._mode == "full" and devices:
+            # Until a GPU has shown that it ends and how fast it is: pushes over CUDA IPC once waited for each other there.
+            raise PlanError(
+                f"sharded updates of weights on {', '.join(sorted(devices))} are no default yet: set sharded=True (sync.sharded)"
+            )
+        return counts, delivery.check_pairs(members, places)
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""

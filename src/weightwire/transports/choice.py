@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """Setting that selects the best transport for all members of an update."""
-THROUGH_HOST = ("gloo", "shared_memory", "files")
-"""Transports that move bytes of accelerators through the host's memory."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 

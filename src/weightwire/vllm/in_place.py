@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from weightwire.manifest import Manifest, TensorSpec
 from weightwire.plan import Region, Share, overlapping
 from weightwire.slices import Box, index_of, minus, overlap
 from weightwire.staging import ALIGNMENT, ROW_BYTES, BucketLayout, ShardLayout
+from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import EMBEDDINGS, HEAD, require_equal_head
 from weightwire.vllm.needs import Recorder, as_slices, observe
 
@@ -122,8 +124,8 @@ SwapKernel = Callable[[Tensor, int], object]
 
 @cache
 def swap_kernel(device: torch.device) -> SwapKernel | None:
-    """Return the kernel that exchanges rows of memory in one pass over a device's memory, compiled; None if it has none."""
-    if device.type != "cuda" or not has_triton():
+    """Return the kernel that exchanges rows of memory in one pass, compiled for a device; None: copies exchange them."""
+    if device.type != "cuda" or os.environ.get(contract.SWAP_KERNEL) != "1" or not has_triton():
         return None
     try:
         from weightwire.vllm import swap_triton
