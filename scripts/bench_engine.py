@@ -53,6 +53,8 @@ from weightwire.sender import spec_of
 from weightwire.vllm.guard import BEARER
 
 START_S = 600.0
+NCCL_LIMIT_S = 120.0
+"""Of all updates by vLLM's own NCCL transfer; then its program prints where it waits, and ends."""
 CONTEXT = 2048
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 SHAPES: dict[str, dict[str, Any]] = {
@@ -266,17 +268,23 @@ class Server:
 
 
 NCCL_TRAINER = """
-import json, sys, threading, time, urllib.request
+import faulthandler, json, os, sys, threading, time, traceback, urllib.request
 import torch
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-address, port, specs, times, workers = json.loads(sys.stdin.read())
+address, port, specs, times, workers, limit = json.loads(sys.stdin.read())
+faulthandler.dump_traceback_later(limit, exit=True)
 torch.cuda.set_device(0)
 weights = [(n, torch.zeros(s, dtype=getattr(torch, d), device="cuda")) for n, d, s in specs]
 def post(path, body=None):
     request = urllib.request.Request(address + path, json.dumps(body or {}).encode(), {"Content-Type": "application/json"})
     urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=300).read()
+def call(path, body):
+    try:
+        post(path, body)
+    except Exception:  # the transfer beside it would wait for ever
+        traceback.print_exc(); os._exit(1)
 def beside(path, body, work):
-    thread = threading.Thread(target=post, args=(path, body)); thread.start(); result = work(); thread.join(); return result
+    thread = threading.Thread(target=call, args=(path, body)); thread.start(); result = work(); thread.join(); return result
 info = {"master_address": "127.0.0.1", "master_port": port, "world_size": 1 + workers}
 group = beside("/init_weight_transfer_engine", {"init_info": {**info, "rank_offset": 1}},
                lambda: NCCLWeightTransferEngine.trainer_init(info))
@@ -309,11 +317,11 @@ def own_nccl(
         port = probe.getsockname()[1]
     completed = subprocess.run(
         [str(arguments.vllm_python), "-c", NCCL_TRAINER],
-        input=json.dumps([server.process.address, port, specs, arguments.times + 1, arguments.tensor]),
+        input=json.dumps([server.process.address, port, specs, arguments.times + 1, arguments.tensor, NCCL_LIMIT_S]),
         env=engine_environment(arguments.vllm_python),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=NCCL_LIMIT_S + 60,
         encoding="utf-8",
         check=False,
     )
