@@ -476,7 +476,6 @@ class Delivery:
 
     def _located(self, engines: Sequence[InferenceEngine]) -> tuple[dict[str, int], dict[str, Location | None]]:
         """Return the number of workers by engine, and every worker's memory by its name for messages."""
-        self._drop_left(engines)
         answers = self._all(engines, lambda engine: engine.locations(), self._timeout_s)
         locations = self._require_all(*answers, "push", "")
         counts = {engine.name: len(locations[engine.name]) for engine in engines}
@@ -528,7 +527,13 @@ class Delivery:
             )
             first += workers
         with update.timed("begin.offer"):
-            return self._all(update.engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s)
+            answers, failed = self._all(
+                update.engines, lambda engine: engine.begin_update(offers[engine.name]), self._timeout_s
+            )
+        for name in answers:
+            # It would have refused the offer if it still had an earlier update: one that was restarted never answers for it.
+            self._undropped.pop(name, None)
+        return answers, failed
 
     def _all(
         self, engines: Sequence[InferenceEngine], call: Callable[[InferenceEngine], Any], timeout_s: float
