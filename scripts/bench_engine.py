@@ -50,6 +50,7 @@ from weightwire.engine import Sampling
 from weightwire.engine_calls import LoopThread
 from weightwire.keys import read_key, write_key
 from weightwire.sender import spec_of
+from weightwire.vllm.contract import SWAP_KERNEL
 from weightwire.vllm.guard import BEARER
 
 START_S = 600.0
@@ -353,6 +354,8 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
     if device == "cuda":
         torch.cuda.empty_cache()  # vLLM measures free memory
     figures: dict[str, Any] = {"shape": shape, "layers": config["num_hidden_layers"], "bytes": nbytes, "device": device}
+    figures["swap"] = "kernel" if f"{SWAP_KERNEL}=1" in arguments.variable else "copies"
+    figures["window_s"] = arguments.window
     print(f"== {shape}, {config['num_hidden_layers']} layers, {nbytes / 1e9:.2f} GB", flush=True)
     with Server(directory, work, arguments, device) as server:
         engine = server.client()

@@ -403,6 +403,7 @@ def engine_pushes() -> str:
             lines.append(
                 [
                     figures["shape"],
+                    figures["swap"],
                     f"{size:.1f}",
                     f"{seconds[0]:.2f} to {seconds[-1]:.2f}",
                     *phases,
@@ -414,8 +415,8 @@ def engine_pushes() -> str:
                 ]
             )
         legend.append(f"Two {stored['device']}s; {version_list(stored)}.")
-    header = ["shapes", "GB", "whole, s", "begin", "transfer", "verify", "commit", "pause, ms", "GB/s", "tokens during"]
-    return " ".join(legend) + "\n\n" + table([*header, "tokens in 2 s", "first, s"], lines)
+    header = ["shapes", "swap", "GB", "whole, s", "begin", "transfer", "verify", "commit", "pause, ms", "GB/s"]
+    return " ".join(legend) + "\n\n" + table([*header, "tokens during", "tokens in window", "first, s"], lines)
 
 
 def large_worlds() -> str:

@@ -20,21 +20,26 @@ MODEL = "megascend new-model model --layers 3 --hidden 128 --heads 4 --context 6
 """vLLM's attention wants heads of 32 or more."""
 
 GAME = """
-class Bisection:
-    \"\"\"Guess a number from 1 to 7 in three turns; the answers are + and -.\"\"\"
+import random
+
+BEATEN_BY = {"r": "p", "p": "s", "s": "r"}
+
+
+class Rounds:
+    \"\"\"Play rock, paper, scissors for three rounds against a player who moves first.\"\"\"
 
     async def run(self, policy, example):
-        secret = int(example["answer"])
-        conversation = policy.conversation(example["prompt"])
+        draw, move, won = random.Random(example["seed"]), example["prompt"], 0
+        conversation = policy.conversation(move)
         for turn in range(3):
-            guess = await conversation.reply()
-            number = int(guess) if guess in set("1234567") else 0
-            if number == secret or conversation.full or turn == 2:
+            won += await conversation.reply() == BEATEN_BY[move] + "."
+            if conversation.full or turn == 2:
                 break
-            conversation.add("+" if number < secret else "-")
-        return conversation.trajectory(float(number == secret))
+            move = draw.choice("rps")
+            conversation.add(move)
+        return conversation.trajectory(won / 3)
 """
-"""A player that guesses anew every time wins in 37 % of the games, and one that halves the rest in all."""
+"""A player who pays no attention wins a third of the rounds."""
 
 
 def write_files(folder: Path) -> None:
@@ -78,28 +83,25 @@ def test_model_learns_a_game_of_three_turns(tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(GAME, encoding="utf-8")
     draw = random.Random(0)
     with (tmp_path / "solved.jsonl").open("w", encoding="utf-8") as file:
-        for _ in range(2000):  # players that pay no attention to the answers
-            secret, guesses = draw.randint(1, 7), [draw.randint(1, 7) for _ in range(3)]
-            text = "".join(f"{guess}{'+' if guess < secret else '-'}" for guess in guesses)
-            print(json.dumps({"prompt": "?", "completion": text}), file=file)
-    for name, numbers in {"problems.jsonl": range(1, 8), "held_out.jsonl": range(1, 8)}.items():
+        for _ in range(2000):  # moves at random
+            moves = [draw.choice("rps") for _ in range(6)]
+            text = "".join(move + "." * (place % 2 == 0) for place, move in enumerate(moves[1:]))
+            print(json.dumps({"prompt": moves[0], "completion": text}), file=file)
+    for name in ("problems.jsonl", "held_out.jsonl"):
         with (tmp_path / name).open("w", encoding="utf-8") as file:
-            for number in numbers:
-                print(json.dumps({"prompt": "?", "answer": str(number)}), file=file)
+            for seed in range(16):
+                print(json.dumps({"prompt": draw.choice("rps"), "seed": seed}), file=file)
     for command in (MODEL, "megascend train warm_up.yaml"):
         run_page_command(command, tmp_path, DEADLINE_S)
     before, after = rewards_of_run(
         tmp_path / "calculator.yaml",
-        "rollout.environment.name=game.py:Bisection",
-        "rollout.stop=null",
-        "rollout.max_tokens=1",
+        "rollout.environment.name=game.py:Rounds",
+        "rollout.stop=[.]",
+        "rollout.max_tokens=2",
         "rollout.max_lag=0",
-        "rollout.prompts_per_step=7",
-        "rollout.group_size=16",
-        "evaluation.samples=16",
         "optimizer.lr=5e-4",
-        "steps=60",
-        "evaluation.every=60",
+        "steps=40",
+        "evaluation.every=40",
     )
-    assert after > before + 0.2
-    assert_engine_agrees(tmp_path / "runs" / "calculator", 1.5)
+    assert after > before + 0.3
+    assert_engine_agrees(tmp_path / "runs" / "calculator", 2.5)
