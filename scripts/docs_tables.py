@@ -39,7 +39,7 @@ from megascend.tracking.metrics import Metric, declared_metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
 
-from support.described import describe_checkpoint, published_plan
+from support.described import published_plan
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -1,0 +1,161 @@
+"""Plan layouts of a run, have the engine check them, and write the run file of one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megascend.app.preflight import check_lora
+from megascend.app.run import backend_settings, bootstrap
+from megascend.config import RunConfig, TrainerConfig, parsed
+from megascend.config.run_file import read_settings
+from megascend.errors import CheckpointError, ConfigError, MegascendError
+from megascend.huggingface.files import read_config
+from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.planning.hardware import Hardware
+from megascend.planning.search import Candidate, Model, Plan, Request, search
+
+DATA = Path("data.jsonl")
+"""Training data of a run file, where none was named."""
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """Planned layouts of a run.
+
+    Attributes:
+        request: what was planned, and ``info``: the model.
+        plan: result of the search.
+        layouts: those that the engine accepts, fastest first.
+        refused: layouts that it does not accept, with its reasons.
+        unchecked: why the engine was not asked, or None.
+    """
+
+    request: Request
+    info: ModelInfo
+    hardware: Hardware
+    plan: Plan
+    layouts: list[Candidate]
+    refused: list[tuple[Candidate, str]] = field(default_factory=list)
+    unchecked: str | None = None
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of the best layout, of the devices' peak."""
+        best = self.layouts[0]
+        flops = self.info.flops_per_token(self.request.length, frozen=best.config.lora is not None)
+        return flops * best.tokens_per_second / self.hardware.peak
+
+
+@contextlib.contextmanager
+def described(model: Path) -> Iterator[Path]:
+    """Yield a checkpoint directory for a model that may be only its ``config.json``: tensors are then named, and have no data.
+
+    Raises:
+        ConfigError: there is no ``config.json``, or it is not valid JSON.
+    """
+    path = model / "config.json" if model.is_dir() else model
+    if not path.is_file():
+        raise ConfigError(f"{model}: no model is there; name a checkpoint's directory, or a config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if model.is_dir() and any(model.glob("*.safetensors")):
+        yield model
+        return
+    from megascend.huggingface.described import describe_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="megascend-plan-") as folder:
+        # An fp8 checkpoint is trained in 16 bits.
+        yield describe_checkpoint(Path(folder), {k: v for k, v in config.items() if k != "quantization_config"})
+
+
+def settings(model: Path, length: int, batch: int, data: Path | None, overrides: Sequence[str]) -> RunConfig:
+    """Return the run's settings before a layout is chosen: defaults, with ``a.b=value`` overrides."""
+    values = read_settings(None, overrides)
+    values = {"model": str(model), "output": "run", **values}
+    values["data"] = {"path": str(data or DATA), "global_batch_size": batch, **values.get("data", {})}
+    values["batching"] = {"micro_batch_tokens": length, "max_length": length, **values.get("batching", {})}
+    config = parsed(RunConfig, values, "plan")
+    if config.engine != "megatron":
+        raise ConfigError(f"engine: {config.engine} has one layout for a world; plans are for engine megatron")
+    return config
+
+
+def plan_layouts(
+    checkpoint: Path, config: RunConfig, cards: int, length: int, hardware: Hardware, best: int
+) -> LayoutPlan:
+    """Search layouts of a run and have the engine check the ``best`` ones."""
+    info = inspect_checkpoint(checkpoint, mtp=config.mtp)
+    check_lora(config, info)
+    request = Request(cards, length, config.data.global_batch_size, config)
+    plan = search(Model.of(info, read_config(checkpoint)), request, hardware, best=3 * best)
+    layouts, refused, unchecked = checked(plan.candidates, checkpoint, info, best)
+    return LayoutPlan(request, info, hardware, plan, layouts, refused, unchecked)
+
+
+def checked(
+    candidates: Sequence[Candidate], checkpoint: Path, info: ModelInfo, count: int
+) -> tuple[list[Candidate], list[tuple[Candidate, str]], str | None]:
+    """Return the first ``count`` layouts that the engine accepts, the refused ones before them, and why it was not asked.
+
+    The engine's own checks of a run's start are run, with process groups that communicate nothing.
+    """
+    from megascend.backends import check_backend
+
+    accepted: list[Candidate] = []
+    refused: list[tuple[Candidate, str]] = []
+    runtime: Any = None
+    for candidate in candidates:
+        if len(accepted) == count:
+            break
+        # Where the plan is made, other devices are, or none.
+        config = candidate.config.model_copy(update={"platform": "auto", "model": checkpoint})
+        if runtime is None:
+            try:
+                runtime = bootstrap(config)
+            except ImportError as error:  # also MegascendError's for a missing package or version
+                return list(candidates[:count]), [], f"{type(error).__name__}: {error}"
+        try:
+            check_backend("megatron", runtime, candidate.topology, info, checkpoint, **backend_settings(config))
+        except (ConfigError, CheckpointError) as error:
+            refused.append((candidate, str(error)))
+        else:
+            accepted.append(candidate)
+    return accepted, refused, None
+
+
+def run_file(candidate: Candidate) -> str:
+    """Return the YAML of a run with this layout: only settings that differ from their defaults, and what a run needs."""
+    import yaml
+
+    config = candidate.config
+    values = _changed(config)
+    header = f"# {candidate.describe()}\n# predicted: {candidate.time.seconds:.3g} s a step\n"
+    return header + yaml.safe_dump(values, sort_keys=False)
+
+
+def _changed(config: TrainerConfig) -> dict[str, Any]:
+    """Return the settings that a run file has to name."""
+    return config.model_dump(mode="json", exclude_defaults=True)
+
+
+def better_layout(
+    config: RunConfig, info: ModelInfo, cards: int, length: int, hardware: Hardware, own: Candidate | None, gain: float
+) -> Candidate | None:
+    """Return the layout that a plan would choose, if it is faster than the run's by the factor ``gain``; for dry runs."""
+    if own is None:
+        return None
+    request = Request(cards, length, config.data.global_batch_size, config)
+    try:
+        plan = search(Model.of(info, read_config(config.model)), request, hardware, best=1)
+    except MegascendError:
+        return None
+    best = plan.candidates[0] if plan.candidates else None
+    return best if best is not None and own.time.seconds > gain * best.time.seconds else None
