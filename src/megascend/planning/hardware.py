@@ -136,6 +136,9 @@ class Measurements:
         return cls(str(content["device"]), products, grouped, (attention[0], attention[1]), memory)
 
 
+UNDER_LOAD = 0.95
+"""Speed of products and attention in a step, relative to the calibration's: a step keeps the device at its power limit, which lowers
+the clock. One number for all devices and models, chosen so that it suits the steps measured here (docs/planning.md)."""
 BACKWARD_ATTENTION = 2.5
 """Products of the backward pass of flash attention, relative to the forward pass: five to two."""
 
@@ -182,9 +185,8 @@ class Hardware:
         """Return the seconds of one of a linear layer's three products."""
         if min(tokens, inputs, outputs) <= 0:
             return 0.0
-        computing = (
-            2 * tokens * inputs * outputs / (self.peak * self.measurements.products[kind](tokens, inputs, outputs))
-        )
+        share = self.measurements.products[kind](tokens, inputs, outputs)
+        computing = 2 * tokens * inputs * outputs / (self.peak * UNDER_LOAD * share)
         # Shapes below the grid: their operands have to be read at least.
         return max(computing, 2 * (tokens * inputs + inputs * outputs + tokens * outputs) / self.bytes_per_s)
 
@@ -193,7 +195,7 @@ class Hardware:
         if min(experts, rows, inputs, outputs) <= 0:
             return 0.0
         share = self.measurements.grouped[kind](experts, rows, inputs * outputs)
-        computing = 2 * experts * rows * inputs * outputs / (self.peak * share)
+        computing = 2 * experts * rows * inputs * outputs / (self.peak * UNDER_LOAD * share)
         moved = 2 * experts * (rows * inputs + inputs * outputs + rows * outputs)
         return max(computing, moved / self.bytes_per_s)
 
@@ -206,7 +208,7 @@ class Hardware:
             head_dim: mean of the widths of a query head and a value head.
         """
         flops = tokens / length * attention_flops(length, width) * (BACKWARD_ATTENTION if backward else 1.0)
-        return flops / (self.peak * self.measurements.attention[backward](length, head_dim))
+        return flops / (self.peak * UNDER_LOAD * self.measurements.attention[backward](length, head_dim))
 
     def moved(self, count: float, kernels: float = 1.0) -> float:
         """Return the seconds in which ``kernels`` element-wise kernels move ``count`` bytes."""

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from megascend.memory.sizes import ModelSizes
-from megascend.planning.hardware import Hardware
+from megascend.planning.hardware import PASSES, Hardware, Pass
 from megascend.topology.topology import Topology
 
 Part = Literal[
@@ -35,6 +35,8 @@ BF16, FP32 = 2, 4
 DELTA_RULE_SHARE = 0.03
 """Share of the peak that flash-linear-attention's kernels reach, by 18 FLOPs for each element of the state and token. From one
 figure of docs/benchmarks.md, Qwen3.5-4B's shapes; nothing else was measured."""
+PERMUTATION = 2.0
+"""Time in which a permutation moves rows, relative to a copy: docs/benchmarks.md has 1.7 ms where a copy would take 0.85."""
 QUANTISATION_BYTES = 3
 """Bytes that a cast of an element to fp8 moves, read in 16 bits."""
 
@@ -51,6 +53,7 @@ class Execution:
         captured: kernels are launched by CUDA graphs, so that the host is never late.
         host_kernels: kernels that the host launches, relative to this engine.
         fused_expert_gradients: gradients of experts' weights are added to the fp32 buffer inside the products.
+        grouped: experts of a rank are one product; False: one after another, as where they have biases.
     """
 
     fp8: bool = False
@@ -60,6 +63,7 @@ class Execution:
     captured: bool = False
     host_kernels: float = 1.0
     fused_expert_gradients: bool = False
+    grouped: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class Cost:
             outputs /= ranks
         elif divided == "rows":
             inputs /= ranks
-        forward, data, weight = (self._product(t, inputs, outputs, kind) for kind in (0, 1, 2))
+        forward, data, weight = (self._product(t, inputs, outputs, kind) for kind in PASSES)
         weight = 0.0 if self.frozen else weight
         layer.add(module, part, forward, data + weight)
         if ranks > 1 and gathers:
@@ -198,16 +202,14 @@ class Cost:
         if self.rank:
             self._adapter(layer, module, t, inputs, outputs, slices)
 
-    def _product(self, tokens: float, inputs: float, outputs: float, kind: int) -> float:
-        from megascend.planning.hardware import PASSES
-
-        seconds = self.hardware.product(tokens, inputs, outputs, PASSES[kind])
+    def _product(self, tokens: float, inputs: float, outputs: float, kind: Pass) -> float:
+        """Return the seconds of a product of a linear layer, in fp8 if the program multiplies so."""
+        seconds = self.hardware.product(tokens, inputs, outputs, kind)
         if not self.execution.fp8:
             return seconds
-        # Both operands are cast by kernels of their own; weights once a step, which is not counted.
-        return seconds / self.hardware.fp8 + self.hardware.moved(
-            QUANTISATION_BYTES * tokens * (outputs if kind else inputs)
-        )
+        # Activations and gradients are cast by kernels of their own; weights once a step, which is not counted.
+        cast = tokens * (inputs if kind == "forward" else outputs)
+        return seconds / self.hardware.fp8 + self.hardware.moved(QUANTISATION_BYTES * cast)
 
     def _tensor_collectives(
         self,
@@ -247,8 +249,8 @@ class Cost:
         """Add an adapter's products, and the addition of its output and of its input's gradient."""
         r = self.rank
         shapes = [(inputs, slices * r), *[(r, outputs / slices)] * slices]
-        forward = sum(self._product(tokens, a, b, 0) for a, b in shapes)
-        backward = sum(self._product(tokens, a, b, 1) + self._product(tokens, a, b, 2) for a, b in shapes)
+        forward = sum(self.hardware.product(tokens, a, b, "forward") for a, b in shapes)
+        backward = sum(self.hardware.product(tokens, a, b, kind) for a, b in shapes for kind in PASSES[1:])
         layer.add(module, "products", forward, backward)
         moved = self.hardware.moved(3 * BF16 * tokens * outputs), self.hardware.moved(3 * BF16 * tokens * inputs)
         layer.add(module, "element-wise", *moved)
@@ -396,6 +398,7 @@ class Cost:
         permuted = h.moved(unit * (2 * copies)) + h.moved(unit * (copies + self.rows))
         if ep > 1 and sizes.experts > ep:  # what arrives from ranks is sorted by expert, and back
             permuted += 2 * h.moved(unit * 2 * received)
+        permuted *= PERMUTATION
         layer.add("moe", "element-wise", permuted, permuted)
         if ep * etp > 1:
             exchange = self.collective("all_to_all", unit * copies, "expert") if ep > 1 else 0.0
@@ -416,26 +419,23 @@ class Cost:
 
     def _router(self) -> tuple[float, float]:
         sizes, h = self.sizes, self.hardware
-        forward, data, weight = (self._product_of_router(kind) for kind in (0, 1, 2))
+        forward, data, weight = (h.product(self.rows, sizes.hidden, sizes.experts, kind) for kind in PASSES)
         scores = h.moved(FP32 * self.rows * sizes.experts * 6)
         return forward + scores, data + (0.0 if self.frozen else weight) + scores
-
-    def _product_of_router(self, kind: int) -> float:
-        from megascend.planning.hardware import PASSES
-
-        return self.hardware.product(self.rows, self.sizes.hidden, self.sizes.experts, PASSES[kind])
 
     def _grouped(self, layer: _Layer, experts: float, rows: float, inputs: float, outputs: float) -> None:
         h = self.hardware
         forward, data, weight = (
             h.grouped_product(experts, rows, inputs, outputs, kind)
-            for kind in ("forward", "input gradient", "weight gradient")
+            if self.execution.grouped
+            else experts * h.product(rows, inputs, outputs, kind)
+            for kind in PASSES
         )
         if self.execution.fp8:
             cast = h.moved(QUANTISATION_BYTES * experts * rows * inputs)
             forward, data, weight = (seconds / h.fp8 + cast for seconds in (forward, data, weight))
         layer.add("moe", "experts", forward, data + (0.0 if self.frozen else weight))
-        if not self.frozen and not self.execution.fused_expert_gradients:
+        if not self.frozen and self.execution.grouped and not self.execution.fused_expert_gradients:
             # torch's grouped product writes bf16, which another kernel adds to the fp32 buffer.
             layer.add("moe", "experts", 0.0, h.moved((2 * FP32 + BF16) * experts * inputs * outputs))
         if self.rank:
@@ -455,7 +455,7 @@ class Cost:
         """
         sizes, topology, h = self.sizes, self.topology, self.hardware
         vocabulary = sizes.vocabulary / topology.tensor
-        products = [self._bf16_product(self.local, sizes.hidden, vocabulary, kind) for kind in (0, 1, 2)]
+        products = [h.product(self.local, sizes.hidden, vocabulary, kind) for kind in PASSES]
         if self.frozen:
             products[2] = 0.0
         logits = self.local * vocabulary
@@ -474,11 +474,6 @@ class Cost:
             reduced = self.collective("all_reduce", size, "tensor")  # or gathered, and its gradient scattered
             forward["tensor parallel"] = reduced + 2 * self.collective("all_reduce", FP32 * self.local, "tensor")
         return scaled(forward, passes), scaled(backward, passes), (20 * passes, 6 * passes)
-
-    def _bf16_product(self, tokens: float, inputs: float, outputs: float, kind: int) -> float:
-        from megascend.planning.hardware import PASSES
-
-        return self.hardware.product(tokens, inputs, outputs, PASSES[kind])
 
     def embedding(self) -> tuple[Costs, Costs]:
         """Return forward and backward costs of the embedding."""

@@ -25,6 +25,8 @@ STEP_S = 0.004
 """Seconds in which the host begins and ends a step, while the device waits."""
 RANK_S = 5e-5
 """Seconds that each rank of the world adds to the exchange before a step (docs/benchmarks.md, large worlds)."""
+UPDATE_BYTES = 2**27
+"""Bytes that one kernel of the update moves, which takes a list of parameters."""
 BUCKETS = 8
 """Parts in which gradients are reduced during the backward pass, and parameters gathered during the forward pass, at least: the
 last one of the former and the first one of the latter are never hidden."""
@@ -274,7 +276,7 @@ def _update(
             reduced += hardware.collective("all_reduce", FP32 * part.embedding, (ends[0], ends[-1]))
         times = {
             "gradient reduction": reduced,
-            "optimizer": hardware.moved(moved),
+            "optimizer": hardware.moved(moved, kernels=max(1.0, moved / UPDATE_BYTES)),
             "parameter gathering": gathered,
         }
         if sum(times.values()) > sum(slowest.values()):
