@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from megascend.memory.parameters import StageParameters, adapter_bytes, stages
 from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
+from megascend.planning.layers import Execution
 from megascend.planning.step import StepTime, Work, attention_windows, step_time
 from megascend.topology.topology import Topology, plan
 
@@ -52,23 +52,24 @@ class Model:
     Attributes:
         info: of its checkpoint, in which an expert's tensors are one with those of its layer's other experts.
         hf_config: its ``config.json``.
+        windows: how far back each layer's attention reaches; empty: all tokens.
     """
 
     info: ModelInfo
     hf_config: Mapping[str, Any]
+    sizes: ModelSizes
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> Model:
         """Describe the model of a checkpoint."""
-        return cls(replace(info, tensors=joined_experts(info.tensors)), hf_config)
+        info = replace(info, tensors=joined_experts(info.tensors))
+        return cls(info, hf_config, ModelSizes.of(info, hf_config), attention_windows(hf_config))
 
-    @cached_property
-    def sizes(self) -> ModelSizes:
-        return ModelSizes.of(self.info, self.hf_config)
-
-    @cached_property
-    def windows(self) -> tuple[int | None, ...]:
-        return attention_windows(self.hf_config)
+    @property
+    def execution(self) -> Execution:
+        """How the engine computes this model: experts with biases have no grouped product."""
+        return Execution(grouped=not self.info.shape.expert_bias)
 
 
 def joined_experts(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
@@ -343,6 +344,7 @@ def step_work(
         config.optimizer.overlap_grad_reduce and config.lora is None,
         config.optimizer.overlap_param_gather and config.lora is None,
         config.optimizer.distributed,
+        model.execution,
     )
 
 
