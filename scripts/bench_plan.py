@@ -277,7 +277,7 @@ def _published(row: dict[str, Any], shape: Shape) -> Row:
     config = TrainerConfig(
         model=Path("model"),
         output=Path("run"),
-        lora=Lora(rank=row["lora"]) if "lora" in row else None,
+        lora=Lora(rank=row["lora"], targets=("q_proj", "k_proj", "v_proj")) if "lora" in row else None,
         optimizer=Adam(overlap_grad_reduce=True, overlap_param_gather=True),
         recompute=Recompute(granularity="selective", modules=tuple(row["recompute"]))
         if "recompute" in row
@@ -294,6 +294,7 @@ def _published(row: dict[str, Any], shape: Shape) -> Row:
         fp8=row["precision"] == "fp8",
         expert_overlap=0.8 if row.get("expert_overlap") else 0.0,
         grouped=not shape.expert_bias,
+        node_copies=row.get("node_copies"),
     )
     time = step_time(sizes, topology, trained, replace(work, execution=execution), load(row["device"]), model.windows)
     step_tokens = row["global_batch"] * row["length"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -183,8 +182,8 @@ def adapter_bytes(
         else:
             count, rows, columns = _local(name, header.shape, topology)
         factors += count * lora.rank * (rows + columns)
-        kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
-        key = re.sub(rf"{kind}(\.weight)?$", FUSED.get(kind, kind) if fused else kind, name)
+        prefix, _, kind = name.removesuffix(".weight").rpartition(".")
+        key = f"{prefix}.{FUSED.get(kind, kind) if fused else kind}"
         layers.setdefault(key, []).append((count * rows, count * columns))
     for parts in layers.values():
         # A of each slice, and one B over the ranks and outputs of all slices.

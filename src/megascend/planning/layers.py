@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from megascend.memory.sizes import ModelSizes
-from megascend.planning.hardware import PASSES, Hardware, Pass
+from megascend.planning.hardware import PASSES, Hardware, Pass, collective_seconds, nodes_of
 from megascend.topology.topology import Topology
 
 Part = Literal[
@@ -35,6 +35,11 @@ BF16, FP32 = 2, 4
 DELTA_RULE_SHARE = 0.03
 """Share of the peak that flash-linear-attention's kernels reach, by 18 FLOPs for each element of the state and token. From one
 figure of docs/benchmarks.md, Qwen3.5-4B's shapes; nothing else was measured."""
+CAPTURED_GAPS = 0.17
+"""Time between kernels of a CUDA graph, relative to kernels that were launched in time: the 2,600 kernels of a LoRA step of 256 tokens
+leave room for 1.5 us each (docs/benchmarks.md, small LoRA steps)."""
+TILE = 128
+"""Tokens of a tile of attention kernels: a window is computed in tiles."""
 PERMUTATION = 2.0
 """Time in which a permutation moves rows, relative to a copy: docs/benchmarks.md has 1.7 ms where a copy would take 0.85."""
 QUANTISATION_BYTES = 3
@@ -54,6 +59,8 @@ class Execution:
         host_kernels: kernels that the host launches, relative to this engine.
         fused_expert_gradients: gradients of experts' weights are added to the fp32 buffer inside the products.
         grouped: experts of a rank are one product; False: one after another, as where they have biases.
+        node_copies: copies of a token that cross to other nodes, at most, as where it is sent once to each node; None: one for
+            each of its experts there.
     """
 
     fp8: bool = False
@@ -64,6 +71,7 @@ class Execution:
     host_kernels: float = 1.0
     fused_expert_gradients: bool = False
     grouped: bool = True
+    node_copies: float | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,10 @@ def scaled(costs: Costs, factor: float) -> Costs:
     return Counter({part: seconds * factor for part, seconds in costs.items()})
 
 
+ALL_LAYERS = frozenset({"attention", "mlp", "experts"})
+"""Kinds of layers that an adapter on all linear layers acts on."""
+
+
 @dataclass
 class _Layer:
     """Collects the costs of one layer."""
@@ -128,7 +140,8 @@ class Cost:
         tokens: of a micro batch, over all context parallel ranks.
         length: tokens of a sample.
         frozen: the model's weights have no gradients.
-        rank: rank of an adapter on all linear layers; 0: none.
+        rank: rank of an adapter on linear layers; 0: none.
+        adapted: kinds of layers that it acts on: ``attention``, ``mlp``, ``experts``.
         windows: tokens that a layer's attention reaches back; None: all.
     """
 
@@ -139,6 +152,7 @@ class Cost:
     length: float
     frozen: bool = False
     rank: int = 0
+    adapted: frozenset[str] = ALL_LAYERS
     windows: tuple[int | None, ...] = ()
     execution: Execution = Execution()
 
@@ -199,7 +213,7 @@ class Cost:
         layer.add(module, part, forward, data + weight)
         if ranks > 1 and gathers:
             self._tensor_collectives(layer, module, t, full, divided, (forward, data, weight))
-        if self.rank:
+        if self.rank and ("mlp" if module in ("mlp", "shared_experts") else "attention") in self.adapted:
             self._adapter(layer, module, t, inputs, outputs, slices)
 
     def _product(self, tokens: float, inputs: float, outputs: float, kind: Pass) -> float:
@@ -282,8 +296,8 @@ class Cost:
             self.linear(layer, "mlp", sizes.ffn, sizes.hidden, divided="rows")
         if self.rank:
             kernels = [kernels[0] + 15, kernels[1] + 22]
-        if not self.execution.captured:
-            layer.add("rest", "gaps", kernels[0] * self.hardware.gap_s, kernels[1] * self.hardware.gap_s)
+        gap = self.hardware.gap_s * (CAPTURED_GAPS if self.execution.captured else 1.0)
+        layer.add("rest", "gaps", kernels[0] * gap, kernels[1] * gap)
         return LayerSeconds(layer.forward, layer.backward, (kernels[0], kernels[1]))
 
     def _norms(self, layer: _Layer, with_experts: bool) -> None:
@@ -319,7 +333,7 @@ class Cost:
         width = (query + value) / 2 / topology.tensor
         window = self.windows[index] if self.windows else None
         # A rank of a ring computes pieces of a sample: as many FLOPs for a token, in shorter kernels.
-        share = 1.0 if window is None or window >= self.length else 2 * window / self.length
+        share = 1.0 if window is None else min(1.0, 2 * (window + 2 * TILE) / self.length)
         efficiency_length = max(1.0, self.length / topology.context)
         forward, backward = (
             h.attention(self.local, efficiency_length, width, head_dim, backward=backward) * topology.context * share
@@ -401,7 +415,7 @@ class Cost:
         permuted *= PERMUTATION
         layer.add("moe", "element-wise", permuted, permuted)
         if ep * etp > 1:
-            exchange = self.collective("all_to_all", unit * copies, "expert") if ep > 1 else 0.0
+            exchange = self._exchange(unit * copies) if ep > 1 else 0.0
             if etp > 1:
                 exchange += self.collective("all_gather", unit * received, "expert_tensor")
             exposed = 2 * exchange * (1 - self.execution.expert_overlap)
@@ -416,6 +430,17 @@ class Cost:
             self._activation(layer, "shared_experts", self.local, sizes.shared_ffn / topology.tensor)
             self.linear(layer, "shared_experts", sizes.shared_ffn, hidden, divided="rows")
             layer.add("shared_experts", "element-wise", h.moved(3 * unit * self.rows), h.moved(2 * unit * self.rows))
+
+    def _exchange(self, size: float) -> float:
+        """Return the seconds of an all-to-all of experts' rows."""
+        copies = self.execution.node_copies
+        if copies is None or copies >= self.sizes.topk:
+            return self.collective("all_to_all", size, "expert")
+        ranks = self.groups["expert"]
+        crossing = collective_seconds(self.hardware, "all_to_all", size * copies / self.sizes.topk, len(ranks), len(ranks))
+        inside = collective_seconds(self.hardware, "all_to_all", size, len(ranks), 1)
+        nodes = nodes_of(tuple(ranks), self.hardware.cards_per_node)
+        return inside if nodes == 1 else max(inside, crossing)
 
     def _router(self) -> tuple[float, float]:
         sizes, h = self.sizes, self.hardware
@@ -438,7 +463,7 @@ class Cost:
         if not self.frozen and self.execution.grouped and not self.execution.fused_expert_gradients:
             # torch's grouped product writes bf16, which another kernel adds to the fp32 buffer.
             layer.add("moe", "experts", 0.0, h.moved((2 * FP32 + BF16) * experts * inputs * outputs))
-        if self.rank:
+        if self.rank and "experts" in self.adapted:
             r = self.rank
             for a, b in ((inputs, r), (r, outputs)):
                 once = h.grouped_product(experts, rows, a, b, "forward")

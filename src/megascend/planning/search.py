@@ -19,11 +19,11 @@ from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.info import ModelInfo
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.parameters import StageParameters, adapter_bytes, stages
+from megascend.memory.parameters import StageParameters, adapter_bytes, is_target, stages
 from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
-from megascend.planning.layers import Execution
+from megascend.planning.layers import ALL_LAYERS, Execution
 from megascend.planning.step import StepTime, Work, attention_windows, step_time
 from megascend.topology.topology import Topology, plan
 
@@ -341,11 +341,22 @@ def step_work(
         config.recompute,
         adapter,
         0 if config.lora is None else config.lora.rank,
+        adapted_layers(model, config),
         config.optimizer.overlap_grad_reduce and config.lora is None,
         config.optimizer.overlap_param_gather and config.lora is None,
         config.optimizer.distributed,
         model.execution,
     )
+
+
+def adapted_layers(model: Model, config: TrainerConfig) -> frozenset[str]:
+    """Return the kinds of layers that the run's adapter acts on."""
+    lora = config.lora
+    if lora is None or lora.targets == "all-linear":
+        return ALL_LAYERS
+    names = [name for name, header in model.info.tensors.items() if is_target(name, header.shape, lora)]
+    kinds = {"experts" if ".experts." in name else "mlp" if ".mlp." in name else "attention" for name in names}
+    return frozenset(kinds)
 
 
 def _settings(

@@ -13,7 +13,7 @@ from megascend.memory.parameters import StageParameters
 from megascend.memory.sizes import ModelSizes
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
-from megascend.planning.layers import BF16, FP32, Cost, Costs, Execution, scaled, total
+from megascend.planning.layers import ALL_LAYERS, BF16, FP32, Cost, Costs, Execution, scaled, total
 from megascend.planning.pipeline import Durations, Span, simulate, step_seconds
 from megascend.topology.topology import Topology
 
@@ -42,7 +42,7 @@ class Work:
         tokens: of a micro batch, over all context parallel ranks; ``length``: of a sample in it.
         micro_batches: of a data parallel rank.
         adapter: elements of an adapter on a rank that are trained; the model is frozen.
-        rank: the adapter's rank.
+        rank: the adapter's rank, and ``adapted``: kinds of layers that it acts on.
         overlap_grad_reduce, overlap_param_gather, distributed: as in ``optimizer``.
     """
 
@@ -52,6 +52,7 @@ class Work:
     recompute: Recompute = Recompute()
     adapter: int = 0
     rank: int = 0
+    adapted: frozenset[str] = ALL_LAYERS
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     distributed: bool = True
@@ -173,7 +174,18 @@ def step_time(
     Args:
         parameters: of a rank of each stage, the trained ones if the model is not frozen.
     """
-    cost = Cost(sizes, topology, hardware, work.tokens, work.length, work.frozen, work.rank, windows, work.execution)
+    cost = Cost(
+        sizes,
+        topology,
+        hardware,
+        work.tokens,
+        work.length,
+        work.frozen,
+        work.rank,
+        work.adapted,
+        windows,
+        work.execution,
+    )
     passes = _passes(cost, work)
     launch_s = 0.0 if work.execution.captured else hardware.launch_s * work.execution.host_kernels
     durations = tuple(
