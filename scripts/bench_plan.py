@@ -33,9 +33,7 @@ from megascend.planning.step import StepTime, Work, step_time
 from megascend.topology.topology import Topology, plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "planning"
-MEGATRON = Execution(
-    whole_logits=True, tensor_overlap=True, host_kernels=0.6, fused_expert_gradients=True
-)
+MEGATRON = Execution(whole_logits=True, tensor_overlap=True, host_kernels=0.6, fused_expert_gradients=True)
 """NVIDIA's programs on Megatron-Core: collectives of tensor parallelism in pieces beside products (their recipes'
 ``tp_comm_overlap``), whole logits, Transformer Engine's experts, parts of layers in CUDA graphs."""
 PROGRAMS = {"NVIDIA": MEGATRON, "Ascend": Execution(whole_logits=True, fused_expert_gradients=True)}
@@ -241,9 +239,7 @@ def measured() -> list[Row]:
         work = replace(work, execution=replace(work.execution, captured=row.get("graphs", False)))
         time = step_time(model.sizes, topology, trained, work, load(row["device"]), model.windows)
         workload = Workload(tokens, count, packed=False, longest=row["length"])
-        memory = estimate(
-            config, model.info, {}, topology, workload, "fused", sizes=model.sizes, parameters=held
-        )
+        memory = estimate(config, model.info, {}, topology, workload, "fused", sizes=model.sizes, parameters=held)
         assert memory is not None
         name = f"{row['model']}, {cards} x {row['device'].upper()}"
         name += f", EP{parallel.expert}" if parallel.expert > 1 else ""
@@ -345,7 +341,9 @@ def main() -> None:
         rows = [row for row in function() if options.match in row.name]
         print(f"{kind}: step in s, predicted, error{'; GiB, predicted, error' if kind == 'measured' else ''}")
         for row in rows:
-            memory = "" if row.memory_error is None else f" {row.gib:6.1f} {row.predicted_gib:6.1f} {row.memory_error:+6.1%}"
+            memory = (
+                "" if row.memory_error is None else f" {row.gib:6.1f} {row.predicted_gib:6.1f} {row.memory_error:+6.1%}"
+            )
             print(f"{row.seconds:9.4f} {row.time.seconds:9.4f} {row.error:+7.1%}{memory}  {row.name}")
             if options.parts:
                 parts = sorted(row.time.parts.items(), key=lambda part: -part[1])

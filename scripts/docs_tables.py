@@ -29,6 +29,7 @@ from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
 from megascend.config.serve import ServeConfig
+from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import stages
 from megascend.models.base import LatentAttention, expert_count

@@ -14,12 +14,16 @@ from megascend.app.preflight import check_lora
 from megascend.app.run import backend_settings, bootstrap
 from megascend.config import RunConfig, TrainerConfig, parsed
 from megascend.config.run_file import read_settings
-from megascend.errors import CheckpointError, ConfigError, MegascendError
+from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
-from megascend.planning.search import Candidate, Model, Plan, Request, search
+from megascend.planning.search import Candidate, Model, Plan, Request, of_run, search
+from megascend.topology.topology import Topology
 
+GAIN = 1.1
+"""Factor by which a planned layout has to be faster than a run's before a dry run mentions it: twice the error of predictions for
+measured steps (docs/planning.md)."""
 DATA = Path("data.jsonl")
 """Training data of a run file, where none was named."""
 
@@ -146,16 +150,35 @@ def _changed(config: TrainerConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_defaults=True)
 
 
-def better_layout(
-    config: RunConfig, info: ModelInfo, cards: int, length: int, hardware: Hardware, own: Candidate | None, gain: float
-) -> Candidate | None:
-    """Return the layout that a plan would choose, if it is faster than the run's by the factor ``gain``; for dry runs."""
-    if own is None:
+@dataclass(frozen=True)
+class Suggestion:
+    """A layout that a plan would choose in place of a run's own, with both predictions."""
+
+    own: Candidate
+    better: Candidate
+    hardware: Hardware
+
+    @property
+    def gain(self) -> float:
+        """Share of the run's time that the better layout saves."""
+        return 1 - self.better.time.seconds / self.own.time.seconds
+
+
+def suggestion(
+    config: RunConfig, info: ModelInfo, topology: Topology, length: int, hardware: Hardware
+) -> Suggestion | None:
+    """Return the layout that a plan would choose, if it is predicted to be faster than the run's by :data:`GAIN`.
+
+    Args:
+        config: with a number for ``batching.micro_batch_tokens``.
+        length: tokens that all samples are taken to have.
+    """
+    if config.engine != "megatron" or topology.world_size == 1:
         return None
-    request = Request(cards, length, config.data.global_batch_size, config)
-    try:
-        plan = search(Model.of(info, read_config(config.model)), request, hardware, best=1)
-    except MegascendError:
+    model = Model.of(info, read_config(config.model))
+    request = Request(topology.world_size, length, config.data.global_batch_size, config)
+    own = of_run(model, request, topology, hardware)
+    found = search(model, request, hardware, best=1).candidates
+    if not found or own.time.seconds < GAIN * found[0].time.seconds:
         return None
-    best = plan.candidates[0] if plan.candidates else None
-    return best if best is not None and own.time.seconds > gain * best.time.seconds else None
+    return Suggestion(own, found[0], hardware)

@@ -1,8 +1,8 @@
 """Devices and clusters of them: what a product, attention, moved bytes or a message takes. Pure; no torch.
 
 ``devices/NAME.json`` describes a device by its data sheet and by a table of measurements
-(:mod:`megascend.planning.calibrate`). A table measured on another device is used by shares of the peak: a product that reaches 70 % of
-an H100's peak is assumed to reach 70 % of this one's. ``measured`` says which of the two it is.
+(:mod:`megascend.planning.calibrate`). A table measured on another device is used by shares of the peak: a product that reaches
+70 % of an H200's peak is assumed to reach 70 % of this one's. ``measured`` says which of the two it is.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class Measurements:
         def share(flops: float, us: float) -> float:
             return flops / (us * 1e-6) / peak
 
-        products = {
+        products: dict[Pass, Table] = {
             name: Table({tuple(row[:3]): share(2 * math.prod(row[:3]), row[3 + index]) for row in content["products"]})
             for index, name in enumerate(PASSES)
         }
         # The shapes of experts that were measured differ in both sides; their area tells most of it.
-        grouped = {
+        grouped: dict[Pass, Table] = {
             name: Table(
                 {
                     (row[0], row[1], row[2] * row[3]): share(2 * math.prod(row[:4]), row[4 + index])
@@ -137,8 +137,8 @@ class Measurements:
 
 
 UNDER_LOAD = 0.95
-"""Speed of products and attention in a step, relative to the calibration's: a step keeps the device at its power limit, which lowers
-the clock. One number for all devices and models, chosen so that it suits the steps measured here (docs/planning.md)."""
+"""Speed of products and attention in a step, relative to the calibration's: a step keeps the device at its power limit, which
+lowers the clock. One number for all devices and models, chosen so that it suits the steps measured here (docs/planning.md)."""
 BACKWARD_ATTENTION = 2.5
 """Products of the backward pass of flash attention, relative to the forward pass: five to two."""
 
@@ -233,8 +233,8 @@ class Hardware:
         if self.measured:
             return None
         return (
-            f"{self.title}: nothing was measured on this device: peaks are the vendor's, and kernels are assumed to reach the same "
-            f"share of them as on {self.measurements.device}"
+            f"{self.title}: nothing was measured on this device: peaks are the vendor's, and kernels are assumed to reach the "
+            f"same share of them as on {self.measurements.device}"
         )
 
 
@@ -273,6 +273,17 @@ def collective_seconds(hardware: Hardware, kind: str, size: float, ranks: int, n
 def names() -> list[str]:
     """Return the names of the devices that are described."""
     return sorted(path.stem for path in FOLDER.glob("*.json") if not path.stem.endswith("-measured"))
+
+
+def matching(device_name: str) -> Hardware | None:
+    """Return the described device whose driver reports this name; None if there is none."""
+    parts = {
+        part: name
+        for name in names()
+        for part in json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["names"]
+    }
+    found = [part for part in parts if part in device_name]
+    return load(parts[max(found, key=len)]) if found else None  # GB200 has B200 in its name
 
 
 @lru_cache(maxsize=16)

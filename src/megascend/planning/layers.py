@@ -1,13 +1,13 @@
 """Seconds of one layer and of the output head for one micro batch, on a rank. Pure.
 
-A layer is counted by what the Megatron engine computes: each linear layer's three products at their shapes, attention by the length
-of samples, everything else by the bytes that it moves, and the collectives of tensor, expert and context parallelism by size and
-by the nodes that their ranks are on. Experts have equal loads.
+A layer is counted by what the Megatron engine computes: each linear layer's three products at their shapes, attention by the
+length of samples, everything else by the bytes that it moves, and the collectives of tensor, expert and context parallelism by
+size and by the nodes that their ranks are on. Experts have equal loads.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +28,7 @@ Part = Literal[
     "context parallel",
     "gaps",
 ]
-Costs = Counter[str]
+Costs = defaultdict[str, float]
 """Seconds by part."""
 
 BF16, FP32 = 2, 4
@@ -36,8 +36,8 @@ DELTA_RULE_SHARE = 0.03
 """Share of the peak that flash-linear-attention's kernels reach, by 18 FLOPs for each element of the state and token. From one
 figure of docs/benchmarks.md, Qwen3.5-4B's shapes; nothing else was measured."""
 CAPTURED_GAPS = 0.17
-"""Time between kernels of a CUDA graph, relative to kernels that were launched in time: the 2,600 kernels of a LoRA step of 256 tokens
-leave room for 1.5 us each (docs/benchmarks.md, small LoRA steps)."""
+"""Time between kernels of a CUDA graph, relative to kernels that were launched in time: the 2,600 kernels of a LoRA step of 256
+tokens leave room for 1.5 us each (docs/benchmarks.md, small LoRA steps)."""
 TILE = 128
 """Tokens of a tile of attention kernels: a window is computed in tiles."""
 PERMUTATION = 2.0
@@ -104,7 +104,7 @@ class LayerSeconds:
 
 def total(costs: Iterable[Costs]) -> Costs:
     """Add up costs by part."""
-    result: Costs = Counter()
+    result: Costs = defaultdict(float)
     for each in costs:
         for part, seconds in each.items():
             result[part] += seconds
@@ -113,7 +113,7 @@ def total(costs: Iterable[Costs]) -> Costs:
 
 def scaled(costs: Costs, factor: float) -> Costs:
     """Multiply costs by a factor."""
-    return Counter({part: seconds * factor for part, seconds in costs.items()})
+    return defaultdict(float, {part: seconds * factor for part, seconds in costs.items()})
 
 
 ALL_LAYERS = frozenset({"attention", "mlp", "experts"})
@@ -125,10 +125,10 @@ class _Layer:
     """Collects the costs of one layer."""
 
     forward: dict[str, Costs] = field(default_factory=dict)
-    backward: Costs = field(default_factory=Counter)
+    backward: Costs = field(default_factory=lambda: defaultdict(float))
 
     def add(self, module: str, part: Part, forward: float, backward: float) -> None:
-        self.forward.setdefault(module, Counter())[part] += forward
+        self.forward.setdefault(module, defaultdict(float))[part] += forward
         self.backward[part] += backward
 
 
@@ -437,7 +437,9 @@ class Cost:
         if copies is None or copies >= self.sizes.topk:
             return self.collective("all_to_all", size, "expert")
         ranks = self.groups["expert"]
-        crossing = collective_seconds(self.hardware, "all_to_all", size * copies / self.sizes.topk, len(ranks), len(ranks))
+        crossing = collective_seconds(
+            self.hardware, "all_to_all", size * copies / self.sizes.topk, len(ranks), len(ranks)
+        )
         inside = collective_seconds(self.hardware, "all_to_all", size, len(ranks), 1)
         nodes = nodes_of(tuple(ranks), self.hardware.cards_per_node)
         return inside if nodes == 1 else max(inside, crossing)
@@ -487,8 +489,8 @@ class Cost:
         # bf16 logits: read for the softmax, and replaced by their gradient. Whole logits are fp32 for the loss.
         softmax = h.moved(logits * (3 * BF16 if not self.execution.whole_logits else 3 * FP32 + 2 * BF16))
         norm = h.moved(5 * BF16 * self.rows * sizes.hidden)
-        forward: Costs = Counter()
-        backward: Costs = Counter()
+        forward: Costs = defaultdict(float)
+        backward: Costs = defaultdict(float)
         if self.execution.whole_logits:
             forward["output head"], backward["output head"] = products[0] + softmax, products[1] + products[2]
         else:
@@ -503,10 +505,10 @@ class Cost:
     def embedding(self) -> tuple[Costs, Costs]:
         """Return forward and backward costs of the embedding."""
         width = self.rows * self.sizes.hidden
-        forward = Counter({"element-wise": self.hardware.moved(2 * BF16 * width)})
-        backward = (
-            Counter() if self.frozen else Counter({"element-wise": self.hardware.moved((BF16 + 2 * FP32) * width)})
-        )
+        forward: Costs = defaultdict(float, {"element-wise": self.hardware.moved(2 * BF16 * width)})
+        backward: Costs = defaultdict(float)
+        if not self.frozen:
+            backward["element-wise"] = self.hardware.moved((BF16 + 2 * FP32) * width)
         if self.topology.tensor > 1:
             size = BF16 * self.local * self.sizes.hidden
             kind = "reduce_scatter" if self.topology.sequence_parallel else "all_reduce"

@@ -1,8 +1,8 @@
 """The order in which Megatron's pipeline schedules run micro batches, and how long a step of them takes.
 
-``forward_backward_pipelining_without_interleaving`` and ``..._with_interleaving`` of megatron-core 0.15.3 and 0.16.1: which of the
-two the engine runs depends on ``parallel.virtual_pipeline``. The order of a stage is what Megatron runs; starts and ends follow from
-it, from the duration of each pass, and from the rule that a pass needs its neighbour's result.
+``forward_backward_pipelining_without_interleaving`` and ``..._with_interleaving`` of megatron-core 0.15.3 and 0.16.1: the engine
+runs the latter if ``parallel.virtual_pipeline`` is above 1. The order of a stage is what Megatron runs; starts and ends follow
+from it, from the duration of each pass, and from the rule that a pass needs its neighbour's result.
 """
 
 from __future__ import annotations

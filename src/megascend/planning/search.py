@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from megascend.config import Parallel, Recompute, TrainerConfig
@@ -258,49 +257,94 @@ def layouts(model: Model, request: Request) -> Iterator[tuple[Topology, Parallel
 
 def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
     """Add the variants of a layout that fit: micro batches, recomputation, overlapped reductions."""
-    model, request, hardware = state.model, state.request, state.hardware
-    samples = math.ceil(request.global_batch / topology.data)
-    held, trained = stage_parameters(model, topology, request.config)
-    limit = MEMORY_SHARE * hardware.memory
-    for micro_batch in _micro_batches(samples, request.length, topology):
-        tokens, count = micro_batch * request.length, math.ceil(samples / micro_batch)
-        if topology.virtual_pipeline > 1:  # whole rounds of one micro batch for each stage
-            count = math.ceil(count / topology.pipeline) * topology.pipeline
-        workload = Workload(tokens, count, packed=False, longest=request.length)
+    model, request = state.model, state.request
+    parameters = stage_parameters(model, topology, request.config)
+    limit = MEMORY_SHARE * state.hardware.memory
+    for micro_batch in _micro_batches(request, topology):
         fits = False
         for recompute in _recomputations(model):
             for overlapped in _overlaps(model, request, topology):
-                config = _settings(request, parallel, recompute, tokens, overlapped=overlapped)
-                memory = estimate(
-                    config,
-                    model.info,
-                    model.hf_config,
-                    topology,
-                    workload,
-                    "fused",
-                    sizes=model.sizes,
-                    parameters=held,
-                )
+                config = _settings(request, parallel, recompute, micro_batch * request.length, overlapped=overlapped)
+                memory = memory_of(model, request, topology, config, micro_batch, parameters)
                 state.evaluations += 1
-                assert memory is not None, "the engine has an estimate"
                 if state.smallest is None or memory.total < state.smallest[1].total:
                     state.smallest = (topology, memory)
                 if memory.total > limit:
                     continue
                 fits = True
-                work = step_work(model, config, topology, trained, tokens, request.length, count)
-                time = step_time(model.sizes, topology, trained, work, hardware, model.windows)
                 state.evaluations += 1
-                state.fitting.append(Candidate(topology, config, micro_batch, count, time, memory, request.tokens))
+                state.fitting.append(
+                    candidate(model, request, topology, config, micro_batch, state.hardware, parameters, memory)
+                )
             if fits and recompute.granularity == "none":
                 break  # recomputing what fits only costs time
         if not fits:
             break  # larger micro batches need more
 
 
-def stage_parameters(
-    model: Model, topology: Topology, config: TrainerConfig
-) -> tuple[list[StageParameters], list[StageParameters]]:
+Parameters = tuple[list[StageParameters], list[StageParameters]]
+"""Parameters of a rank of each stage, and those that are trained if the model is not frozen."""
+
+
+def memory_of(
+    model: Model,
+    request: Request,
+    topology: Topology,
+    config: TrainerConfig,
+    micro_batch: int,
+    parameters: Parameters,
+) -> Estimate:
+    """Estimate the memory of a layout; ``micro_batch``: samples."""
+    count = micro_batches(request, topology, micro_batch)
+    workload = Workload(micro_batch * request.length, count, packed=False, longest=request.length)
+    memory = estimate(
+        config,
+        model.info,
+        model.hf_config,
+        topology,
+        workload,
+        "fused",
+        sizes=model.sizes,
+        parameters=parameters[0],
+    )
+    assert memory is not None, "the Megatron engine has an estimate"
+    return memory
+
+
+def candidate(
+    model: Model,
+    request: Request,
+    topology: Topology,
+    config: TrainerConfig,
+    micro_batch: int,
+    hardware: Hardware,
+    parameters: Parameters,
+    memory: Estimate,
+) -> Candidate:
+    """Predict the time of a layout; ``micro_batch``: samples."""
+    count, (_, trained) = micro_batches(request, topology, micro_batch), parameters
+    work = step_work(model, config, topology, trained, micro_batch * request.length, request.length, count)
+    time = step_time(model.sizes, topology, trained, work, hardware, model.windows)
+    return Candidate(topology, config, micro_batch, count, time, memory, request.tokens)
+
+
+def of_run(model: Model, request: Request, topology: Topology, hardware: Hardware) -> Candidate:
+    """Predict the time and memory of the layout that a run's settings choose."""
+    config = request.config
+    parameters = stage_parameters(model, topology, config)
+    micro_batch = max(1, config.batching.budget // request.length)
+    memory = memory_of(model, request, topology, config, micro_batch, parameters)
+    return candidate(model, request, topology, config, micro_batch, hardware, parameters, memory)
+
+
+def micro_batches(request: Request, topology: Topology, micro_batch: int) -> int:
+    """Return the micro batches of a data parallel rank in a step."""
+    count = math.ceil(math.ceil(request.global_batch / topology.data) / micro_batch)
+    # The interleaved schedule works in rounds of one micro batch for each stage.
+    return math.ceil(count / topology.pipeline) * topology.pipeline if topology.virtual_pipeline > 1 else count
+
+
+def stage_parameters(model: Model, topology: Topology, config: TrainerConfig) -> Parameters:
     """Return the parameters of a rank of each stage, and those that are trained if the model is not frozen."""
     info, sizes = model.info, model.sizes
     parameters = stages(
@@ -375,10 +419,10 @@ def _settings(
     return config.model_copy(update=changed)
 
 
-def _micro_batches(samples: int, length: int, topology: Topology) -> Iterator[int]:
+def _micro_batches(request: Request, topology: Topology) -> Iterator[int]:
     """Yield numbers of samples of a micro batch: powers of two up to those of a replica."""
-    size = 1
-    while size <= samples and (size == 1 or size * length // topology.context <= MOST_MICRO_BATCH):
+    samples, size = math.ceil(request.global_batch / topology.data), 1
+    while size <= samples and (size == 1 or size * request.length // topology.context <= MOST_MICRO_BATCH):
         yield size
         size *= 2
 
@@ -419,15 +463,3 @@ def difference(best: Candidate, other: Candidate) -> list[tuple[str, float]]:
     names = {**best.time.parts, **other.time.parts}
     changes = [(name, other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0)) for name in names]
     return sorted((change for change in changes if change[1]), key=lambda change: -abs(change[1]))
-
-
-def model_files(model: Path) -> Path:
-    """Return the directory of a model that is given as a directory or as its ``config.json``.
-
-    Raises:
-        ConfigError: there is neither.
-    """
-    directory = model.parent if model.is_file() else model
-    if not (directory / "config.json").is_file() and not model.is_file():
-        raise ConfigError(f"{model}: no config.json of a model is there")
-    return directory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,14 +49,14 @@ class Work:
     tokens: float
     length: float
     micro_batches: int
-    recompute: Recompute = Recompute()
+    recompute: Recompute = field(default_factory=Recompute)
     adapter: int = 0
     rank: int = 0
     adapted: frozenset[str] = ALL_LAYERS
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     distributed: bool = True
-    execution: Execution = Execution()
+    execution: Execution = field(default_factory=Execution)
 
     @property
     def frozen(self) -> bool:
@@ -140,7 +140,7 @@ def chunk_layers(layers: int, stages: int, chunks: int) -> list[list[tuple[int, 
 class _Pass:
     """Costs and kernels of a chunk's forward or backward pass."""
 
-    costs: Costs = field(default_factory=Counter)
+    costs: Costs = field(default_factory=lambda: defaultdict(float))
     kernels: float = 0.0
 
     def add(self, costs: Costs, kernels: float, times: int = 1) -> None:
@@ -219,7 +219,8 @@ def _passes(cost: Cost, work: Work) -> list[list[tuple[_Pass, _Pass]]]:
     again = {}
     if recompute.granularity != "none":
         again = {
-            key: Counter({"recomputation": sum(layer.recomputed(modules).values())}) for key, layer in seconds.items()
+            key: defaultdict(float, {"recomputation": sum(layer.recomputed(modules).values())})
+            for key, layer in seconds.items()
         }
     chunks = chunk_layers(layers, topology.pipeline, topology.virtual_pipeline)
     last = (topology.pipeline - 1, topology.virtual_pipeline - 1)
