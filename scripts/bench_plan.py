@@ -1,10 +1,11 @@
 """Compare predictions of ``megascend plan`` with measurements of this package and with figures that others have published.
 
-    python scripts/bench_plan.py [--parts] [--only measured|published] [--match TEXT] [--json FILE]
+    python scripts/bench_plan.py [--parts] [--only measured|published] [--match TEXT]
+    python scripts/bench_plan.py --clusters        # plans of published models, a minute each
+    python scripts/bench_plan.py --store           # what docs/planning.md shows
 
 ``benchmarks/planning/measured.json`` has the steps of docs/benchmarks.md, ``published.json`` tables of other programs with their
-sources. Nothing is fitted to a row: what other programs do otherwise than this engine is :data:`PROGRAMS`, by source. ``--json``
-writes what docs/planning.md shows.
+sources. Nothing is fitted to a row: what other programs do otherwise than this engine is :data:`PROGRAMS`, by source.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import argparse
 import json
 import math
 import statistics
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megascend.app.layout_plan import described, plan_layouts, settings
 from megascend.config import Lora, Parallel, Recompute, TrainerConfig
 from megascend.config.training import Adam
 from megascend.huggingface.files import TensorHeader
@@ -28,11 +31,21 @@ from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models.base import LatentAttention, LinearAttention
 from megascend.planning.hardware import load
 from megascend.planning.layers import Execution
-from megascend.planning.search import Model, stage_parameters, step_work
+from megascend.planning.search import Model, difference, stage_parameters, step_work
 from megascend.planning.step import StepTime, Work, step_time
 from megascend.topology.topology import Topology, plan
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "planning"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "benchmarks" / "planning"
+STORED = FOLDER / "predictions.json"
+PUBLISHED = ROOT / "tests" / "models" / "published"
+CLUSTERS = {
+    "deepseek-v3": (1024, "h100", 8192, None),
+    "qwen3-235b-a22b": (256, "h100", 2048, None),
+    "kimi-k2-instruct": (64, "h100", 256, 16),
+    "qwen3.5-35b-a3b": (8, "ascend-910b", 128, 16),
+}
+"""Published models: devices, their kind, samples of 4096 tokens a step, rank of an adapter."""
 MEGATRON = Execution(whole_logits=True, tensor_overlap=True, host_kernels=0.6, fused_expert_gradients=True)
 """NVIDIA's programs on Megatron-Core: collectives of tensor parallelism in pieces beside products (their recipes'
 ``tp_comm_overlap``), whole logits, Transformer Engine's experts, parts of layers in CUDA graphs."""
@@ -212,10 +225,13 @@ class Row:
 
 def shapes(content: dict[str, Any]) -> dict[str, Shape]:
     """Read the models of a file."""
-    return {
-        name: Shape(**{key: tuple(value) if isinstance(value, list) else value for key, value in model.items()})
-        for name, model in content["models"].items()
-    }
+    result = {}
+    for name, model in content["models"].items():
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in model.items()
+        }
+        result[name] = Shape(**values)
+    return result
 
 
 def measured() -> list[Row]:
@@ -237,7 +253,7 @@ def measured() -> list[Row]:
         held, trained = stage_parameters(model, topology, config)
         work = step_work(model, config, topology, trained, tokens, row["length"], count)
         work = replace(work, execution=replace(work.execution, captured=row.get("graphs", False)))
-        time = step_time(model.sizes, topology, trained, work, load(row["device"]), model.windows)
+        predicted = step_time(model.sizes, topology, trained, work, load(row["device"]), model.windows)
         workload = Workload(tokens, count, packed=False, longest=row["length"])
         memory = estimate(config, model.info, {}, topology, workload, "fused", sizes=model.sizes, parameters=held)
         assert memory is not None
@@ -250,7 +266,7 @@ def measured() -> list[Row]:
                 row["source"],
                 name,
                 row["ms"] / 1000,
-                time,
+                predicted,
                 tokens * count,
                 row.get("gib"),
                 memory.tensors / 2**30,
@@ -292,7 +308,8 @@ def _published(row: dict[str, Any], shape: Shape) -> Row:
         grouped=not shape.expert_bias,
         node_copies=row.get("node_copies"),
     )
-    time = step_time(sizes, topology, trained, replace(work, execution=execution), load(row["device"]), model.windows)
+    work = replace(work, execution=execution)
+    predicted = step_time(sizes, topology, trained, work, load(row["device"]), model.windows)
     step_tokens = row["global_batch"] * row["length"]
     parts = {"TP": topology.tensor, "CP": topology.context, "PP": topology.pipeline, "VPP": topology.virtual_pipeline}
     parts |= {"EP": topology.expert, "DP": topology.data}
@@ -300,7 +317,7 @@ def _published(row: dict[str, Any], shape: Shape) -> Row:
     name = f"{row['model']}, {cards} x {row['device'].upper()}, {row['precision']}, {layout}, batch {row['global_batch']} x "
     name += f"{row['length']}" + (", LoRA" if "lora" in row else "")
     seconds = step_tokens / cards / row["tokens_per_s"]
-    return Row(row["source"], name, seconds, time, step_tokens / cards, note=row.get("note", ""))
+    return Row(row["source"], name, seconds, predicted, step_tokens / cards, note=row.get("note", ""))
 
 
 def _topology(row: dict[str, Any], shape: Shape) -> Topology:
@@ -332,8 +349,15 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="print the time by part")
     parser.add_argument("--only", choices=("measured", "published"))
     parser.add_argument("--match", default="", help="rows whose name has this text")
-    parser.add_argument("--json", type=Path, help="write rows and medians to this file")
+    parser.add_argument(
+        "--clusters", action="store_true", help="plan the published models of CLUSTERS, and store the plans"
+    )
+    parser.add_argument("--store", action="store_true", help=f"write rows and medians to {STORED.name}")
     options = parser.parse_args()
+    if options.clusters:
+        rows = [cluster(name) for name in CLUSTERS]
+        (FOLDER / "clusters.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        return
     content: dict[str, Any] = {}
     for kind, function in (("measured", measured), ("published", published)):
         if options.only not in (None, kind):
@@ -350,23 +374,64 @@ def main() -> None:
                 print("    " + ", ".join(f"{name} {seconds / row.time.seconds:.1%}" for name, seconds in parts))
         if rows:
             print(json.dumps(summary(rows)))
-        content[kind] = {
-            "summary": summary(rows) if rows else {},
-            "rows": [
-                {
-                    "name": row.name,
-                    "source": row.source,
-                    "seconds": round(row.seconds, 4),
-                    "predicted": round(row.time.seconds, 4),
-                    "gib": row.gib,
-                    "predicted_gib": None if row.gib is None else round(row.predicted_gib or 0.0, 1),
-                    "note": row.note,
-                }
-                for row in rows
-            ],
-        }
-    if options.json is not None:
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        content[kind] = stored(rows)
+    if options.store:
+        STORED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def stored(rows: list[Row]) -> dict[str, Any]:
+    """Return what is stored of rows: documentation shows it, and a test compares it with the code."""
+    return {
+        "summary": summary(rows) if rows else {},
+        "rows": [
+            {
+                "name": row.name,
+                "source": row.source,
+                "seconds": round(row.seconds, 4),
+                "predicted": round(row.time.seconds, 4),
+                "gib": row.gib,
+                "predicted_gib": None if row.gib is None else round(row.predicted_gib or 0.0, 1),
+                "note": row.note,
+            }
+            for row in rows
+        ],
+    }
+
+
+def cluster(name: str) -> dict[str, Any]:
+    """Plan a published model for its cluster as ``megascend plan`` does, with the engine's checks."""
+    cards, device, batch, lora = CLUSTERS[name]
+    hardware = load(device)
+    begin = time.process_time()
+    chosen = [] if lora is None else [f"lora.rank={lora}"]
+    config = settings(Path(name), 4096, batch, None, chosen)
+    with described(PUBLISHED / f"{name}.json") as checkpoint:
+        result = plan_layouts(checkpoint, config, cards, 4096, hardware, best=3)
+    seconds = time.process_time() - begin
+    best, second = result.layouts[:2]
+    part, lost = difference(best, second)[0]
+    print(f"{name}: {seconds:.0f} s of processor time, {len(result.refused)} refused; {best.describe()}")
+    return {
+        "model": name,
+        "cards": cards,
+        "device": hardware.title,
+        "batch": batch,
+        "lora": lora,
+        "legal": result.plan.legal,
+        "fitting": result.plan.fitting,
+        "evaluations": result.plan.evaluations,
+        "refused": len(result.refused),
+        "cpu_seconds": round(seconds),
+        "layout": best.describe(),
+        "seconds": best.time.seconds,
+        "tokens_per_second": best.tokens_per_second,
+        "mfu": result.mfu,
+        "gib": best.memory.total / 2**30,
+        "parts": dict(sorted(best.time.parts.items(), key=lambda part: -part[1])[:3]),
+        "second": second.describe(),
+        "loses_ms": 1000 * (second.time.seconds - best.time.seconds),
+        "loses_most_in": f"{part} {1000 * lost:+,.0f} ms",
+    }
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from typing import Any
 
 from megascend.app.preflight import check_lora
 from megascend.app.run import backend_settings, bootstrap
-from megascend.config import RunConfig, TrainerConfig, parsed
+from megascend.config import RunConfig, parsed
 from megascend.config.run_file import read_settings
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
+from megascend.planning.rl import Split, splits
 from megascend.planning.search import Candidate, Model, Plan, Request, of_run, search
 from megascend.topology.topology import Topology
 
@@ -104,6 +105,23 @@ def plan_layouts(
     return LayoutPlan(request, info, hardware, plan, layouts, refused, unchecked)
 
 
+def plan_split(checkpoint: Path, config: RunConfig, cards: int, length: int, hardware: Hardware) -> list[Split]:
+    """Divide devices between inference engines and the trainer, the fastest division first.
+
+    Raises:
+        ConfigError: no division leaves room for both.
+    """
+    info = inspect_checkpoint(checkpoint, mtp=config.mtp)
+    check_lora(config, info)
+    request = Request(cards, length, config.data.global_batch_size, config)
+    found = splits(Model.of(info, read_config(checkpoint)), request, hardware)
+    if not found:
+        raise ConfigError(
+            f"--rl --cards {cards}: engines and trainer do not fit on {cards} x {hardware.title}: use more devices, or LoRA"
+        )
+    return found
+
+
 def checked(
     candidates: Sequence[Candidate], checkpoint: Path, info: ModelInfo, count: int
 ) -> tuple[list[Candidate], list[tuple[Candidate, str]], str | None]:
@@ -140,14 +158,11 @@ def run_file(candidate: Candidate) -> str:
     import yaml
 
     config = candidate.config
-    values = _changed(config)
+    assert isinstance(config, RunConfig), "plans are of run files"
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    values["data"]["global_batch_size"] = config.data.global_batch_size
     header = f"# {candidate.describe()}\n# predicted: {candidate.time.seconds:.3g} s a step\n"
     return header + yaml.safe_dump(values, sort_keys=False)
-
-
-def _changed(config: TrainerConfig) -> dict[str, Any]:
-    """Return the settings that a run file has to name."""
-    return config.model_dump(mode="json", exclude_defaults=True)
 
 
 @dataclass(frozen=True)

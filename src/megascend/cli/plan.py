@@ -24,6 +24,9 @@ def plan_command(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change one setting of the run; may be repeated."),
     ] = None,
+    rl: Annotated[
+        bool, typer.Option("--rl", help="Divide the devices between inference engines and the trainer.")
+    ] = False,
     best: Annotated[int, typer.Option(min=1, max=50, help="Layouts to show.")] = 5,
     explain: Annotated[bool, typer.Option("--explain", help="Draw the pipeline of one step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
@@ -50,15 +53,23 @@ def plan_command(
         raise ConfigError("plan needs MODEL, a checkpoint directory or a config.json (or --calibrate FILE)")
     if write is not None and write.exists():
         raise ConfigError(f"--write {write}: the file exists")
+    if rl and (as_json or explain or write):
+        raise ConfigError("--rl prints a table: it cannot be combined with --json, --explain or --write")
     import json
 
-    from megascend.app.layout_plan import described, plan_layouts, run_file, settings
+    from megascend.app.layout_plan import described, plan_layouts, plan_split, run_file, settings
     from megascend.cli import plan_text
     from megascend.planning.hardware import load
 
     hardware = load(device, calibration)
     chosen = [*(overrides or []), *([] if lora is None else [f"lora.rank={lora}"])]
     config = settings(model if model.is_dir() else model.parent, length, batch, data, chosen)
+    if rl:
+        with described(model) as checkpoint:
+            splits = plan_split(checkpoint, config, cards, length, hardware)
+        for line in plan_text.report_split(splits, config, hardware, length):
+            typer.echo(line)
+        return
     with described(model) as checkpoint:
         plan = plan_layouts(checkpoint, config, cards, length, hardware, best)
     if as_json:

@@ -12,7 +12,10 @@ from rich.table import Column, Table
 from megascend.app.layout_plan import LayoutPlan, run_file
 from megascend.app.preflight import format_bytes
 from megascend.cli.dry_run_text import GIB, LAYOUT
+from megascend.config import RunConfig
+from megascend.planning.hardware import Hardware
 from megascend.planning.pipeline import Span
+from megascend.planning.rl import Split
 from megascend.planning.search import Candidate, difference
 
 WIDTH = 110
@@ -20,6 +23,8 @@ WIDTH = 110
 DRAWN_ROUNDS = 3
 """Rounds of one micro batch for each stage that are drawn of a longer step."""
 FORWARD, BACKWARD, IDLE = "0123456789", "abcdefghij", "."
+SHOWN_SPLITS = 5
+"""Divisions between engines and trainer that are shown."""
 SHOWN_PARTS = 3
 """Parts in which a layout differs from the best one, that are shown."""
 
@@ -62,6 +67,33 @@ def report(plan: LayoutPlan, *, explain: bool = False) -> Iterator[str]:
     yield ""
     yield "the run file of layout 1:"
     yield run_file(best).rstrip("\n")
+
+
+def report_split(splits: list[Split], config: RunConfig, hardware: Hardware, length: int) -> Iterator[str]:
+    """Yield the lines of a division between engines and trainer."""
+    yield (
+        f"cluster   {splits[0].engines.devices + splits[0].trainer.topology.world_size} x {hardware.title}; a step is "
+        f"{config.data.global_batch_size} responses of {length} tokens"
+    )
+    if hardware.warning:
+        yield f"warning   {hardware.warning}"
+    yield "warning   the speed of engines is a bound by memory bandwidth, and was not compared with measurements"
+    table = Table(
+        *(Column(name, justify="right") for name in ("engines", "sampling, s", "trainer", "training, s", "one waits")),
+        Column("layout of the trainer"),
+        **LAYOUT,
+    )
+    for split in splits[:SHOWN_SPLITS]:
+        engines = split.engines
+        table.add_row(
+            f"{engines.devices // engines.tensor} x TP{engines.tensor}",
+            f"{split.generation_s:.3g}",
+            str(split.trainer.topology.world_size),
+            f"{split.trainer.time.seconds:.3g}",
+            f"{split.idle:.0%}",
+            split.trainer.describe(),
+        )
+    yield from _lines(table)
 
 
 def _nothing_fits(plan: LayoutPlan) -> Iterator[str]:
