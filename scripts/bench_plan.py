@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megascend.app.layout_plan import described, plan_layouts, settings
+from megascend.app.layout_plan import model_checkpoint, plan_layouts, settings
 from megascend.config import Lora, Parallel, Recompute, TrainerConfig
 from megascend.config.training import Adam
 from megascend.huggingface.files import TensorHeader
@@ -250,12 +250,14 @@ def measured() -> list[Row]:
             lora=Lora(rank=row["lora"]) if "lora" in row else None,
         )
         tokens, count = row["micro_batch_tokens"], row["micro_batches"]
-        held, trained = stage_parameters(model, topology, config)
+        rank_parameters, trained = stage_parameters(model, topology, config)
         work = step_work(model, config, topology, trained, tokens, row["length"], count)
         work = replace(work, execution=replace(work.execution, captured=row.get("graphs", False)))
         predicted = step_time(model.sizes, topology, trained, work, load(row["device"]), model.windows)
         workload = Workload(tokens, count, packed=False, longest=row["length"])
-        memory = estimate(config, model.info, {}, topology, workload, "fused", sizes=model.sizes, parameters=held)
+        memory = estimate(
+            config, model.info, {}, topology, workload, "fused", sizes=model.sizes, parameters=rank_parameters
+        )
         assert memory is not None
         name = f"{row['model']}, {cards} x {row['device'].upper()}"
         name += f", EP{parallel.expert}" if parallel.expert > 1 else ""
@@ -405,11 +407,11 @@ def cluster(name: str) -> dict[str, Any]:
     begin = time.process_time()
     chosen = [] if lora is None else [f"lora.rank={lora}"]
     config = settings(Path(name), 4096, batch, None, chosen)
-    with described(PUBLISHED / f"{name}.json") as checkpoint:
+    with model_checkpoint(PUBLISHED / f"{name}.json") as checkpoint:
         result = plan_layouts(checkpoint, config, cards, 4096, hardware, best=3)
     seconds = time.process_time() - begin
     best, second = result.layouts[:2]
-    part, lost = difference(best, second)[0]
+    part, seconds_lost = difference(best, second)[0]
     print(f"{name}: {seconds:.0f} s of processor time, {len(result.refused)} refused; {best.describe()}")
     return {
         "model": name,
@@ -430,7 +432,7 @@ def cluster(name: str) -> dict[str, Any]:
         "parts": dict(sorted(best.time.parts.items(), key=lambda part: -part[1])[:3]),
         "second": second.describe(),
         "loses_ms": 1000 * (second.time.seconds - best.time.seconds),
-        "loses_most_in": f"{part} {1000 * lost:+,.0f} ms",
+        "loses_most_in": f"{part} {1000 * seconds_lost:+,.0f} ms",
     }
 
 

@@ -50,13 +50,13 @@ def run(checkpoint: Path, parallel: Parallel, tokens: int, engine: str = "megatr
 def test_slow_layout_has_a_suggestion(checkpoint: Path) -> None:
     config = run(checkpoint, Parallel(tensor=8), 4096)
     info = inspect_checkpoint(checkpoint)
-    found = suggestion(config, info, plan(config.parallel, 8, info.shape), 4096, load("h100"))
-    assert found is not None
-    assert found.own.topology.tensor == 8
-    assert found.better.topology.tensor < 8
-    assert found.own.time.seconds > GAIN * found.better.time.seconds
-    [line] = suggestion_lines(found)
-    assert f"megascend plan predicts {found.gain:.0%} shorter steps" in line
+    result = suggestion(config, info, plan(config.parallel, 8, info.shape), 4096, load("h100"))
+    assert result is not None
+    assert result.current.topology.tensor == 8
+    assert result.better.topology.tensor < 8
+    assert result.current.time.seconds > GAIN * result.better.time.seconds
+    [line] = suggestion_lines(result)
+    assert f"megascend plan predicts {result.gain:.0%} shorter steps" in line
     assert "NVIDIA H100" in line
 
 
@@ -67,8 +67,8 @@ def test_fast_layout_has_none(checkpoint: Path) -> None:
     # Other engines have one layout, and so has one device.
     slow = run(checkpoint, Parallel(tensor=8), 4096, engine="fsdp")
     assert suggestion(slow, info, plan(slow.parallel, 8, info.shape), 4096, hardware) is None
-    alone = run(checkpoint, Parallel(), 4096)
-    assert suggestion(alone, info, plan(alone.parallel, 1, info.shape), 4096, hardware) is None
+    one_device = run(checkpoint, Parallel(), 4096)
+    assert suggestion(one_device, info, plan(one_device.parallel, 1, info.shape), 4096, hardware) is None
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,5 @@ def test_fast_layout_has_none(checkpoint: Path) -> None:
     ],
 )
 def test_drivers_names_match_described_devices(name: str, device: str | None) -> None:
-    found = matching(name)
-    assert (None if found is None else found.name) == device
+    hardware = matching(name)
+    assert (None if hardware is None else hardware.name) == device

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,16 +36,16 @@ def test_plan_ranks_layouts_and_its_run_file_passes_a_dry_run(megascend, experts
     assert "3 loses " in output
     assert "warning   NVIDIA H100 SXM 80GB: nothing was measured on this device" in output
     assert "refused" not in output
-    written = (tmp_path / "run.yaml").read_text()
-    assert written.rstrip() in output
-    settings = yaml.safe_load(written)
+    run_file = (tmp_path / "run.yaml").read_text()
+    assert run_file.rstrip() in output
+    settings = yaml.safe_load(run_file)
     assert settings["data"] == {"path": "data.jsonl", "global_batch_size": 8}
     dry = megascend("train", "run.yaml", "--dry-run", "--nproc", "4", "--set", "platform=cpu", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
     assert "4 ranks = " in dry.stdout
-    again = megascend("plan", experts, "--write", "run.yaml", cwd=tmp_path)
-    assert again.returncode == 2
-    assert "--write run.yaml: the file exists" in again.stderr
+    repeated = megascend("plan", experts, "--write", "run.yaml", cwd=tmp_path)
+    assert repeated.returncode == 2
+    assert "--write run.yaml: the file exists" in repeated.stderr
 
 
 def test_json_has_times_memory_and_settings(megascend, experts: Path) -> None:
@@ -77,6 +80,9 @@ def test_model_may_be_a_configuration_alone(megascend, experts: Path, tmp_path: 
         (("MODEL", "--length", "512"), "512 is above the model's context of 256 tokens"),
         (("MODEL", "--calibration", "none.json"), "--calibration none.json: cannot be read"),
         (("MODEL", "--set", "engine=fsdp"), "engine: fsdp has one layout for a world"),
+        (("MODEL", "--set", "parallel.tensor=2"), "--set parallel.tensor: a plan chooses this setting"),
+        (("MODEL", "--set", "precision=fp32"), "precision: fp32: devices are described for bf16 only"),
+        (("MODEL", "--rl", "--json"), "--rl prints a table: it cannot be combined with --json"),
         (("MODEL", "--set", "lora.rnak=4"), "lora.rnak: unknown setting"),
         (("MODEL", "--lora", "4", "--set", "lora.targets=[wheels]"), "lora.targets: 'wheels' is not a linear layer"),
     ],
@@ -91,9 +97,36 @@ def test_errors_are_one_line(
     assert len(completed.stderr.strip().splitlines()) == 1
 
 
-def test_devices_that_no_layout_divides_are_reported(megascend, experts: Path) -> None:
-    completed = megascend("plan", experts, "--cards", "8", "--length", "256", "--batch", "1")
-    # A batch of one sample: only layouts without data parallelism are left.
-    assert completed.returncode in (0, 1), completed.stderr
-    if completed.returncode == 1:
-        assert "no layout" in completed.stdout
+def test_rl_divides_the_devices(megascend, experts: Path) -> None:
+    completed = megascend("plan", experts, "--cards", "4", "--length", "256", "--batch", "64", "--rl")
+    assert completed.returncode == 0, completed.stderr
+    assert "a step is 64 responses of 256 tokens" in completed.stdout
+    assert "was not compared with measurements" in completed.stdout
+    rows = [line.split() for line in completed.stdout.splitlines() if " x TP1 " in line]
+    assert len(rows) >= 2
+    for engines, _, _, _, trainer, *_ in rows:
+        assert int(engines) + int(trainer) <= 4
+
+
+def test_calibration_of_a_cpu_checks_the_program_and_is_refused_as_measurements(
+    megascend, experts: Path, tmp_path: Path
+) -> None:
+    completed = megascend("plan", "--calibrate", "cpu.json", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    content = json.loads((tmp_path / "cpu.json").read_text())
+    assert content["missing"] == []
+    assert all(len(row) == 6 and min(row[3:]) > 0 for row in content["products"])
+    refused = megascend("plan", experts, "--calibration", "cpu.json", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "was measured on a CPU, with sizes that only check the program" in refused.stderr
+
+
+@pytest.mark.nightly
+def test_calibration_measures_collectives_of_several_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megascend.planning.calibrate", "links.json", "--only", "host"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300, capture_output=True)
+    rows = json.loads((tmp_path / "links.json").read_text())["collectives"]
+    assert {row["kind"] for row in rows} == {"all_reduce", "all_gather", "send"}  # Gloo has no others
+    assert all(row["ranks"] == 2 and row["us"] > 0 for row in rows)

@@ -130,4 +130,4 @@ def test_calibration_replaces_the_measurements(tmp_path: Path) -> None:
     path.write_text(json.dumps(tables))
     device = calibrated(load("ascend-910b"), path)
     assert (device.measured, device.warning, device.memory) == (True, None, 10**9)
-    assert Measurements.of(tables, PEAK, BYTES).products["forward"](5, 5, 5) == pytest.approx(2e6 / PEAK)
+    assert Measurements.from_calibration(tables, PEAK, BYTES).products["forward"](5, 5, 5) == pytest.approx(2e6 / PEAK)

@@ -62,7 +62,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_of(checkpoint: Path) -> Model:
-    return Model.of(inspect_checkpoint(checkpoint), read_config(checkpoint))
+    return Model.from_checkpoint(inspect_checkpoint(checkpoint), read_config(checkpoint))
 
 
 def config(checkpoint: Path, lora: int | None = None) -> TrainerConfig:
@@ -72,7 +72,7 @@ def config(checkpoint: Path, lora: int | None = None) -> TrainerConfig:
 def test_every_legal_layout_is_yielded(tiny: Path) -> None:
     model = model_of(tiny)
     request = Request(8, 4096, 64, config(tiny))
-    found = {parallel: topology for topology, parallel in layouts(model, request)}
+    yielded = {parallel: topology for topology, parallel in layouts(model, request)}
     # By trying every combination of sizes, and asking the code that refuses them at run time.
     sizes = (1, 2, 4, 8)
     legal = set()
@@ -92,7 +92,7 @@ def test_every_legal_layout_is_yielded(tiny: Path) -> None:
             legal.add(plan(settings, 8, model.info.shape))
         except TopologyError:
             continue
-    assert set(found.values()) == legal
+    assert set(yielded.values()) == legal
     assert len(legal) > 40
 
 
@@ -103,7 +103,7 @@ def test_fastest_layout_is_that_of_a_search_without_shortcuts(tiny: Path) -> Non
     best = result.candidates[0]
     seconds = []
     for topology, parallel in layouts(model, request):
-        held, trained = stage_parameters(model, topology, request.config)
+        _, trained = stage_parameters(model, topology, request.config)
         samples = -(-request.global_batch // topology.data)
         for micro_batch in (1, 2, 4, 8, 16, 32):
             if micro_batch > samples or micro_batch * 4096 // topology.context > 65536:
@@ -118,7 +118,6 @@ def test_fastest_layout_is_that_of_a_search_without_shortcuts(tiny: Path) -> Non
             if memory.total < MEMORY_SHARE * device.memory:
                 work = step_work(model, settings, topology, trained, micro_batch * 4096, 4096, count)
                 seconds.append(step_time(model.sizes, topology, trained, work, device).seconds)
-        assert held
     assert best.time.seconds == pytest.approx(min(seconds))
     times = [candidate.time.seconds for candidate in result.candidates]
     assert times == sorted(times)
@@ -162,10 +161,11 @@ def test_joined_experts_count_like_separate_ones() -> None:
     assert len(joined) == 12
     assert elements(joined) == elements(separate)
     topology = plan(Parallel(expert=4), 8)
-    for one, other in zip(
+    for joined_stage, stage in zip(
         stages(joined, topology, 4, tied=False), stages(separate, topology, 4, tied=False), strict=True
     ):
-        assert (one.total, one.experts, one.layers) == (other.total, other.experts, other.layers)
+        assert joined_stage.total == stage.total
+        assert (joined_stage.experts, joined_stage.layers) == (stage.experts, stage.layers)
     # An expert's matrix is not divided over expert parallel ranks.
     assert stages(joined, topology, 4, tied=False)[0].layer_matrix == 32 * 64
 

@@ -8,18 +8,18 @@ import pytest
 
 from megascend.planning.pipeline import Durations, Span, simulate, stage_order, step_seconds
 
-ONE = Durations((1.0,), (2.0,))
+UNIT = Durations((1.0,), (2.0,))
 
 
 def ends_without_overlap(spans: list[Span], stage: int) -> bool:
-    own = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
-    return all(before.end <= after.start for before, after in pairwise(own))
+    passes = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
+    return all(before.end <= after.start for before, after in pairwise(passes))
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (2, 2), (4, 8), (4, 3)])
 def test_plain_schedule_has_the_bubble_of_the_formula(stages: int, micro_batches: int) -> None:
     # Narayanan et al. 2021, section 2.2.1: m + p - 1 passes of each kind.
-    seconds = step_seconds([ONE] * stages, micro_batches, 0.0, overlaps=False)
+    seconds = step_seconds([UNIT] * stages, micro_batches, 0.0, overlaps=False)
     assert seconds == pytest.approx((micro_batches + stages - 1) * 3.0)
 
 
@@ -33,11 +33,11 @@ def test_interleaving_divides_the_bubble_by_the_chunks(stages: int, chunks: int,
 def test_slowest_stage_sets_the_pace() -> None:
     slow = Durations((2.0,), (4.0,))
     # The last stage has a forward pass before it, and the first one's backward pass after it.
-    assert step_seconds([ONE, slow], 10, 0.0, overlaps=False) == pytest.approx(1.0 + 10 * 6.0 + 2.0)
+    assert step_seconds([UNIT, slow], 10, 0.0, overlaps=False) == pytest.approx(1.0 + 10 * 6.0 + 2.0)
 
 
 def test_transfers_delay_each_hop() -> None:
-    seconds = step_seconds([ONE] * 2, 1, 0.25, overlaps=True)
+    seconds = step_seconds([UNIT] * 2, 1, 0.25, overlaps=True)
     assert seconds == pytest.approx(1.0 + 0.25 + 1.0 + 2.0 + 0.25 + 2.0)
 
 

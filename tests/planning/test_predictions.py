@@ -44,13 +44,16 @@ def test_published_rows_are_predicted(bench: Any) -> None:
 def test_order_is_right_where_measurements_differ(bench: Any) -> None:
     rows = [row for row in bench.measured() if "LoRA" not in row.name and "graphs" not in row.name]
     compared = 0
-    for one, other in combinations(rows, 2):
+    for first, second in combinations(rows, 2):
         same_model = (
-            one.name.split(" tokens")[0].rsplit(", ", 1)[0] == other.name.split(" tokens")[0].rsplit(", ", 1)[0]
+            first.name.split(" tokens")[0].rsplit(", ", 1)[0] == second.name.split(" tokens")[0].rsplit(", ", 1)[0]
         )
-        if same_model and one.tokens == other.tokens and abs(one.seconds / other.seconds - 1) > 0.05:
+        if same_model and first.tokens == second.tokens and abs(first.seconds / second.seconds - 1) > 0.05:
             compared += 1
-            assert (one.seconds < other.seconds) == (one.time.seconds < other.time.seconds), (one.name, other.name)
+            assert (first.seconds < second.seconds) == (first.time.seconds < second.time.seconds), (
+                first.name,
+                second.name,
+            )
     assert compared >= 4
 
 
@@ -60,5 +63,7 @@ def test_stored_predictions_are_those_of_the_code(bench: Any) -> None:
     for kind, rows in (("measured", bench.measured()), ("published", bench.published())):
         current = bench.stored(rows)["rows"]
         assert [row["name"] for row in current] == [row["name"] for row in stored[kind]["rows"]]
-        for row, kept in zip(current, stored[kind]["rows"], strict=True):
-            assert row["predicted"] == pytest.approx(kept["predicted"], abs=2e-4), "run scripts/bench_plan.py --store"
+        for row, stored_row in zip(current, stored[kind]["rows"], strict=True):
+            assert row["predicted"] == pytest.approx(stored_row["predicted"], abs=2e-4), (
+                "run scripts/bench_plan.py --store"
+            )

@@ -34,7 +34,7 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     checkpoint = describe_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", CONFIG)
-    return Model.of(inspect_checkpoint(checkpoint), read_config(checkpoint))
+    return Model.from_checkpoint(inspect_checkpoint(checkpoint), read_config(checkpoint))
 
 
 def test_cache_holds_keys_and_values_of_every_layer(model: Model) -> None:
@@ -69,10 +69,10 @@ def test_few_sequences_touch_few_experts(model: Model) -> None:
 
 def test_best_split_balances_sampling_and_training(model: Model) -> None:
     request = Request(8, 2048, 64, TrainerConfig(model=Path("model"), output=Path("run")))
-    found = splits(model, request, load("h100"))
-    assert [split.engines.devices + split.trainer.topology.world_size for split in found] == [8] * len(found)
-    assert [split.seconds for split in found] == sorted(split.seconds for split in found)
-    by_devices = sorted(found, key=lambda split: split.engines.devices)
+    divisions = splits(model, request, load("h100"))
+    assert [split.engines.devices + split.trainer.topology.world_size for split in divisions] == [8] * len(divisions)
+    assert [split.seconds for split in divisions] == sorted(split.seconds for split in divisions)
+    by_devices = sorted(divisions, key=lambda split: split.engines.devices)
     sampling = [split.generation_s for split in by_devices]
     assert sampling == sorted(sampling, reverse=True)
-    assert found[0].seconds == max(found[0].generation_s, found[0].trainer.time.seconds)
+    assert divisions[0].seconds == max(divisions[0].generation_s, divisions[0].trainer.time.seconds)

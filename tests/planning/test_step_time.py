@@ -108,35 +108,35 @@ def test_norms_and_activation_move_their_bytes() -> None:
 
 def test_tensor_parallel_ranks_divide_products_and_gather_twice_a_block() -> None:
     device = without_traffic(flat())
-    one, two = (Cost(DENSE, topology(size, tensor=size), device, LENGTH, LENGTH).layer(0) for size in (1, 2))
+    single, pair = (Cost(DENSE, topology(size, tensor=size), device, LENGTH, LENGTH).layer(0) for size in (1, 2))
     for part in ("products", "attention"):
-        assert two.forward_costs[part] == pytest.approx(one.forward_costs[part] / 2)
-        assert two.backward[part] == pytest.approx(one.backward[part] / 2)
+        assert pair.forward_costs[part] == pytest.approx(single.forward_costs[part] / 2)
+        assert pair.backward[part] == pytest.approx(single.backward[part] / 2)
     # Forward: a gather and a scatter around attention, and around the MLP.
     collective = device.collective("all_gather", BF16 * LENGTH * H, [0, 1])
-    assert two.forward_costs["tensor parallel"] == pytest.approx(4 * collective)
+    assert pair.forward_costs["tensor parallel"] == pytest.approx(4 * collective)
 
 
 def test_collectives_in_pieces_hide_beside_products() -> None:
     device = without_traffic(flat())
     layout = topology(4, tensor=4)
-    shown, hidden = (
+    exposed, hidden = (
         Cost(DENSE, layout, device, LENGTH, LENGTH, execution=Execution(tensor_overlap=overlap)).layer(0)
         for overlap in (False, True)
     )
-    assert hidden.forward_costs["tensor parallel"] < shown.forward_costs["tensor parallel"]
+    assert hidden.forward_costs["tensor parallel"] < exposed.forward_costs["tensor parallel"]
     # The first or the last piece of four is never hidden.
-    assert hidden.forward_costs["tensor parallel"] >= shown.forward_costs["tensor parallel"] / 4 * 0.999
+    assert hidden.forward_costs["tensor parallel"] >= exposed.forward_costs["tensor parallel"] / 4 * 0.999
 
 
 def test_experts_multiply_the_rows_that_arrive() -> None:
     device = without_traffic(flat())
-    one = Cost(EXPERTS, topology(1, 16), device, LENGTH, LENGTH).layer(0)
+    single = Cost(EXPERTS, topology(1, 16), device, LENGTH, LENGTH).layer(0)
     four = Cost(EXPERTS, topology(4, 16, expert=4), device, LENGTH, LENGTH).layer(0)
     rows = 4 * LENGTH
-    assert one.forward["moe"]["experts"] == pytest.approx(2 * rows * 3 * H * 512 / RATE)
+    assert single.forward["moe"]["experts"] == pytest.approx(2 * rows * 3 * H * 512 / RATE)
     # Equal loads: as many rows arrive as are sent, for a quarter of the experts.
-    assert four.forward["moe"]["experts"] == pytest.approx(one.forward["moe"]["experts"])
+    assert four.forward["moe"]["experts"] == pytest.approx(single.forward["moe"]["experts"])
     exchange = device.collective("all_to_all", BF16 * rows * H, [0, 1, 2, 3])
     assert four.forward["moe"]["expert parallel"] == pytest.approx(2 * exchange)
     assert four.backward["expert parallel"] == pytest.approx(2 * exchange)
@@ -145,11 +145,11 @@ def test_experts_multiply_the_rows_that_arrive() -> None:
 def test_tokens_that_cross_nodes_once_send_less() -> None:
     device = without_traffic(flat())
     layout = topology(16, 16, expert=16)
-    every, once = (
+    repeated, once = (
         Cost(EXPERTS, layout, device, LENGTH, LENGTH, execution=Execution(node_copies=copies)).layer(0)
         for copies in (None, 2)
     )
-    assert once.forward["moe"]["expert parallel"] < 0.7 * every.forward["moe"]["expert parallel"]
+    assert once.forward["moe"]["expert parallel"] < 0.7 * repeated.forward["moe"]["expert parallel"]
 
 
 def test_ring_attention_hides_messages_behind_computation() -> None:

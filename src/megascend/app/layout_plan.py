@@ -19,12 +19,14 @@ from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
-from megascend.planning.search import Candidate, Model, Plan, Request, of_run, search
+from megascend.planning.search import Candidate, Model, Plan, Request, run_candidate, search
 from megascend.topology.topology import Topology
 
 GAIN = 1.1
 """Factor by which a planned layout has to be faster than a run's before a dry run mentions it: twice the error of predictions for
 measured steps (docs/planning.md)."""
+CHOSEN = ("parallel", "recompute", "batching.micro_batch_tokens", "optimizer.overlap")
+"""Beginnings of the settings that a plan chooses."""
 DATA = Path("data.jsonl")
 """Training data of a run file, where none was named."""
 
@@ -58,7 +60,7 @@ class LayoutPlan:
 
 
 @contextlib.contextmanager
-def described(model: Path) -> Iterator[Path]:
+def model_checkpoint(model: Path) -> Iterator[Path]:
     """Yield a checkpoint directory for a model that may be only its ``config.json``: tensors are then named, and have no data.
 
     Raises:
@@ -82,7 +84,14 @@ def described(model: Path) -> Iterator[Path]:
 
 
 def settings(model: Path, length: int, batch: int, data: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's settings before a layout is chosen: defaults, with ``a.b=value`` overrides."""
+    """Return the run's settings before a layout is chosen: defaults, with ``a.b=value`` overrides.
+
+    Raises:
+        ConfigError: a setting is unknown, what a plan chooses, or what no prediction is for.
+    """
+    for name in (override.partition("=")[0] for override in overrides):
+        if name != "parallel.context_algorithm" and name.startswith(CHOSEN):
+            raise ConfigError(f"--set {name}: a plan chooses this setting: leave it out, and change it in the run file")
     values = read_settings(None, overrides)
     values = {"model": str(model), "output": "run", **values}
     values["data"] = {"path": str(data or DATA), "global_batch_size": batch, **values.get("data", {})}
@@ -90,6 +99,8 @@ def settings(model: Path, length: int, batch: int, data: Path | None, overrides:
     config = parsed(RunConfig, values, "plan")
     if config.engine != "megatron":
         raise ConfigError(f"engine: {config.engine} has one layout for a world; plans are for engine megatron")
+    if config.precision != "bf16":
+        raise ConfigError(f"precision: {config.precision}: devices are described for bf16 only")
     return config
 
 
@@ -100,7 +111,7 @@ def plan_layouts(
     info = inspect_checkpoint(checkpoint, mtp=config.mtp)
     check_lora(config, info)
     request = Request(cards, length, config.data.global_batch_size, config)
-    plan = search(Model.of(info, read_config(checkpoint)), request, hardware, best=3 * best)
+    plan = search(Model.from_checkpoint(info, read_config(checkpoint)), request, hardware, best=3 * best)
     layouts, refused, unchecked = checked(plan.candidates, checkpoint, info, best)
     return LayoutPlan(request, info, hardware, plan, layouts, refused, unchecked)
 
@@ -114,12 +125,12 @@ def plan_split(checkpoint: Path, config: RunConfig, cards: int, length: int, har
     info = inspect_checkpoint(checkpoint, mtp=config.mtp)
     check_lora(config, info)
     request = Request(cards, length, config.data.global_batch_size, config)
-    found = splits(Model.of(info, read_config(checkpoint)), request, hardware)
-    if not found:
+    divisions = splits(Model.from_checkpoint(info, read_config(checkpoint)), request, hardware)
+    if not divisions:
         raise ConfigError(
             f"--rl --cards {cards}: engines and trainer do not fit on {cards} x {hardware.title}: use more devices, or LoRA"
         )
-    return found
+    return divisions
 
 
 def checked(
@@ -169,14 +180,14 @@ def run_file(candidate: Candidate) -> str:
 class Suggestion:
     """A layout that a plan would choose in place of a run's own, with both predictions."""
 
-    own: Candidate
+    current: Candidate
     better: Candidate
     hardware: Hardware
 
     @property
     def gain(self) -> float:
         """Share of the run's time that the better layout saves."""
-        return 1 - self.better.time.seconds / self.own.time.seconds
+        return 1 - self.better.time.seconds / self.current.time.seconds
 
 
 def suggestion(
@@ -188,12 +199,13 @@ def suggestion(
         config: with a number for ``batching.micro_batch_tokens``.
         length: tokens that all samples are taken to have.
     """
-    if config.engine != "megatron" or topology.world_size == 1:
+    unlike = config.dpo is not None or config.distillation is not None  # steps with further passes
+    if config.engine != "megatron" or config.precision != "bf16" or topology.world_size == 1 or unlike:
         return None
-    model = Model.of(info, read_config(config.model))
+    model = Model.from_checkpoint(info, read_config(config.model))
     request = Request(topology.world_size, length, config.data.global_batch_size, config)
-    own = of_run(model, request, topology, hardware)
-    found = search(model, request, hardware, best=1).candidates
-    if not found or own.time.seconds < GAIN * found[0].time.seconds:
+    current = run_candidate(model, request, topology, hardware)
+    planned = search(model, request, hardware, best=1).candidates
+    if not planned or current.time.seconds < GAIN * planned[0].time.seconds:
         return None
-    return Suggestion(own, found[0], hardware)
+    return Suggestion(current, planned[0], hardware)

@@ -162,9 +162,9 @@ def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
 
 def suggestion_lines(suggestion: Suggestion) -> Iterator[str]:
     """Yield the layout that ``megascend plan`` would have chosen."""
-    own, better = suggestion.own.time.seconds, suggestion.better.time.seconds
+    current, better = suggestion.current.time.seconds, suggestion.better.time.seconds
     yield (
-        f"          megascend plan predicts {suggestion.gain:.0%} shorter steps ({better:.3g} s in place of {own:.3g} s on "
+        f"          megascend plan predicts {suggestion.gain:.0%} shorter steps ({better:.3g} s in place of {current:.3g} s on "
         f"{suggestion.hardware.title}) with {suggestion.better.describe()}"
     )
 

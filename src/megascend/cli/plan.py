@@ -57,7 +57,7 @@ def plan_command(
         raise ConfigError("--rl prints a table: it cannot be combined with --json, --explain or --write")
     import json
 
-    from megascend.app.layout_plan import described, plan_layouts, plan_split, run_file, settings
+    from megascend.app.layout_plan import model_checkpoint, plan_layouts, plan_split, run_file, settings
     from megascend.cli import plan_text
     from megascend.planning.hardware import load
 
@@ -65,12 +65,12 @@ def plan_command(
     chosen = [*(overrides or []), *([] if lora is None else [f"lora.rank={lora}"])]
     config = settings(model if model.is_dir() else model.parent, length, batch, data, chosen)
     if rl:
-        with described(model) as checkpoint:
+        with model_checkpoint(model) as checkpoint:
             splits = plan_split(checkpoint, config, cards, length, hardware)
         for line in plan_text.report_split(splits, config, hardware, length):
             typer.echo(line)
         return
-    with described(model) as checkpoint:
+    with model_checkpoint(model) as checkpoint:
         plan = plan_layouts(checkpoint, config, cards, length, hardware, best)
     if as_json:
         typer.echo(json.dumps(plan_text.as_json(plan), indent=1))

@@ -170,10 +170,10 @@ def draw(candidate: Candidate, width: int = WIDTH) -> Iterator[str]:
     if stages == 1:
         yield "one pipeline stage: passes follow each other, and nothing waits"
         return
-    drawn = min(time.micro_batches, DRAWN_ROUNDS * stages)
-    spans = type(time)(time.busy, time.durations, drawn, time.transfer, time.overlaps).spans()
+    count = min(time.micro_batches, DRAWN_ROUNDS * stages)
+    spans = type(time)(time.busy, time.durations, count, time.transfer, time.overlaps).spans()
     end = spans[-1].end
-    part = f"the first {drawn} of {time.micro_batches}" if drawn < time.micro_batches else f"all {drawn}"
+    part = f"the first {count} of {time.micro_batches}" if count < time.micro_batches else f"all {count}"
     yield (
         f"pipeline of {part} micro batches, {1000 * end:,.0f} ms: digits are forward and letters backward passes (0 and a of the "
         "same micro batch), dots are waits"

@@ -299,9 +299,9 @@ def grouped_products(device: Device, grid: Grid) -> list[list[float]]:
     """
     rows = []
     stride = 2**26 if grid is FULL else 2**10
-    for experts, each, inputs, outputs in grid.groups:
-        ends = torch.arange(1, experts + 1, device=device.device, dtype=torch.int32) * each
-        total = experts * each
+    for experts, expert_rows, inputs, outputs in grid.groups:
+        ends = torch.arange(1, experts + 1, device=device.device, dtype=torch.int32) * expert_rows
+        total = experts * expert_rows
 
         def forward(
             call: int, e: int = experts, t: int = total, i: int = inputs, o: int = outputs, ends: torch.Tensor = ends
@@ -323,7 +323,7 @@ def grouped_products(device: Device, grid: Grid) -> list[list[float]]:
         durations = [
             device.seconds(part, grid.budget_s, graph=False) for part in (forward, input_gradient, weight_gradient)
         ]
-        rows.append([experts, each, inputs, outputs, *(round(duration * SECOND, 2) for duration in durations)])
+        rows.append([experts, expert_rows, inputs, outputs, *(round(duration * SECOND, 2) for duration in durations)])
     return rows
 
 
@@ -359,11 +359,11 @@ def attention(device: Device, grid: Grid) -> list[list[float]]:
                 lambda _, q=q, k=k, v=v: kernel(q, k, v),
                 lambda _, q=q, k=k, v=v, gradient=gradient: kernel(q, k, v).backward(gradient),
             )
-            forward, both = (device.seconds(function, grid.budget_s, graph=False) for function in passes)
+            forward, passes_s = (device.seconds(function, grid.budget_s, graph=False) for function in passes)
         except RuntimeError as error:
             print(f"attention {length} x {heads}/{groups} x {keys}/{values}: {str(error).splitlines()[0]:.120}")
             continue
-        durations = (round(duration * SECOND / samples, 2) for duration in (forward, both - forward))
+        durations = (round(duration * SECOND / samples, 2) for duration in (forward, passes_s - forward))
         rows.append([length, heads, groups, keys, values, *durations])
     return rows
 

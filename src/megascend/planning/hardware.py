@@ -60,9 +60,9 @@ class Table:
                 share = math.log(size / low) / math.log(high / low)
                 sides = [(1 - share, low), (share, high)]
             corners = [(weight * part, (*corner, value)) for weight, corner in corners for part, value in sides if part]
-        return sum(weight * self._at(corner) for weight, corner in corners)
+        return sum(weight * self._share(corner) for weight, corner in corners)
 
-    def _at(self, corner: tuple[int, ...]) -> float:
+    def _share(self, corner: tuple[int, ...]) -> float:
         """Return a measured share; where the grid has a hole, that of the nearest point."""
         if corner not in self._points:
             self._points[corner] = self._points[
@@ -92,7 +92,7 @@ class Measurements:
     memory: Table
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], peak: float, bytes_per_s: float) -> Measurements:
+    def from_calibration(cls, content: Mapping[str, Any], peak: float, bytes_per_s: float) -> Measurements:
         """Read a file of :mod:`megascend.planning.calibrate`.
 
         Raises:
@@ -282,8 +282,8 @@ def matching(device_name: str) -> Hardware | None:
         for name in names()
         for part in json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))["names"]
     }
-    found = [part for part in parts if part in device_name]
-    return load(parts[max(found, key=len)]) if found else None  # GB200 has B200 in its name
+    matches = [part for part in parts if part in device_name]
+    return load(parts[max(matches, key=len)]) if matches else None  # GB200 has B200 in its name
 
 
 @lru_cache(maxsize=16)
@@ -300,7 +300,7 @@ def load(name: str, calibration: Path | None = None) -> Hardware:
     source = FOLDER / f"{content['measurements']}-measured.json"
     measured_on = json.loads((FOLDER / f"{content['measurements']}.json").read_text(encoding="utf-8"))
     tables = json.loads(source.read_text(encoding="utf-8"))
-    measurements = Measurements.of(tables, measured_on["peak_flops"], measured_on["bytes_per_s"])
+    measurements = Measurements.from_calibration(tables, measured_on["peak_flops"], measured_on["bytes_per_s"])
     hardware = Hardware(
         name=name,
         title=content["title"],
@@ -334,7 +334,7 @@ def calibrated(hardware: Hardware, path: Path) -> Hardware:
     if content.get("toy"):
         raise ConfigError(f"--calibration {path}: was measured on a CPU, with sizes that only check the program")
     try:
-        measurements = Measurements.of(content, hardware.peak, hardware.bytes_per_s)
+        measurements = Measurements.from_calibration(content, hardware.peak, hardware.bytes_per_s)
     except ConfigError as error:
         raise ConfigError(f"--calibration {path}: {error}") from None
     return replace(hardware, measurements=measurements, measured=True, memory=content.get("memory") or hardware.memory)

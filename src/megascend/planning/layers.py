@@ -48,7 +48,7 @@ QUANTISATION_BYTES = 3
 
 @dataclass(frozen=True)
 class Execution:
-    """What a program does otherwise than this package's Megatron engine; its published figures are compared with predictions.
+    """Differences of a program from this package's Megatron engine; its published figures are compared with predictions.
 
     Attributes:
         fp8: linear layers multiply in fp8, with bf16 attention.
@@ -105,8 +105,8 @@ class LayerSeconds:
 def total(costs: Iterable[Costs]) -> Costs:
     """Add up costs by part."""
     result: Costs = defaultdict(float)
-    for each in costs:
-        for part, seconds in each.items():
+    for parts in costs:
+        for part, seconds in parts.items():
             result[part] += seconds
     return result
 
@@ -248,8 +248,10 @@ class Cost:
         scattered = self.collective("reduce_scatter", size, "tensor")
         if divided == "columns":
             # The input is gathered again for the weight's gradient beside the first product; the gradient is scattered beside it.
-            again = 0.0 if self.frozen else max(0.0, gathered - data)
-            layer.add(module, "tensor parallel", self.hidden(gathered, forward), again + max(0.0, scattered - weight))
+            regathered = 0.0 if self.frozen else max(0.0, gathered - data)
+            layer.add(
+                module, "tensor parallel", self.hidden(gathered, forward), regathered + max(0.0, scattered - weight)
+            )
         else:
             layer.add(module, "tensor parallel", self.hidden(scattered, forward), self.hidden(gathered, data + weight))
 
@@ -354,12 +356,12 @@ class Cost:
             return
         # A ring sends keys and values while it computes with those that it has; backward, their gradients too.
         steps, piece = topology.context - 1, topology.context
-        one = self.collective("send", size, "context")
+        message = self.collective("send", size, "context")
         layer.add(
             "core_attn",
             "context parallel",
-            steps * max(0.0, one - forward / piece),
-            steps * max(0.0, 2 * one - backward / piece),
+            steps * max(0.0, message - forward / piece),
+            steps * max(0.0, 2 * message - backward / piece),
         )
 
     def _latent_attention(self, layer: _Layer, index: int) -> None:

@@ -125,8 +125,10 @@ def step_seconds(durations: Sequence[Durations], micro_batches: int, transfer: f
     if stages == 1:
         return micro_batches * durations[0].total
     left = micro_batches % stages
-    few = ROUNDS * stages + left
-    if micro_batches <= few:
+    simulated = ROUNDS * stages + left
+    if micro_batches <= simulated:
         return simulate(durations, micro_batches, transfer, overlaps=overlaps)[-1].end
-    long, short = (simulate(durations, count, transfer, overlaps=overlaps)[-1].end for count in (few, few - stages))
-    return long + (micro_batches - few) // stages * (long - short)
+    long, short = (
+        simulate(durations, count, transfer, overlaps=overlaps)[-1].end for count in (simulated, simulated - stages)
+    )
+    return long + (micro_batches - simulated) // stages * (long - short)

@@ -104,12 +104,12 @@ def splits(model: Model, request: Request, hardware: Hardware) -> list[Split]:
     """
     cards, node = request.cards, hardware.cards_per_node
     sizes = [2**power for power in range(int(math.log2(node)) + 1)] + list(range(2 * node, cards, node))
-    found = []
+    divisions = []
     for devices in (size for size in sizes if size < cards):
         engines = engines_on(model.info, model.sizes, devices, request.length, request.global_batch, hardware)
         if engines is None:
             continue
         plan = search(model, replace(request, cards=cards - devices), hardware, best=1)
         if plan.candidates:
-            found.append(Split(engines, plan.candidates[0], request.tokens / engines.tokens_per_second))
-    return sorted(found, key=lambda split: split.seconds)
+            divisions.append(Split(engines, plan.candidates[0], request.tokens / engines.tokens_per_second))
+    return sorted(divisions, key=lambda split: split.seconds)

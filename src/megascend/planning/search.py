@@ -60,14 +60,14 @@ class Model:
     windows: tuple[int | None, ...] = ()
 
     @classmethod
-    def of(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> Model:
+    def from_checkpoint(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> Model:
         """Describe the model of a checkpoint."""
         info = replace(info, tensors=joined_experts(info.tensors))
         return cls(info, hf_config, ModelSizes.of(info, hf_config), attention_windows(hf_config))
 
     @property
     def execution(self) -> Execution:
-        """How the engine computes this model: experts with biases have no grouped product."""
+        """Return how the engine computes this model: experts with biases have no grouped product."""
         return Execution(grouped=not self.info.shape.expert_bias)
 
 
@@ -92,7 +92,7 @@ def joined_experts(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeade
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """The run and the cluster of a plan.
 
     Attributes:
         cards: number of devices.
@@ -141,16 +141,16 @@ class Candidate:
             "ETP": t.expert_tensor if t.is_moe and t.expert_tensor > 1 else 1,
             "DP": t.data,
         }
-        named = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one rank"]
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one rank"]
         recompute = self.config.recompute
         if recompute.granularity == "full":
-            named.append("recompute all")
+            words.append("recompute all")
         elif recompute.granularity == "selective":
-            named.append(f"recompute {'+'.join(recompute.modules)}")
+            words.append(f"recompute {'+'.join(recompute.modules)}")
         if self.config.optimizer.overlap_grad_reduce and self.config.lora is None:
-            named.append("overlapped reduction")
+            words.append("overlapped reduction")
         samples = f"{self.micro_batch} sample{'s' if self.micro_batch > 1 else ''} a micro batch"
-        return f"{' '.join(named)}, {samples} x {self.micro_batches}"
+        return f"{' '.join(words)}, {samples} x {self.micro_batches}"
 
 
 @dataclass(frozen=True)
@@ -205,9 +205,9 @@ def search(model: Model, request: Request, hardware: Hardware, best: int = 20) -
 def _fastest(candidates: list[Candidate], count: int) -> list[Candidate]:
     """Return the fastest variant of each of the ``count`` fastest layouts; pipelines are simulated only as far as it needs."""
     chosen: dict[Topology, Candidate] = {}
-    worst = math.inf
+    slowest = math.inf
     for candidate in sorted(candidates, key=lambda candidate: candidate.time.bound):
-        if candidate.time.bound > worst:
+        if candidate.time.bound > slowest:
             break  # the others are slower even without a bubble
         before = chosen.get(candidate.topology)
         if before is None or (candidate.time.seconds, candidate.memory.total) < (
@@ -216,8 +216,8 @@ def _fastest(candidates: list[Candidate], count: int) -> list[Candidate]:
         ):
             chosen[candidate.topology] = candidate
         if len(chosen) >= count:
-            worst = sorted(each.time.seconds for each in chosen.values())[count - 1]
-    return sorted(chosen.values(), key=lambda each: (each.time.seconds, each.memory.total))[:count]
+            slowest = sorted(entry.time.seconds for entry in chosen.values())[count - 1]
+    return sorted(chosen.values(), key=lambda entry: (entry.time.seconds, entry.memory.total))[:count]
 
 
 def layouts(model: Model, request: Request) -> Iterator[tuple[Topology, Parallel]]:
@@ -328,7 +328,7 @@ def candidate(
     return Candidate(topology, config, micro_batch, count, time, memory, request.tokens)
 
 
-def of_run(model: Model, request: Request, topology: Topology, hardware: Hardware) -> Candidate:
+def run_candidate(model: Model, request: Request, topology: Topology, hardware: Hardware) -> Candidate:
     """Predict the time and memory of the layout that a run's settings choose."""
     config = request.config
     parameters = stage_parameters(model, topology, config)

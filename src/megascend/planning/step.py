@@ -200,7 +200,7 @@ def step_time(
         neighbours = topology.group_of(0, "pipeline")[:2]
         transfer = hardware.collective("send", BF16 * cost.rows * sizes.hidden, neighbours)
     busiest = max(range(topology.pipeline), key=lambda stage: durations[stage].total)
-    costs = scaled(total(each.costs for chunk in passes[busiest] for each in chunk), work.micro_batches)
+    costs = scaled(total(run.costs for chunk in passes[busiest] for run in chunk), work.micro_batches)
     busy: dict[str, float] = {part: seconds for part, seconds in costs.items() if seconds > 0}
     busy |= _update(topology, parameters, work, hardware, durations, sizes)
     busy["step"] = STEP_S + RANK_S * topology.world_size
@@ -216,9 +216,9 @@ def _passes(cost: Cost, work: Work) -> list[list[tuple[_Pass, _Pass]]]:
     seconds = {key: cost.layer(keys.index(key)) for key in set(keys)}
     recompute = work.recompute
     modules = None if recompute.granularity == "full" else recompute.modules
-    again = {}
+    recomputed_costs = {}
     if recompute.granularity != "none":
-        again = {
+        recomputed_costs = {
             key: defaultdict(float, {"recomputation": sum(layer.recomputed(modules).values())})
             for key, layer in seconds.items()
         }
@@ -236,15 +236,15 @@ def _passes(cost: Cost, work: Work) -> list[list[tuple[_Pass, _Pass]]]:
                 layer = seconds[key]
                 forward.add(layer.forward_costs, layer.kernels[0], times)
                 backward.add(layer.backward, layer.kernels[1], times)
-                if key in again:
-                    backward.add(again[key], layer.kernels[0] * (1.0 if modules is None else 0.5), times)
+                if key in recomputed_costs:
+                    backward.add(recomputed_costs[key], layer.kernels[0] * (1.0 if modules is None else 0.5), times)
             if (stage, number) == (0, 0):
-                ahead, back = cost.embedding()
-                forward.add(ahead, 3)
+                costs, back = cost.embedding()
+                forward.add(costs, 3)
                 backward.add(back, 3)
             if (stage, number) == last:
-                ahead, back, kernels = cost.head(passes=2 if sizes.prediction_head else 1)
-                forward.add(ahead, kernels[0])
+                costs, back, kernels = cost.head(passes=2 if sizes.prediction_head else 1)
+                forward.add(costs, kernels[0])
                 backward.add(back, kernels[1])
             row.append((forward, backward))
         result.append(row)
