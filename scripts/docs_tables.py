@@ -29,6 +29,7 @@ from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
 from megascend.config.serve import ServeConfig
+from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import stages
 from megascend.models.base import LatentAttention, expert_count
@@ -39,7 +40,7 @@ from megascend.tracking.metrics import Metric, declared_metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
 
-from support.described import describe_checkpoint, published_plan
+from support.described import published_plan
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -428,6 +429,93 @@ def large_worlds() -> str:
     return f"Layout {stored['layout']}; {stored['device']}.\n\n" + table(header, rows)
 
 
+def planning_figures(name: str) -> Any:
+    """Read a file of benchmarks/planning."""
+    return json.loads((DOCS.parent / "benchmarks" / "planning" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def planned_steps() -> str:
+    """Format predictions beside the steps that were measured here."""
+    content = planning_figures("predictions")["measured"]
+    rows = [
+        [
+            row["name"],
+            f"{1000 * row['seconds']:,.1f}",
+            f"{1000 * row['predicted']:,.1f}",
+            f"{row['predicted'] / row['seconds'] - 1:+.0%}",
+            *(
+                ("", "", "")
+                if row["gib"] is None
+                else (
+                    f"{row['gib']:.1f}",
+                    f"{row['predicted_gib']:.1f}",
+                    f"{row['predicted_gib'] / row['gib'] - 1:+.1%}",
+                )
+            ),
+        ]
+        for row in content["rows"]
+    ]
+    summary = content["summary"]
+    legend = (
+        f"{summary['rows']} steps: median error of time {summary['median']:.1%}; {summary['memory_rows']} peaks: median error of "
+        f"memory {summary['memory']:.1%}."
+    )
+    header = ("step", "ms measured", "predicted", "error", "GiB measured", "predicted", "error")
+    return legend + "\n\n" + table(header, rows)
+
+
+def planned_tables() -> str:
+    """Format predictions beside figures that others have published."""
+    content = planning_figures("predictions")["published"]
+    sources = list(dict.fromkeys(row["source"] for row in content["rows"]))
+    rows = [
+        [
+            row["name"],
+            f"{row['seconds']:.2f}",
+            f"{row['predicted']:.2f}",
+            f"{row['predicted'] / row['seconds'] - 1:+.0%}",
+            f"{sources.index(row['source']) + 1}" + (f": {row['note']}" if row["note"] else ""),
+        ]
+        for row in content["rows"]
+    ]
+    legend = "; ".join(f"{number}: {source}" for number, source in enumerate(sources, start=1))
+    summary = content["summary"]
+    first = f"{summary['rows']} rows: median error {summary['median']:.1%}. Sources: {legend}."
+    return first + "\n\n" + table(("row", "s published", "predicted", "error", "source, and what it says"), rows)
+
+
+def planned_clusters() -> str:
+    """Format the plans of published models."""
+    rows = [
+        [
+            f"{row['model']}, {'all parameters' if row['lora'] is None else 'LoRA ' + str(row['lora'])}",
+            f"{row['cards']:,} x {row['device']}",
+            row["layout"],
+            f"{row['seconds']:.3g}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['mfu']:.1%}",
+            f"{row['gib']:.0f}",
+            ", ".join(f"{name} {seconds / row['seconds']:.0%}" for name, seconds in row["parts"].items()),
+            f"{row['second']}: {row['loses_ms']:,.0f} ms, {row['loses_most_in']}",
+            f"{row['legal']}, {row['evaluations']:,}, {row['cpu_seconds']} s",
+        ]
+        for row in planning_figures("clusters")
+    ]
+    header = (
+        "model",
+        "devices",
+        "fastest layout",
+        "s/step",
+        "tokens/s a device",
+        "MFU",
+        "GiB",
+        "most time in",
+        "the next one, and what it loses",
+        "legal layouts, evaluations, processor time",
+    )
+    return table(header, rows)
+
+
 def ratio_text(entry: dict[str, float] | None) -> str:
     """Format a stored ratio; empty if there is none."""
     return "" if entry is None else f"{entry['ratio']:.3f}"
@@ -452,6 +540,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "router replay": router_replay,
     "pushes to an engine": engine_pushes,
     "large worlds": large_worlds,
+    "planned steps": planned_steps,
+    "planned tables": planned_tables,
+    "planned clusters": planned_clusters,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }

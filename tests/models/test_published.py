@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megascend.huggingface.architectures import transformers_config
+from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint, linear_layers
 from megascend.memory.estimate import Estimate
 from megascend.memory.parameters import elements, stages
@@ -20,7 +21,7 @@ from megascend.models import architecture_of, expert_layers, text_config
 from megascend.models.base import LatentAttention, LinearAttention
 from megascend.models.registry import BUILT_IN
 from megascend.topology.topology import Topology
-from support.described import describe_checkpoint, published_plan
+from support.described import published_plan
 
 FOLDER = Path(__file__).with_name("published")
 INDEX: dict[str, dict[str, Any]] = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))

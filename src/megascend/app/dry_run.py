@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from megascend.app.layout_plan import Suggestion, suggestion
 from megascend.app.objectives import LearningObjective
 from megascend.app.preflight import AnyConfig, RunPlan, disk_warning, free_bytes
 from megascend.app.rl.servers import placements, share_beside_trainer
@@ -35,6 +36,7 @@ from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import ELEMENT_BYTES, Kernels, Workload
+from megascend.planning.hardware import matching
 from megascend.topology.topology import Topology
 
 EXAMPLES = 3
@@ -68,6 +70,7 @@ class DryRun:
         memory: estimate for one rank; None for an engine from another package.
         recomputed: the same with recompute.granularity: full; None where that is set, or cannot be.
         device_memory: bytes of one device; on a CPU, this machine's for each rank.
+        suggestion: a layout that is predicted to be faster; None if there is none, or this device is not described.
     """
 
     config: RunConfig
@@ -85,6 +88,7 @@ class DryRun:
     memory: Estimate | None
     recomputed: Estimate | None
     device_memory: int
+    suggestion: Suggestion | None = None
 
 
 @dataclass(frozen=True)
@@ -290,7 +294,25 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
         memory=memory(config),
         recomputed=None if config.recompute.granularity == "full" else memory(with_recomputation(config)),
         device_memory=device_memory,
+        suggestion=suggested(
+            config.model_copy(update={"batching": config.batching.with_budget(budget)}), runtime, plan, longest
+        ),
     )
+
+
+def suggested(config: RunConfig, runtime: Runtime, plan: RunPlan[RunConfig], longest: int) -> Suggestion | None:
+    """Return a layout that is predicted to be faster on this machine's devices, if these are described.
+
+    Args:
+        longest: tokens of the longest sample, which all are taken to have.
+    """
+    kind = runtime.platform.device_type
+    if kind == "cpu":
+        return None
+    import torch
+
+    hardware = matching(getattr(torch, kind).get_device_name(0))
+    return None if hardware is None else suggestion(config, plan.info, plan.topology, longest, hardware)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from megascend.app.preflight import format_bytes
 
 if TYPE_CHECKING:
     from megascend.app.dry_run import DryRun, RlDryRun, ShownSample
+    from megascend.app.layout_plan import Suggestion
     from megascend.data.preview import SamplePiece
 
 GIB, MIB = 2**30, 2**20
@@ -88,6 +89,8 @@ def report(dry: DryRun, style: Style) -> Iterator[str]:
     """Yield the lines of a dry run."""
     config = dry.config
     yield from _model_and_layout(dry)
+    if dry.suggestion is not None:
+        yield from suggestion_lines(dry.suggestion)
     yield f"steps     {_length(dry)}"
     yield f"output    {config.output}; {format_bytes(dry.free_disk)} free there"
     yield from (f"          {line}" for line in config.template_remarks())
@@ -155,6 +158,15 @@ def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
     layout, *details = topology.describe().splitlines()
     yield f"layout    {layout}"
     yield from (f"          {line}" for line in details)
+
+
+def suggestion_lines(suggestion: Suggestion) -> Iterator[str]:
+    """Yield the layout that ``megascend plan`` would have chosen."""
+    current, better = suggestion.current.time.seconds, suggestion.better.time.seconds
+    yield (
+        f"          megascend plan predicts {suggestion.gain:.0%} shorter steps ({better:.3g} s in place of {current:.3g} s on "
+        f"{suggestion.hardware.title}) with {suggestion.better.describe()}"
+    )
 
 
 def count(number: int) -> str:

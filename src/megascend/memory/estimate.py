@@ -6,7 +6,7 @@ formulas follow the code of the engines and kernels; ``tests/memory`` compares t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from megascend.config import TrainerConfig
 from megascend.config.rl import RlConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory import megatron, transformers_engines
+from megascend.memory.parameters import StageParameters
 from megascend.memory.sizes import ELEMENT_BYTES, Items, Kernels, ModelSizes, TeacherSizes, Workload
 from megascend.topology.topology import Topology
 
@@ -77,14 +78,20 @@ def estimate(
     topology: Topology,
     workload: Workload,
     kernels: Kernels,
+    *,
+    sizes: ModelSizes | None = None,
+    parameters: Sequence[StageParameters] | None = None,
 ) -> Estimate | None:
     """Estimate the memory of a run's largest micro batch; None for a registered engine.
 
-    ``hf_config``: the model's ``config.json``.
+    Args:
+        hf_config: the model's ``config.json``.
+        sizes, parameters: of the model, and of a rank of each stage of the Megatron engine, for callers that estimate many
+            settings; None: computed here.
     """
     if config.engine not in ENGINES:
         return None
-    sizes = ModelSizes.of(info, hf_config)
+    sizes = sizes or ModelSizes.of(info, hf_config)
     remarks = []
     if sizes.latent is not None and config.engine != "megatron":
         remarks.append("attention with latent keys and values (MLA) is counted as plain attention")
@@ -93,7 +100,7 @@ def estimate(
     if info.image_layout is not None:
         remarks.append("activations of the vision tower are not counted")
     if config.engine == "megatron":
-        per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels)
+        per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels, parameters)
     else:
         per_stage = [transformers_engines.items(config, info, sizes, topology, workload, kernels)]
     if workload.teacher is not None:

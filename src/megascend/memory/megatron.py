@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory.activations import LayerBytes, LayerKind, head_bytes, layer_bytes, norm_bytes, probability_bytes
@@ -20,22 +22,29 @@ def stage_items(
     topology: Topology,
     workload: Workload,
     kernels: Kernels,
+    parameters: Sequence[StageParameters] | None = None,
 ) -> list[Items]:
-    """Return the bytes of each item, for a rank of each stage."""
+    """Return the bytes of each item, for a rank of each stage; ``parameters``: of these, if they are computed already."""
     kind = LayerKind.of(config, workload, kernels)
     layers = len(sizes.with_experts)
+    parameters = parameters or stages(
+        info.tensors,
+        topology,
+        layers,
+        sizes.tied,
+        prediction_head=sizes.prediction_head,
+        images=info.architecture.inputs,
+    )
+    saved_bytes = {
+        (experts, linear): layer_bytes(sizes, topology, kind, with_experts=experts, linear=linear)
+        for experts, linear in {
+            *zip(sizes.with_experts, sizes.linear_layers, strict=True),
+            (sizes.with_experts[-1], False),
+        }
+    }
     return [
-        _stage_items(config, sizes, topology, workload, kind, parameters, stage, info)
-        for stage, parameters in enumerate(
-            stages(
-                info.tensors,
-                topology,
-                layers,
-                sizes.tied,
-                prediction_head=sizes.prediction_head,
-                images=info.architecture.inputs,
-            )
-        )
+        _stage_items(config, sizes, topology, workload, kind, stage_parameters, stage, info, saved_bytes)
+        for stage, stage_parameters in enumerate(parameters)
     ]
 
 
@@ -48,16 +57,14 @@ def _stage_items(
     parameters: StageParameters,
     stage: int,
     info: ModelInfo,
+    saved_bytes: Mapping[tuple[bool, bool], LayerBytes],
 ) -> Items:
     tokens = workload.tokens / topology.context
     layers = len(sizes.with_experts)
     # A head for multi-token prediction has a layer like the last one.
     with_experts = [sizes.with_experts[min(layer, layers - 1)] for layer in parameters.layers]
     linear = [layer < layers and sizes.linear_layers[layer] for layer in parameters.layers]
-    layer_sizes = [
-        layer_bytes(sizes, topology, kind, with_experts=experts, linear=is_linear)
-        for experts, is_linear in zip(with_experts, linear, strict=True)
-    ]
+    layer_sizes = [saved_bytes[key] for key in zip(with_experts, linear, strict=True)]
     predicts = layers in parameters.layers
     saved, recomputed = _saved(config, layer_sizes, with_experts, kind, sizes, topology, predicts=predicts)
     in_flight = _in_flight(stage, topology, workload.micro_batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -74,7 +73,14 @@ def stages(
     """
     tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
     rest = {name: header for name, header in headers.items() if name not in tower}
-    parameters = [_stage(rest, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)]
+    # Once for all stages: a model has thousands of tensors, and a pipeline may have as many stages as layers.
+    by_layer: dict[int | None, list[tuple[str, TensorHeader]]] = {}
+    for name, header in rest.items():
+        # Heads that are named beside the layers are numbered from 0.
+        by_layer.setdefault(layers if ".mtp." in f".{name}" else layer_of(name), []).append((name, header))
+    parameters = [
+        _stage(by_layer, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)
+    ]
     return [replace(parameters[0], tower=elements(tower)), *parameters[1:]]
 
 
@@ -85,8 +91,14 @@ def layers_of_stage(stage: int, layers: int, topology: Topology) -> tuple[int, .
 
 
 def _stage(
-    headers: Mapping[str, TensorHeader], topology: Topology, layers: int, tied: bool, stage: int, prediction_head: bool
+    by_layer: Mapping[int | None, list[tuple[str, TensorHeader]]],
+    topology: Topology,
+    layers: int,
+    tied: bool,
+    stage: int,
+    prediction_head: bool,
 ) -> StageParameters:
+    """Return a stage's parameters; ``by_layer``: tensors by the index of their layer, None for those outside layers."""
     stage_layers = set(layers_of_stage(stage, layers, topology))
     first, last = stage == 0, stage == topology.pipeline - 1
     if prediction_head and last:
@@ -95,22 +107,17 @@ def _stage(
     # prediction embeds tokens there.
     embeds = first or (last and (tied or prediction_head))
     dense = experts = vocabulary = embedding = matrix = 0
-    for name, header in headers.items():
-        # Heads that are named beside the layers are numbered from 0.
-        layer = layers if ".mtp." in f".{name}" else layer_of(name)
-        if layer is not None:
-            if layer not in stage_layers:
-                continue
-            if ".experts." in name:
-                count = _shard_size(header.shape, topology.expert_tensor * topology.expert)
-                experts += count
-                # A fused weight of all experts counts as one matrix per expert.
-                matrix = max(matrix, count // (header.shape[0] // topology.expert if len(header.shape) == 3 else 1))
-            else:
-                count = local_elements(name, header.shape, topology.tensor)
-                dense += count
-                matrix = max(matrix, count)
-            continue
+    for name, header in (tensor for layer in stage_layers for tensor in by_layer.get(layer, ())):
+        if ".experts." in name:
+            count = _shard_size(header.shape, topology.expert_tensor * topology.expert)
+            experts += count
+            # A fused weight of all experts counts as one matrix per expert.
+            matrix = max(matrix, count // (header.shape[0] // topology.expert if len(header.shape) == 3 else 1))
+        else:
+            count = local_elements(name, header.shape, topology.tensor)
+            dense += count
+            matrix = max(matrix, count)
+    for name, header in by_layer.get(None, ()):
         count = local_elements(name, header.shape, topology.tensor)
         is_embedding = name.endswith(("embed_tokens.weight", "wte.weight"))
         is_head = name.endswith("lm_head.weight")
@@ -175,8 +182,8 @@ def adapter_bytes(
         else:
             count, rows, columns = _local(name, header.shape, topology)
         factors += count * lora.rank * (rows + columns)
-        kind = name.removesuffix(".weight").rsplit(".", 1)[-1]
-        key = re.sub(rf"{kind}(\.weight)?$", FUSED.get(kind, kind) if fused else kind, name)
+        prefix, _, kind = name.removesuffix(".weight").rpartition(".")
+        key = f"{prefix}.{FUSED.get(kind, kind) if fused else kind}"
         layers.setdefault(key, []).append((count * rows, count * columns))
     for parts in layers.values():
         # A of each slice, and one B over the ranks and outputs of all slices.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from megascend.huggingface.info import ModelInfo
@@ -141,6 +142,7 @@ class ModelSizes:
         )
 
 
+@lru_cache(maxsize=2**17)  # a plan of layouts asks for every tensor in every layout
 def layer_of(name: str) -> int | None:
     """Return the index of a weight's layer, by its name; None for a weight outside the layers."""
     match = LAYER.search(name)

@@ -1,0 +1,465 @@
+"""Every legal layout of a run on a cluster, with its memory and its time; the best ones, and what the others lose. Pure.
+
+Sizes are legal if :func:`megascend.topology.topology.plan` and the declaration of the model's family accept them, the code that
+refuses layouts when a run starts. What the engine refuses beyond that, :func:`megascend.app.layout_plan.checked` asks it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megascend.config import Parallel, Recompute, TrainerConfig
+from megascend.errors import ConfigError, TopologyError
+from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.info import ModelInfo
+from megascend.memory.estimate import Estimate, estimate
+from megascend.memory.parameters import StageParameters, adapter_bytes, is_target, stages
+from megascend.memory.sizes import ModelSizes, Workload
+from megascend.models import text_config
+from megascend.planning.hardware import Hardware
+from megascend.planning.layers import ALL_LAYERS, Execution
+from megascend.planning.step import StepTime, Work, attention_windows, step_time
+from megascend.topology.topology import Topology, plan
+
+MEMORY_SHARE = 0.92
+"""Share of the device's memory that a layout may take, as of :data:`megascend.app.token_budget.SHARE`, which imports torch."""
+SHORTEST_SLICE = 2048
+"""Tokens of a sample that a context parallel rank should have at least; shorter slices only add communication."""
+MOST_MICRO_BATCH = 65536
+"""Tokens of a micro batch on a rank, at most: products gain nothing beyond."""
+LONGEST_PIPELINE = 64
+"""Pipeline stages, at most."""
+RECOMPUTE = (
+    Recompute(),
+    Recompute(granularity="selective", modules=("layernorm",)),
+    Recompute(granularity="selective", modules=("layernorm", "moe_act")),
+    Recompute(granularity="selective", modules=("mlp",)),
+    Recompute(granularity="selective", modules=("moe", "layernorm")),
+    Recompute(granularity="full"),
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as a plan needs it.
+
+    Attributes:
+        info: of its checkpoint, in which an expert's tensors are one with those of its layer's other experts.
+        hf_config: its ``config.json``.
+        windows: how far back each layer's attention reaches; empty: all tokens.
+    """
+
+    info: ModelInfo
+    hf_config: Mapping[str, Any]
+    sizes: ModelSizes
+    windows: tuple[int | None, ...] = ()
+
+    @classmethod
+    def from_checkpoint(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> Model:
+        """Describe the model of a checkpoint."""
+        info = replace(info, tensors=joined_experts(info.tensors))
+        return cls(info, hf_config, ModelSizes.of(info, hf_config), attention_windows(hf_config))
+
+    @property
+    def execution(self) -> Execution:
+        """Return how the engine computes this model: experts with biases have no grouped product."""
+        return Execution(grouped=not self.info.shape.expert_bias)
+
+
+def joined_experts(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Return headers in which the matrices of a layer's experts are one tensor [experts, rows, columns], as some files have them.
+
+    Models with hundreds of experts have tens of thousands of tensors; every layout is counted from these headers.
+    """
+    result: dict[str, TensorHeader] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for name, header in tensors.items():
+        joined = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        counts[joined] += 1
+        result[joined] = header
+    return {
+        name: header
+        if counts[name] == 1
+        else TensorHeader(header.dtype, (counts[name], *header.shape), header.file, header.span)
+        for name, header in result.items()
+    }
+
+
+@dataclass(frozen=True)
+class Request:
+    """The run and the cluster of a plan.
+
+    Attributes:
+        cards: number of devices.
+        length: tokens of a sample; samples are taken to be of this length.
+        global_batch: samples of a step.
+        config: settings of the run, whose layout, micro batches and recomputation are searched.
+    """
+
+    cards: int
+    length: int
+    global_batch: int
+    config: TrainerConfig
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.length * self.global_batch
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its settings, its time and its memory."""
+
+    topology: Topology
+    config: TrainerConfig
+    micro_batch: int
+    micro_batches: int
+    time: StepTime
+    memory: Estimate
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one device."""
+        return self.tokens / self.time.seconds / self.topology.world_size
+
+    def describe(self) -> str:
+        """Name the layout in one line."""
+        t = self.topology
+        sizes = {
+            "TP": t.tensor,
+            "CP": t.context,
+            "PP": t.pipeline,
+            "VPP": t.virtual_pipeline,
+            "EP": t.expert,
+            "ETP": t.expert_tensor if t.is_moe and t.expert_tensor > 1 else 1,
+            "DP": t.data,
+        }
+        words = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one rank"]
+        recompute = self.config.recompute
+        if recompute.granularity == "full":
+            words.append("recompute all")
+        elif recompute.granularity == "selective":
+            words.append(f"recompute {'+'.join(recompute.modules)}")
+        if self.config.optimizer.overlap_grad_reduce and self.config.lora is None:
+            words.append("overlapped reduction")
+        samples = f"{self.micro_batch} sample{'s' if self.micro_batch > 1 else ''} a micro batch"
+        return f"{' '.join(words)}, {samples} x {self.micro_batches}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Result of a search.
+
+    Attributes:
+        candidates: the fastest variant of each of the fastest layouts, fastest first.
+        evaluations: memories and times that were computed; the cost of the search.
+        legal: layouts that the model and the world allow, with any micro batch and recomputation; ``fitting``: variants of them
+            that fit into memory.
+        smallest: the layout that would need least memory, and what it needs, if none fits.
+    """
+
+    candidates: list[Candidate]
+    evaluations: int
+    legal: int
+    fitting: int
+    smallest: tuple[Topology, Estimate] | None = None
+
+
+@dataclass
+class _Search:
+    """State of a search."""
+
+    model: Model
+    request: Request
+    hardware: Hardware
+    fitting: list[Candidate] = field(default_factory=list)
+    evaluations: int = 0
+    smallest: tuple[Topology, Estimate] | None = None
+
+
+def search(model: Model, request: Request, hardware: Hardware, best: int = 20) -> Plan:
+    """Compute all legal layouts that fit into the device's memory, and return the ``best`` fastest ones.
+
+    Raises:
+        ConfigError: samples are longer than the model's context.
+    """
+    longest = model.info.shape.max_position
+    if longest is not None and request.length > longest:
+        raise ConfigError(f"length: {request.length} is above the model's context of {longest} tokens")
+    state = _Search(model, request, hardware)
+    legal = 0
+    for topology, parallel in layouts(model, request):
+        legal += 1
+        _evaluate(state, topology, parallel)
+    smallest = None if state.fitting else state.smallest
+    return Plan(_fastest(state.fitting, best), state.evaluations, legal, len(state.fitting), smallest)
+
+
+def _fastest(candidates: list[Candidate], count: int) -> list[Candidate]:
+    """Return the fastest variant of each of the ``count`` fastest layouts; pipelines are simulated only as far as it needs."""
+    chosen: dict[Topology, Candidate] = {}
+    slowest = math.inf
+    for candidate in sorted(candidates, key=lambda candidate: candidate.time.bound):
+        if candidate.time.bound > slowest:
+            break  # the others are slower even without a bubble
+        before = chosen.get(candidate.topology)
+        if before is None or (candidate.time.seconds, candidate.memory.total) < (
+            before.time.seconds,
+            before.memory.total,
+        ):
+            chosen[candidate.topology] = candidate
+        if len(chosen) >= count:
+            slowest = sorted(entry.time.seconds for entry in chosen.values())[count - 1]
+    return sorted(chosen.values(), key=lambda entry: (entry.time.seconds, entry.memory.total))[:count]
+
+
+def layouts(model: Model, request: Request) -> Iterator[tuple[Topology, Parallel]]:
+    """Yield every layout that topology and model accept and that gives each replica a sample."""
+    shape, cards = model.info.shape, request.cards
+    text = model.info.architecture.normalise(text_config(model.hf_config))
+    contexts = [size for size in _powers(cards) if size == 1 or request.length // size >= SHORTEST_SLICE]
+    if model.info.image_layout is not None:  # pictures are not divided over context parallel ranks
+        contexts = [1]
+    experts = _divisors(shape.num_experts, cards) if shape.num_experts else [1]
+    for tensor in _powers(min(cards, shape.num_heads)):
+        for context in contexts:
+            if model.info.architecture.undivided(text, tensor=tensor, context=context):
+                continue
+            for pipeline in _divisors(shape.num_layers, min(cards, LONGEST_PIPELINE)):
+                replicas = cards // (tensor * context * pipeline)
+                if replicas > request.global_batch or replicas * tensor * context * pipeline != cards:
+                    continue
+                for chunks in _divisors(shape.num_layers // pipeline, shape.num_layers) if pipeline > 1 else [1]:
+                    for expert in experts:
+                        for expert_tensor in {1, tensor} if expert > 1 else {tensor}:
+                            parallel = Parallel(
+                                tensor=tensor,
+                                pipeline=pipeline,
+                                virtual_pipeline=chunks,
+                                context=context,
+                                expert=expert,
+                                expert_tensor=expert_tensor if expert > 1 and expert_tensor != tensor else None,
+                                sequence=True if tensor > 1 else None,
+                            )
+                            try:
+                                topology = plan(parallel, cards, shape)
+                            except TopologyError:
+                                continue
+                            yield topology, parallel
+
+
+def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
+    """Add the variants of a layout that fit: micro batches, recomputation, overlapped reductions."""
+    model, request = state.model, state.request
+    parameters = stage_parameters(model, topology, request.config)
+    limit = MEMORY_SHARE * state.hardware.memory
+    for micro_batch in _micro_batches(request, topology):
+        fits = False
+        for recompute in _recomputations(model):
+            for overlapped in _overlaps(model, request, topology):
+                config = _settings(request, parallel, recompute, micro_batch * request.length, overlapped=overlapped)
+                memory = memory_of(model, request, topology, config, micro_batch, parameters)
+                state.evaluations += 1
+                if state.smallest is None or memory.total < state.smallest[1].total:
+                    state.smallest = (topology, memory)
+                if memory.total > limit:
+                    continue
+                fits = True
+                state.evaluations += 1
+                state.fitting.append(
+                    candidate(model, request, topology, config, micro_batch, state.hardware, parameters, memory)
+                )
+            if fits and recompute.granularity == "none":
+                break  # recomputing what fits only costs time
+        if not fits:
+            break  # larger micro batches need more
+
+
+Parameters = tuple[list[StageParameters], list[StageParameters]]
+"""Parameters of a rank of each stage, and those that are trained if the model is not frozen."""
+
+
+def memory_of(
+    model: Model,
+    request: Request,
+    topology: Topology,
+    config: TrainerConfig,
+    micro_batch: int,
+    parameters: Parameters,
+) -> Estimate:
+    """Estimate the memory of a layout; ``micro_batch``: samples."""
+    count = micro_batches(request, topology, micro_batch)
+    workload = Workload(micro_batch * request.length, count, packed=False, longest=request.length)
+    memory = estimate(
+        config,
+        model.info,
+        model.hf_config,
+        topology,
+        workload,
+        "fused",
+        sizes=model.sizes,
+        parameters=parameters[0],
+    )
+    assert memory is not None, "the Megatron engine has an estimate"
+    return memory
+
+
+def candidate(
+    model: Model,
+    request: Request,
+    topology: Topology,
+    config: TrainerConfig,
+    micro_batch: int,
+    hardware: Hardware,
+    parameters: Parameters,
+    memory: Estimate,
+) -> Candidate:
+    """Predict the time of a layout; ``micro_batch``: samples."""
+    count, (_, trained) = micro_batches(request, topology, micro_batch), parameters
+    work = step_work(model, config, topology, trained, micro_batch * request.length, request.length, count)
+    time = step_time(model.sizes, topology, trained, work, hardware, model.windows)
+    return Candidate(topology, config, micro_batch, count, time, memory, request.tokens)
+
+
+def run_candidate(model: Model, request: Request, topology: Topology, hardware: Hardware) -> Candidate:
+    """Predict the time and memory of the layout that a run's settings choose."""
+    config = request.config
+    parameters = stage_parameters(model, topology, config)
+    micro_batch = max(1, config.batching.budget // request.length)
+    memory = memory_of(model, request, topology, config, micro_batch, parameters)
+    return candidate(model, request, topology, config, micro_batch, hardware, parameters, memory)
+
+
+def micro_batches(request: Request, topology: Topology, micro_batch: int) -> int:
+    """Return the micro batches of a data parallel rank in a step."""
+    count = math.ceil(math.ceil(request.global_batch / topology.data) / micro_batch)
+    # The interleaved schedule works in rounds of one micro batch for each stage.
+    return math.ceil(count / topology.pipeline) * topology.pipeline if topology.virtual_pipeline > 1 else count
+
+
+def stage_parameters(model: Model, topology: Topology, config: TrainerConfig) -> Parameters:
+    """Return the parameters of a rank of each stage, and those that are trained if the model is not frozen."""
+    info, sizes = model.info, model.sizes
+    parameters = stages(
+        info.tensors,
+        topology,
+        len(sizes.with_experts),
+        sizes.tied,
+        prediction_head=sizes.prediction_head,
+        images=info.architecture.inputs,
+    )
+    return parameters, [stage.trained(config.vision_tower) for stage in parameters]
+
+
+def step_work(
+    model: Model,
+    config: TrainerConfig,
+    topology: Topology,
+    parameters: Sequence[StageParameters],
+    tokens: int,
+    length: int,
+    micro_batches: int,
+) -> Work:
+    """Describe a step of a run for :func:`megascend.planning.step.step_time`."""
+    adapter = 0
+    if config.lora is not None:
+        # Four fp32 numbers for each element: factor, gradient and two moments.
+        adapter = (
+            max(
+                adapter_bytes(config.lora, model.info.tensors, stage, topology, 2, fused=True, stacked=False)
+                for stage in parameters
+            )
+            // 16
+        )
+    return Work(
+        tokens,
+        length,
+        micro_batches,
+        config.recompute,
+        adapter,
+        0 if config.lora is None else config.lora.rank,
+        adapted_layers(model, config),
+        config.optimizer.overlap_grad_reduce and config.lora is None,
+        config.optimizer.overlap_param_gather and config.lora is None,
+        config.optimizer.distributed,
+        model.execution,
+    )
+
+
+def adapted_layers(model: Model, config: TrainerConfig) -> frozenset[str]:
+    """Return the kinds of layers that the run's adapter acts on."""
+    lora = config.lora
+    if lora is None or lora.targets == "all-linear":
+        return ALL_LAYERS
+    names = [name for name, header in model.info.tensors.items() if is_target(name, header.shape, lora)]
+    kinds = {"experts" if ".experts." in name else "mlp" if ".mlp." in name else "attention" for name in names}
+    return frozenset(kinds)
+
+
+def _settings(
+    request: Request, parallel: Parallel, recompute: Recompute, tokens: int, *, overlapped: bool
+) -> TrainerConfig:
+    config = request.config
+    changed: dict[str, Any] = {
+        "parallel": parallel.model_copy(update={"context_algorithm": config.parallel.context_algorithm}),
+        "recompute": recompute,
+        "batching": config.batching.with_budget(tokens),
+    }
+    if config.lora is None:
+        changed["optimizer"] = config.optimizer.model_copy(
+            update={"overlap_grad_reduce": overlapped, "overlap_param_gather": overlapped}
+        )
+    return config.model_copy(update=changed)
+
+
+def _micro_batches(request: Request, topology: Topology) -> Iterator[int]:
+    """Yield numbers of samples of a micro batch: powers of two up to those of a replica."""
+    samples, size = math.ceil(request.global_batch / topology.data), 1
+    while size <= samples and (size == 1 or size * request.length // topology.context <= MOST_MICRO_BATCH):
+        yield size
+        size *= 2
+
+
+def _recomputations(model: Model) -> Iterator[Recompute]:
+    """Yield what may be recomputed, nothing first; modules that the model lacks are left out."""
+    for recompute in RECOMPUTE:
+        needs_experts = {"moe", "moe_act"} & set(recompute.modules)
+        dense_only = {"mlp"} & set(recompute.modules)
+        if recompute.granularity == "selective":
+            if needs_experts and not any(model.sizes.with_experts):
+                continue
+            if dense_only and all(model.sizes.with_experts):
+                continue
+        yield recompute
+
+
+def _overlaps(model: Model, request: Request, topology: Topology) -> tuple[bool, ...]:
+    """Return whether reductions may run beside the passes: not for adapters, and not with grouped experts."""
+    if request.config.lora is not None or topology.data * topology.context == 1 or any(model.sizes.with_experts):
+        return (False,)
+    return (False, True)
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**power for power in range(limit.bit_length()) if 2**power <= limit]
+
+
+def _divisors(count: int, limit: int) -> list[int]:
+    return [size for size in range(1, min(count, limit) + 1) if count % size == 0]
+
+
+# --- what a layout loses ---
+
+
+def difference(best: Candidate, other: Candidate) -> list[tuple[str, float]]:
+    """Return the parts of a step in which two layouts differ, in seconds that the second takes longer, largest first."""
+    names = {**best.time.parts, **other.time.parts}
+    changes = [(name, other.time.parts.get(name, 0.0) - best.time.parts.get(name, 0.0)) for name in names]
+    return sorted((change for change in changes if change[1]), key=lambda change: -abs(change[1]))

@@ -1,0 +1,197 @@
+"""Search of layouts: all legal ones, what fits, the fastest first; plans of published models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megascend.config import Lora, Parallel, TrainerConfig
+from megascend.errors import ConfigError, TopologyError
+from megascend.huggingface.described import describe_checkpoint
+from megascend.huggingface.files import TensorHeader, read_config
+from megascend.huggingface.info import inspect_checkpoint
+from megascend.memory.estimate import estimate
+from megascend.memory.parameters import elements, stages
+from megascend.memory.sizes import Workload
+from megascend.planning.hardware import load
+from megascend.planning.search import (
+    MEMORY_SHARE,
+    Model,
+    Plan,
+    Request,
+    difference,
+    joined_experts,
+    layouts,
+    search,
+    stage_parameters,
+    step_work,
+)
+from megascend.planning.step import step_time
+from megascend.topology.topology import plan
+
+PUBLISHED = Path(__file__).parents[1] / "models" / "published"
+TINY: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return describe_checkpoint(tmp_path_factory.mktemp("models") / "tiny", TINY)
+
+
+def model_of(checkpoint: Path) -> Model:
+    return Model.from_checkpoint(inspect_checkpoint(checkpoint), read_config(checkpoint))
+
+
+def config(checkpoint: Path, lora: int | None = None) -> TrainerConfig:
+    return TrainerConfig(model=checkpoint, output=Path("run"), lora=None if lora is None else Lora(rank=lora))
+
+
+def test_every_legal_layout_is_yielded(tiny: Path) -> None:
+    model = model_of(tiny)
+    request = Request(8, 4096, 64, config(tiny))
+    yielded = {parallel: topology for topology, parallel in layouts(model, request)}
+    # By trying every combination of sizes, and asking the code that refuses them at run time.
+    sizes = (1, 2, 4, 8)
+    legal = set()
+    for tensor, pipeline, chunks, context, expert, expert_tensor in product(sizes, sizes, sizes, (1, 2), sizes, sizes):
+        settings = Parallel(
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_pipeline=chunks,
+            context=context,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            sequence=True if tensor > 1 else None,
+        )
+        if expert_tensor not in (1, tensor):
+            continue  # other divisions of experts are legal, and never faster
+        try:
+            legal.add(plan(settings, 8, model.info.shape))
+        except TopologyError:
+            continue
+    assert set(yielded.values()) == legal
+    assert len(legal) > 40
+
+
+def test_fastest_layout_is_that_of_a_search_without_shortcuts(tiny: Path) -> None:
+    model, device = model_of(tiny), load("h100")
+    request = Request(8, 4096, 32, config(tiny))
+    result = search(model, request, device)
+    best = result.candidates[0]
+    seconds = []
+    for topology, parallel in layouts(model, request):
+        _, trained = stage_parameters(model, topology, request.config)
+        samples = -(-request.global_batch // topology.data)
+        for micro_batch in (1, 2, 4, 8, 16, 32):
+            if micro_batch > samples or micro_batch * 4096 // topology.context > 65536:
+                continue
+            count = -(-samples // micro_batch)
+            if topology.virtual_pipeline > 1:
+                count = -(-count // topology.pipeline) * topology.pipeline
+            settings = request.config.model_copy(update={"parallel": parallel})
+            workload = Workload(micro_batch * 4096, count, packed=False, longest=4096)
+            memory = estimate(settings, model.info, model.hf_config, topology, workload, "fused")
+            assert memory is not None
+            if memory.total < MEMORY_SHARE * device.memory:
+                work = step_work(model, settings, topology, trained, micro_batch * 4096, 4096, count)
+                seconds.append(step_time(model.sizes, topology, trained, work, device).seconds)
+    assert best.time.seconds == pytest.approx(min(seconds))
+    times = [candidate.time.seconds for candidate in result.candidates]
+    assert times == sorted(times)
+    assert len({candidate.topology for candidate in result.candidates}) == len(times)
+
+
+def test_differences_add_up_to_what_the_next_layout_loses(tiny: Path) -> None:
+    first, second, *_ = search(model_of(tiny), Request(8, 4096, 64, config(tiny)), load("h100")).candidates
+    changes = difference(first, second)
+    assert sum(seconds for _, seconds in changes) == pytest.approx(second.time.seconds - first.time.seconds)
+    assert abs(changes[0][1]) == max(abs(seconds) for _, seconds in changes)
+
+
+def test_nothing_that_fits_is_reported_with_the_smallest_need(tiny: Path) -> None:
+    device = replace(load("h100"), memory=2**20)
+    result = search(model_of(tiny), Request(8, 4096, 64, config(tiny)), device)
+    assert result.candidates == []
+    assert result.smallest is not None
+    assert result.smallest[1].total > 2**20
+
+
+def test_samples_longer_than_the_context_are_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="length: 8192 is above the model's context of 4096 tokens"):
+        search(model_of(tiny), Request(8, 8192, 64, config(tiny)), load("h100"))
+
+
+def test_layouts_give_every_replica_a_sample(tiny: Path) -> None:
+    topologies = [topology for topology, _ in layouts(model_of(tiny), Request(8, 4096, 2, config(tiny)))]
+    assert topologies
+    assert max(topology.data for topology in topologies) == 2
+
+
+def test_joined_experts_count_like_separate_ones() -> None:
+    separate = {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight": TensorHeader("BF16", shape)
+        for layer in range(4)
+        for expert in range(8)
+        for name, shape in {"gate_proj": (32, 64), "up_proj": (32, 64), "down_proj": (64, 32)}.items()
+    }
+    joined = joined_experts(separate)
+    assert len(joined) == 12
+    assert elements(joined) == elements(separate)
+    topology = plan(Parallel(expert=4), 8)
+    for joined_stage, stage in zip(
+        stages(joined, topology, 4, tied=False), stages(separate, topology, 4, tied=False), strict=True
+    ):
+        assert joined_stage.total == stage.total
+        assert (joined_stage.experts, joined_stage.layers) == (stage.experts, stage.layers)
+    # An expert's matrix is not divided over expert parallel ranks.
+    assert stages(joined, topology, 4, tied=False)[0].layer_matrix == 32 * 64
+
+
+# --- published models ---
+
+CLUSTERS = {
+    # name: (devices, device, samples a step, rank of an adapter, most evaluations)
+    "deepseek-v3": (1024, "h100", 8192, None, 6000),
+    "qwen3-235b-a22b": (256, "h100", 2048, None, 6000),
+    "kimi-k2-instruct": (64, "h100", 256, 16, 4000),
+    "qwen3.5-35b-a3b": (8, "ascend-910b", 128, 16, 4000),
+}
+"""Evaluations are counted, since time depends on the machine: one takes 2 to 8 ms on one core (docs/planning.md)."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) for name in CLUSTERS])
+def test_plans_of_published_models(name: str, tmp_path: Path) -> None:
+    cards, device, batch, lora, budget = CLUSTERS[name]
+    checkpoint = describe_checkpoint(tmp_path / name, json.loads((PUBLISHED / f"{name}.json").read_text()))
+    result: Plan = search(model_of(checkpoint), Request(cards, 4096, batch, config(checkpoint, lora)), load(device))
+    assert len(result.candidates) >= 5
+    assert result.evaluations < budget
+    for candidate in result.candidates:
+        assert candidate.memory.total <= MEMORY_SHARE * load(device).memory
+        assert candidate.micro_batch * candidate.micro_batches * candidate.topology.data >= batch
+        info = inspect_checkpoint(checkpoint)
+        flops = info.flops_per_token(4096, frozen=lora is not None) * candidate.tokens_per_second
+        assert 0.02 < flops / load(device).peak < 0.6
