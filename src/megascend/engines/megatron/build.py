@@ -18,13 +18,14 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from packaging.version import Version
 from torch import Tensor
 
 from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
-from megascend.errors import CheckpointError, ConfigError, MissingDependencyError, PlatformError, TopologyError
+from megascend.errors import CheckpointError, ConfigError, MissingDependencyError, PlatformError, TopologyError, VersionError
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
@@ -68,6 +69,7 @@ def check_architecture(model_dir: Path) -> None:
             f"{model_dir}/config.json: transformers {metadata.version('transformers')} cannot read it: {reason}"
         ) from error
     architecture = architecture_named(config.model_type)
+    check_megatron_core(architecture)
     _register_with_mcore_bridge(architecture, config.model_type)
     if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
@@ -76,6 +78,17 @@ def check_architecture(model_dir: Path) -> None:
         )
     if problems := architecture.unsupported(text_config(config.to_dict())):
         raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
+
+
+def check_megatron_core(architecture: Architecture) -> None:
+    """Raise VersionError if the installed Megatron-Core is older than the family's layers."""
+    needed, installed = architecture.megatron_core, metadata.version("megatron-core")
+    if needed is None or Version(installed) >= Version(needed):
+        return
+    raise VersionError(
+        f"{architecture.model_type}: Megatron-Core has its layers from {needed} on, and {installed} is installed; install stack "
+        f"{needed} (Python 3.12, pip install 'megascend[stack-{needed.replace('.', '-')}]'), or train it with engine fsdp or single"
+    )
 
 
 def _register_with_mcore_bridge(architecture: Architecture, model_type: str) -> None:
@@ -165,7 +178,15 @@ def fuses_rotary(arguments: Mapping[str, Any]) -> bool:
 
 def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:
     """Raise TopologyError for parallel sizes over which the family's layers cannot be divided."""
-    if problems := architecture.undivided(config, tensor=topology.tensor, context=topology.context):
+    problems = architecture.undivided(config, tensor=topology.tensor, context=topology.context)
+    problems += architecture.unstaged(config, topology.pipeline * topology.virtual_pipeline)
+    algorithms = architecture.context_algorithms
+    if topology.context > 1 and algorithms is not None and topology.context_algorithm not in algorithms:
+        problems.append(
+            f"parallel.context={topology.context} with context_algorithm={topology.context_algorithm!r}: its attention has "
+            f"{' and '.join(algorithms)} only; set parallel.context_algorithm: {algorithms[0]}"
+        )
+    if problems:
         raise TopologyError(f"{architecture.model_type}: {'; '.join(problems)}")
 
 
