@@ -322,6 +322,14 @@ def check_packing(config: ModelConfig, platform: Platform, *, packing: bool) -> 
             f"{config.hf_model_type} has attention sinks, for which Transformer Engine has no kernel that takes packed samples; "
             "set batching.packing: false"
         )
+    # The choice is kept on the borders of packed samples, which each micro batch has. Padded ones have no such object.
+    pipeline, recomputes = config.pipeline_model_parallel_size > 1, config.recompute_granularity is not None
+    if getattr(config, "dsa_indexer_topk_freq", 1) > 1 and not packing and pipeline and recomputes:
+        raise ConfigError(
+            f"{config.hf_model_type} has layers that use the keys chosen in an earlier one (indexer_types: shared); a pipeline "
+            "would recompute a padded micro batch with the choice of another one: set batching.packing: true, or "
+            "recompute.granularity: none"
+        )
 
 
 def check_dropout(config: ModelConfig) -> None:
