@@ -67,9 +67,9 @@ ADAPTER_SEED = {"ernie4_5_moe": 8}
 """With the usual adapter, two experts of a token are closer than rounding, and peft chooses the other one."""
 
 
-def nightly_but(names: list[str], few: tuple[str, ...] = (), *, megatron: bool = True) -> list[Any]:
+def nightly_but(names: list[str], in_ci: tuple[str, ...] = (), *, megatron: bool = True) -> list[Any]:
     def marks(name: str) -> list[pytest.MarkDecorator]:
-        nightly = [] if name in few and FIRST_STACK else [pytest.mark.nightly]
+        nightly = [] if name in in_ci and FIRST_STACK else [pytest.mark.nightly]
         return nightly + (stack_marks(name) if megatron else [])
 
     return [pytest.param(name, marks=marks(name)) for name in names]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,8 +15,11 @@ from packaging.version import Version
 
 from megascend.config import Parallel, Recompute
 from megascend.errors import ConfigError, TopologyError, VersionError
+from megascend.huggingface.info import ModelShape
+from megascend.memory import activations
+from megascend.memory.activations import LayerKind, sparse_attention_bytes
 from megascend.models import architecture_named
-from megascend.models.base import IndexedAttention
+from megascend.models.base import IndexedAttention, LatentAttention
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -29,11 +32,13 @@ from megascend.testing.parity import (
     train_case,
 )
 from megascend.testing.tiny_models import tiny_config
+from megascend.topology.topology import plan
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
 needs_stack = pytest.mark.skipif(
-    Version(metadata.version("megatron-core")) < Version("0.19"), reason="sparse attention needs megatron-core 0.19 (stack 0.19)"
+    Version(metadata.version("megatron-core")) < Version("0.19"),
+    reason="sparse attention needs megatron-core 0.19 (stack 0.19)",
 )
 ENGINES = Path(__file__).with_name("engine_logits.py")
 YARN = {
@@ -93,7 +98,9 @@ def test_layers_with_an_indexer_are_read_as_transformers_reads_them(
 def test_choice_without_a_period_is_refused() -> None:
     types = ["full", "shared", "shared", "full"]
     glm = architecture_named("glm_moe_dsa")
-    assert "has no period" in glm.unsupported(config("glm_moe_dsa", indexer_types=["full", "shared", "full", "full"]))[0]
+    assert (
+        "has no period" in glm.unsupported(config("glm_moe_dsa", indexer_types=["full", "shared", "full", "full"]))[0]
+    )
     assert glm.unsupported(config("glm_moe_dsa", indexer_types=types)) == []
     settings = glm.megatron_settings(config("glm_moe_dsa", indexer_types=types))
     assert (settings["dsa_indexer_topk_freq"], settings["dsa_indexer_skip_topk_offset"]) == (3, 1)
@@ -107,9 +114,7 @@ def test_stage_that_begins_without_an_indexer_is_refused() -> None:
 
 
 def test_narrow_indexer_and_uncompressed_queries_are_refused() -> None:
-    reasons = architecture_named("deepseek_v32").unsupported(
-        config("deepseek_v32", index_head_dim=8, q_lora_rank=None)
-    )
+    reasons = architecture_named("deepseek_v32").unsupported(config("deepseek_v32", index_head_dim=8, q_lora_rank=None))
     assert [reason.split(":")[0] for reason in reasons] == ["q_lora_rank", "index_head_dim"]
 
 
@@ -218,13 +223,74 @@ def test_scores_in_blocks_equal_the_sum_over_heads(monkeypatch: pytest.MonkeyPat
 
 
 @needs_stack
-def test_sampler_scores_the_whole_sequence_and_says_why(parity_folder: Path) -> None:
-    checkpoint = case_checkpoint(parity_folder, "deepseek_v32")
+def test_sampler_recomputes_the_sequence_and_reports_the_reason(parity_folder: Path) -> None:
+    checkpoint, prompt = case_checkpoint(parity_folder, "deepseek_v32"), list(range(11, 31))
 
-    def on_rank() -> str | None:
+    def on_rank() -> tuple[list[int], str | None]:
+        from megascend.sampling.request import SampleRequest, SamplingParams
         from megascend.sampling.sampler import Sampler
 
         with case_backend(Case("single"), checkpoint) as backend:
-            return Sampler(backend).cache_unsupported_reason
+            sampler = Sampler(backend)
+            (result,) = sampler.generate([SampleRequest(prompt, SamplingParams(6, temperature=0.0))])
+            return list(result.samples[0].tokens), sampler.cache_unsupported_reason
 
-    assert run_distributed(on_rank, 1, init=False, timeout_s=60) == ["a layer whose attention is DSAttention"]
+    def in_transformers(tokens: list[int]) -> torch.Tensor:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            return model(torch.tensor([tokens])).logits[0]
+
+    ((tokens, reason),) = run_distributed(on_rank, 1, init=False, timeout_s=60)
+    assert reason == "a layer whose attention is DSAttention"
+    (logits,) = run_distributed(in_transformers, 1, [*prompt, *tokens], init=False, timeout_s=60)
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@needs_stack
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sparse_attention_saves_the_counted_bytes(parity_folder: Path, precision: Literal["fp32", "bf16"]) -> None:
+    lengths = (96, 64)
+    checkpoint = case_checkpoint(parity_folder, "deepseek_v32")
+    case = Case("saved", precision=precision, micro_batch_tokens=4096)
+
+    def saved_bytes() -> int:
+        with case_backend(case, checkpoint) as backend:
+            chunk = backend.engine.bare_chunks[0]
+            weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+            module, saved = chunk.decoder.layers[0].self_attention, {}
+            forward = module.forward
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no later tensor has its address
+                return tensor
+
+            def watched(hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    return forward(hidden.detach().requires_grad_(), *arguments, **options)
+
+            module.forward = watched
+            generator = torch.Generator().manual_seed(0)
+            ids = [torch.randint(0, 300, (length + 1,), generator=generator).tolist() for length in lengths]
+            backend.forward_backward(causal_samples(ids))
+            return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
+
+    (measured,) = run_distributed(saved_bytes, 1, init=False, timeout_s=60)
+    settings = config("deepseek_v32")
+    latent, indexed = LatentAttention.from_config(settings), IndexedAttention.from_config(settings)
+    assert latent is not None
+    assert indexed is not None
+    width = {"bf16": 2, "fp32": 4}[precision]
+    kind = LayerKind(fused=False, bytes=width, packed=True, frozen=False, rank=0, longest=max(lengths))
+    topology = plan(Parallel(), 1, ModelShape.from_hf_config(settings))
+    expected = sparse_attention_bytes(latent, indexed, 4, topology, kind) + width * 64
+    assert sum(lengths) * expected == pytest.approx(measured, rel=0.03)
+
+
+def test_block_is_the_one_of_the_estimate() -> None:
+    source = Path(activations.__file__).parents[1] / "models" / "sparse_attention_megatron.py"
+    assert "BLOCK_BYTES = 2**28\n" in source.read_text(encoding="utf-8")
+    assert activations.SCORE_BLOCK_BYTES == 2**28

@@ -23,10 +23,12 @@ FIRST_STACK_ONLY: list[pytest.MarkDecorator] = [] if FIRST_STACK else [pytest.ma
 
 def stack_marks(model_type: str) -> list[pytest.MarkDecorator]:
     """Return the mark of a test that trains this family on the Megatron engine: skipped where Megatron-Core lacks its layers."""
-    needed = architecture_named(model_type).megatron_core
-    if needed is None or Version(needed) <= MEGATRON_CORE:
+    oldest = architecture_named(model_type).megatron_core
+    if oldest is None or Version(oldest) <= MEGATRON_CORE:
         return []
-    return [pytest.mark.skip(reason=f"{model_type} needs megatron-core {needed} (stack {needed}), here is {MEGATRON_CORE}")]
+    return [
+        pytest.mark.skip(reason=f"{model_type} needs megatron-core {oldest} (stack {oldest}), here is {MEGATRON_CORE}")
+    ]
 
 
 first_stack_required = pytest.mark.skipif(not FIRST_STACK, reason="the feature needs megatron-core 0.16")

@@ -28,9 +28,9 @@ FUSED_BY_MEGATRON = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def layer_targets(model: Any) -> list[TargetModule]:
     """Return linear layers and fused experts of a model's layers, except routers and experts without a gate."""
     targets = []
-    without = architecture_named(model.config.model_type).without_adapters
+    excluded = architecture_named(model.config.model_type).without_adapters
     for name, module in model.named_modules():
-        if ".layers." not in f".{name}" or (without and name.endswith(without)):
+        if ".layers." not in f".{name}" or (excluded and name.endswith(excluded)):
             continue
         # Routers are not adapted.
         if isinstance(module, nn.Linear) and not name.endswith("gate"):

@@ -85,7 +85,7 @@ class SparseAttention(DeepSeekV3):
         cut = [first for first in range(0, size * stages, size or 1) if not indexed.computing[first]]
         if cut:
             problems.append(
-                f"parallel.pipeline x virtual_pipeline = {stages} stages begin with layer {cut[0]}, which uses the keys chosen in "
+                f"parallel.pipeline x virtual_pipeline = {stages} stages begin with layer {cut[0]}, which uses keys chosen in "
                 "the stage before it (indexer_types: shared); choose stages whose first layers have an indexer of their own"
             )
         return problems

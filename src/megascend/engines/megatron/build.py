@@ -25,7 +25,14 @@ from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
-from megascend.errors import CheckpointError, ConfigError, MissingDependencyError, PlatformError, TopologyError, VersionError
+from megascend.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingDependencyError,
+    PlatformError,
+    TopologyError,
+    VersionError,
+)
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
@@ -82,12 +89,12 @@ def check_architecture(model_dir: Path) -> None:
 
 def check_megatron_core(architecture: Architecture) -> None:
     """Raise VersionError if the installed Megatron-Core is older than the family's layers."""
-    needed, installed = architecture.megatron_core, metadata.version("megatron-core")
-    if needed is None or Version(installed) >= Version(needed):
+    oldest, installed = architecture.megatron_core, metadata.version("megatron-core")
+    if oldest is None or Version(installed) >= Version(oldest):
         return
     raise VersionError(
-        f"{architecture.model_type}: Megatron-Core has its layers from {needed} on, and {installed} is installed; install stack "
-        f"{needed} (Python 3.12, pip install 'megascend[stack-{needed.replace('.', '-')}]'), or train it with engine fsdp or single"
+        f"{architecture.model_type}: Megatron-Core has its layers from {oldest} on, and {installed} is installed; install stack "
+        f"{oldest} (Python 3.12, pip install 'megascend[stack-{oldest.replace('.', '-')}]'), or use engine fsdp or single"
     )
 
 
