@@ -32,10 +32,11 @@ from megascend.config.serve import ServeConfig
 from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import stages
-from megascend.models.base import LatentAttention, expert_count
+from megascend.models.base import IndexedAttention, LatentAttention, expert_count
 from megascend.models.qwen3_vl import UNDECLARED
 from megascend.models.registry import BUILT_IN
 from megascend.testing.parity import Case, family_matrix, matrix
+from megascend.testing.tiny_models import tiny_config
 from megascend.tracking.metrics import Metric, declared_metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
@@ -238,6 +239,7 @@ def families() -> str:
         tiny = architecture.tiny
         parts = [
             "latent attention" if LatentAttention.from_config(tiny) else "",
+            "sparse attention" if IndexedAttention.from_config(tiny_config(model_type)) else "",
             "window" if tiny.get("sliding_window") else "",
             "sinks" if model_type == "gpt_oss" else "",
             f"experts ({architecture.router or 'softmax'} scores)" if expert_count(tiny) else "",
@@ -246,6 +248,8 @@ def families() -> str:
         ]
         missing = "not built by mcore-bridge; engines fsdp and single only"
         compared = ", ".join(layouts[model_type]) if architecture.proven else missing
+        if architecture.megatron_core is not None:
+            compared = f"Megatron-Core {architecture.megatron_core} and later: {compared}"
         if architecture.proven_with_pictures:
             compared = "with pictures, in the layouts of [Pictures](images.md#what-is-trained)"
         rows.append([f"`{model_type}`", ", ".join(filter(None, parts)), compared])

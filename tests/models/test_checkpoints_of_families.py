@@ -24,7 +24,7 @@ from megascend.testing.parity import (
     relative_differences,
     token_lists,
 )
-from support.covering import FIRST_STACK
+from support.covering import FIRST_STACK, stack_marks
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -58,7 +58,11 @@ def changes() -> list[Change]:
 
 def params() -> list[Any]:
     return [
-        change if change.name in IN_CI and FIRST_STACK else pytest.param(change, marks=pytest.mark.nightly)
+        pytest.param(
+            change,
+            marks=([] if change.name in IN_CI and FIRST_STACK else [pytest.mark.nightly])
+            + stack_marks(change.saved.arch),
+        )
         for change in changes()
     ]
 

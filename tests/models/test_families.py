@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megascend.huggingface.architectures import make_known_to_transformers
+from megascend.models import architecture_named
 from megascend.models.registry import proven
 from megascend.sampling.request import SampleRequest, SamplingParams
 from megascend.testing import run_distributed
@@ -29,7 +30,7 @@ from megascend.testing.parity import (
     token_lists,
     train_case,
 )
-from support.covering import FIRST_STACK
+from support.covering import FIRST_STACK, stack_marks
 from support.lora_parity import adapter_backend, adapter_differences, case_adapter, peft_reference, train_adapter
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -41,6 +42,8 @@ IN_CI = (
     "deepseek_v3: single",
     "deepseek_v3: TP2 x EP2 + SP",
     "deepseek_v3: CP2",
+    "deepseek_v32: TP2 x EP2 + SP",
+    "glm_moe_dsa: CP2",
     "ernie4_5_moe: single",
     "glm4_moe_lite: PP2",
     "gpt_oss: single",
@@ -57,18 +60,28 @@ ADAPTERS_IN_CI = ("deepseek_v3", "gpt_oss", "hy_v3")
 """Latent attention, interleaved experts, renamed modules."""
 ALL = [architecture.model_type for architecture in proven()]
 NEW = [name for name in ALL if name not in ("llama", "qwen2", "qwen3", "qwen3_moe")]
+CACHED = [name for name in NEW if name not in ("deepseek_v32", "glm_moe_dsa")]
+"""Families for which the sampler keeps keys and values."""
 CASES = family_matrix()
 ADAPTER_SEED = {"ernie4_5_moe": 8}
 """With the usual adapter, two experts of a token are closer than rounding, and peft chooses the other one."""
 
 
-def nightly_but(names: list[str], few: tuple[str, ...] = ()) -> list[Any]:
-    return [name if name in few and FIRST_STACK else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+def nightly_but(names: list[str], in_ci: tuple[str, ...] = (), *, megatron: bool = True) -> list[Any]:
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        nightly = [] if name in in_ci and FIRST_STACK else [pytest.mark.nightly]
+        return nightly + (stack_marks(name) if megatron else [])
+
+    return [pytest.param(name, marks=marks(name)) for name in names]
 
 
 def params(few: tuple[str, ...]) -> list[Any]:
     return [
-        case if case.name in few and FIRST_STACK else pytest.param(case, marks=pytest.mark.nightly) for case in CASES
+        pytest.param(
+            case,
+            marks=([] if case.name in few and FIRST_STACK else [pytest.mark.nightly]) + stack_marks(case.arch),
+        )
+        for case in CASES
     ]
 
 
@@ -118,8 +131,10 @@ def test_export_is_the_source_and_after_training_transformers_weights(
     # Adam moves a weight whose gradient is near 0 by up to a learning rate either way.
     distances = [(after[name] - tensor).abs().mean() for name, tensor in expected.items()]
     assert max(distances) < 2e-5
-    trained = [name for name in expected if not name.endswith("correction_bias")]  # has no gradient
+    without_gradient = ("correction_bias", *architecture_named(arch).untrained)
+    trained = [name for name in expected if not any(part in name for part in without_gradient)]
     assert [name for name in trained if torch.equal(after[name], source[name])] == []
+    assert all(torch.equal(after[name], source[name]) for name in expected if name not in trained)
 
 
 @pytest.mark.parametrize("arch", nightly_but(NEW, ADAPTERS_IN_CI))
@@ -179,12 +194,13 @@ def test_merged_export_computes_in_transformers_what_the_adapter_does_here(
     (expected,) = run_distributed(in_transformers, 1, init=False, timeout_s=120)
     assert max(float((a - b).abs().max()) for a, b in zip(logits, expected, strict=True)) < 5e-5
     source, merged = tensors(checkpoint), tensors(tmp_path / "merged")
-    attention = [name for name in source if ".self_attn." in name and name.endswith("proj.weight")]
+    fixed = architecture_named(arch).without_adapters
+    adapted = [name for name in source if not name.removesuffix(".weight").endswith(fixed)] if fixed else source
+    attention = [name for name in adapted if ".self_attn." in name and name.endswith("proj.weight")]
     assert all(not torch.equal(source[name], merged[name]) for name in attention)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("arch", NEW)
+@pytest.mark.parametrize("arch", nightly_but(NEW))
 def test_self_check_compares_a_slice_with_transformers(arch: str, parity_folder: Path) -> None:
     def on_rank() -> Any:
         with case_backend(Case(arch, arch=arch), case_checkpoint(parity_folder, arch), self_check=True) as backend:
@@ -193,7 +209,7 @@ def test_self_check_compares_a_slice_with_transformers(arch: str, parity_folder:
     assert run_distributed(on_rank, 1, init=False, timeout_s=240) == [("agrees", "", "")]
 
 
-@pytest.mark.parametrize("arch", nightly_but(NEW, ("deepseek_v3", "gpt_oss")))
+@pytest.mark.parametrize("arch", nightly_but(CACHED, ("deepseek_v3", "gpt_oss")))
 def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity_folder: Path) -> None:
     from megascend.sampling.sampler import Sampler
 
@@ -228,7 +244,7 @@ def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "single"])
-@pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss",)))
+@pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss",), megatron=False))
 def test_engines_without_megatron_train_it_too(arch: str, engine: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint, result = case_checkpoint(parity_folder, arch), tmp_path / "result.json"
     command = [sys.executable, ENGINES, engine, checkpoint, str(STEPS), result]

@@ -15,7 +15,7 @@ from megascend.config import Parallel
 from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint, family_matrix
-from support.covering import first_stack_only
+from support.covering import first_stack_only, stack_marks
 
 LAYOUTS = ("single", "TP2 + SP", "PP2", "TP2 x EP2 + SP")
 PICTURES = [
@@ -33,7 +33,11 @@ IN_CI = ("qwen3_vl_moe: EP2", "deepseek_v3: TP2 x EP2 + SP")
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name, marks=[] if case.name in IN_CI else pytest.mark.nightly)
+        pytest.param(
+            case,
+            id=case.name,
+            marks=([] if case.name in IN_CI else [pytest.mark.nightly]) + stack_marks(case.arch),
+        )
         for case in (*CASES, *PICTURES)
     ],
 )

@@ -18,7 +18,8 @@ from megascend import Parallel, Recompute
 from megascend.models import expert_count
 from megascend.models.registry import proven
 from megascend.testing.parity import Case
-from support.covering import FIRST_STACK
+from megascend.testing.tiny_models import tiny_config
+from support.covering import FIRST_STACK, stack_marks
 from support.gradients import compare, compare_adapter
 from support.lora_parity import ALL
 
@@ -78,6 +79,12 @@ def cases() -> list[Case]:
                 continue  # Megatron-Core does not divide experts that have biases
             if architecture.undivided(architecture.tiny, tensor=case.parallel.tensor, context=case.parallel.context):
                 continue  # refused, as test_qwen_hybrid.py checks
+            tiny = tiny_config(architecture.model_type)
+            if architecture.unstaged(tiny, case.parallel.pipeline * case.parallel.virtual_pipeline):
+                continue  # refused, as test_sparse_attention.py checks
+            if case.parallel.context > 1 and architecture.context_algorithms is not None:
+                algorithm = {"context_algorithm": architecture.context_algorithms[0]}
+                case = replace(case, parallel=case.parallel.model_copy(update=algorithm))
             name = f"{architecture.model_type}: {case.name}"
             selected.append(replace(case, name=name, arch=architecture.model_type))
     return selected
@@ -88,7 +95,11 @@ CASES = cases()
 
 def params(selected: list[Case], few: tuple[str, ...]) -> list[Any]:
     return [
-        case if case.name in few and FIRST_STACK else pytest.param(case, marks=pytest.mark.nightly) for case in selected
+        pytest.param(
+            case,
+            marks=([] if case.name in few and FIRST_STACK else [pytest.mark.nightly]) + stack_marks(case.arch),
+        )
+        for case in selected
     ]
 
 

@@ -11,7 +11,7 @@ from megascend.models import architecture_named, expert_count
 from megascend.models.registry import proven
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint, family_matrix
-from support.covering import FIRST_STACK
+from support.covering import FIRST_STACK, stack_marks
 from support.lora_parity import adapter_differences, case_adapter, peft_reference, run_mixed, share_of
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -29,7 +29,11 @@ CASES = [case for case in family_matrix() if case.name.partition(": ")[2] in LAY
 
 def params() -> list[Any]:
     return [
-        case if case.name in IN_CI and FIRST_STACK else pytest.param(case, marks=pytest.mark.nightly) for case in CASES
+        pytest.param(
+            case,
+            marks=([] if case.name in IN_CI and FIRST_STACK else [pytest.mark.nightly]) + stack_marks(case.arch),
+        )
+        for case in CASES
     ]
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from packaging.version import Version
 
+from megascend.models import architecture_named
 from megascend.testing.parity import Case
 
 T = TypeVar("T")
@@ -18,6 +19,16 @@ MEGATRON_CORE = Version(metadata.version("megatron-core"))
 FIRST_STACK = Version("0.16.0a0") <= MEGATRON_CORE
 FIRST_STACK_ONLY: list[pytest.MarkDecorator] = [] if FIRST_STACK else [pytest.mark.nightly]
 """Marks of a parameter that is nightly on the second stack."""
+
+
+def stack_marks(model_type: str) -> list[pytest.MarkDecorator]:
+    """Return the mark of a test that trains this family on the Megatron engine: skipped where Megatron-Core lacks its layers."""
+    oldest = architecture_named(model_type).megatron_core
+    if oldest is None or Version(oldest) <= MEGATRON_CORE:
+        return []
+    return [
+        pytest.mark.skip(reason=f"{model_type} needs megatron-core {oldest} (stack {oldest}), here is {MEGATRON_CORE}")
+    ]
 
 
 first_stack_required = pytest.mark.skipif(not FIRST_STACK, reason="the feature needs megatron-core 0.16")

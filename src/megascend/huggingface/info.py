@@ -224,14 +224,14 @@ def linear_layers(info: ModelInfo, tower: VisionTower = "frozen") -> list[str]:
         tower: ``train`` if adapters may act on the vision tower of a model that takes pictures.
     """
     images = info.architecture.inputs
-    untied = OUTPUT in info.tensors
+    untied, no_targets = OUTPUT in info.tensors, NO_TARGETS + info.architecture.without_adapters
     names: dict[str, None] = {}
     for weight, header in info.tensors.items():
         name = info.architecture.model_name(weight).removesuffix(".weight")
         # transformers 5 fuses experts into one tensor; adapters are named after it whatever the files hold.
         name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
-        linear = ".layers." in name and len(header.shape) > 1 and not name.endswith(NO_TARGETS)
+        linear = ".layers." in name and len(header.shape) > 1 and not name.endswith(no_targets)
         if images is not None and name.startswith(images.tower):
             is_linear = len(header.shape) > 1 and name.removeprefix(images.tower) not in images.not_linear
             linear = tower == "train" and is_linear

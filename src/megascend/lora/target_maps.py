@@ -43,6 +43,7 @@ def register_lora_targets(model_type: str, target_map: TargetMap) -> None:
 def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[TargetModule]:
     """Return every layer of this rank's chunks that an adapter could act on, in the model's order."""
     targets_of_layer = _target_map(layout.config.hf_model_type)
+    excluded = architecture_named(layout.config.hf_model_type).without_adapters
     targets: list[TargetModule] = []
     for chunk in chunks:
         tied = chunk.share_embeddings_and_output_weights
@@ -50,7 +51,8 @@ def find_target_modules(chunks: Sequence[Any], layout: ModelLayout) -> list[Targ
         if chunk.pre_process and not tied:
             targets += _embedding(chunk.embedding, layout)
         for layer in chunk.decoder.layers:
-            targets += targets_of_layer(layer, layer.layer_number - 1, layout)
+            candidates = targets_of_layer(layer, layer.layer_number - 1, layout)
+            targets += [target for target in candidates if not excluded or not target.slices[0].name.endswith(excluded)]
         if chunk.post_process and not tied:
             targets += _output(chunk.output_layer, layout)
     return targets

@@ -19,7 +19,7 @@ from megascend.lora.target_modules import (
     TargetModule,
     refused_tower_targets,
 )
-from megascend.models import Images
+from megascend.models import Images, architecture_named
 
 FUSED_BY_MEGATRON = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one input: Megatron's engine applies one dropout mask to it, that of the first adapted layer."""
@@ -28,8 +28,9 @@ FUSED_BY_MEGATRON = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def layer_targets(model: Any) -> list[TargetModule]:
     """Return linear layers and fused experts of a model's layers, except routers and experts without a gate."""
     targets = []
+    excluded = architecture_named(model.config.model_type).without_adapters
     for name, module in model.named_modules():
-        if ".layers." not in f".{name}":
+        if ".layers." not in f".{name}" or (excluded and name.endswith(excluded)):
             continue
         # Routers are not adapted.
         if isinstance(module, nn.Linear) and not name.endswith("gate"):

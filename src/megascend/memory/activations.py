@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from megascend.config import TrainerConfig
 from megascend.memory.sizes import ELEMENT_BYTES, Kernels, ModelSizes, TeacherSizes, Workload
-from megascend.models.base import LatentAttention, LinearAttention
+from megascend.models.base import IndexedAttention, LatentAttention, LinearAttention
 from megascend.topology.topology import Topology
 
 FP32 = 4
@@ -109,6 +109,14 @@ def norm_bytes(width: float, kind: LayerKind) -> float:
 
 
 def _attention(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
+    if sizes.latent is not None and sizes.indexed is not None:
+        sequence_shards = topology.tensor if topology.sequence_parallel else 1
+        entry = (norm_bytes(sizes.hidden, kind) + kind.bytes * sizes.hidden) / sequence_shards
+        return (
+            entry
+            + sparse_attention_bytes(sizes.latent, sizes.indexed, sizes.heads, topology, kind)
+            + _adapted(kind, slices=4)
+        )
     if sizes.latent is not None:
         return _latent_attention(sizes.latent, sizes, topology, kind)
     b, t = kind.bytes, topology.tensor
@@ -158,6 +166,42 @@ def _latent_attention(latent: LatentAttention, sizes: ModelSizes, topology: Topo
     total += b * heads * latent.value_head_dim + FP32 * heads  # the output, and the log of each softmax's sum
     total += probability_bytes(sizes, topology, kind)
     return total + _adapted(kind, slices=5)
+
+
+SCORE_BLOCK_BYTES = 2**28
+"""As ``BLOCK_BYTES`` of :mod:`megascend.models.sparse_attention_megatron`, which needs torch."""
+
+
+def sparse_attention_bytes(
+    latent: LatentAttention, indexed: IndexedAttention, heads: int, topology: Topology, kind: LayerKind
+) -> float:
+    """Return the bytes that sparse attention saves between the layer's norm and the output projection, and that one's input.
+
+    Keys and values are one head, of latents. Scores are computed again in the backward pass, and the indexer saves its choice.
+    """
+    b, local = kind.bytes, heads / topology.tensor
+    latent_key = latent.key_value_latent + latent.rotated
+    total = _norm_and_input(latent.key_value_latent, topology, kind)
+    if latent.query_latent is not None:
+        total += _norm_and_input(latent.query_latent, topology, kind)
+    total += b * latent_key + 8 * indexed.topk
+    total += b * local * latent.query_head_dim  # queries, of which the projection from the latent is a factor
+    total += b * local * latent_key  # multiplied by that projection
+    total += 0 if kind.fused else 4 * b * latent.rotated  # tables of cosines and sines
+    return total + b * local * (latent.key_value_latent + latent.value_head_dim)  # means of latents, and of values
+
+
+def sparse_attention_temporaries(
+    indexed: IndexedAttention, heads: int, topology: Topology, queries: float, keys: float
+) -> float:
+    """Return the bytes of blocks of scores: of attention while their gradients are computed, or of the indexer's choice."""
+    # Scores, these masked, their softmax and its gradient; a row of all keys is the smallest block.
+    row = FP32 * keys * heads / topology.tensor
+    attention = 4 * min(max(SCORE_BLOCK_BYTES, row), row * queries)
+    # Products of a block, then its sums over heads, which are kept for all queries, masked and sorted.
+    row = FP32 * keys * indexed.heads
+    choice = min(max(SCORE_BLOCK_BYTES, row), row * queries) + 3 * FP32 * queries * keys
+    return max(attention, choice)
 
 
 CHUNK = 64

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
-from megascend.memory.activations import LayerBytes, LayerKind, head_bytes, layer_bytes, norm_bytes, probability_bytes
+from megascend.memory.activations import (
+    LayerBytes,
+    LayerKind,
+    head_bytes,
+    layer_bytes,
+    norm_bytes,
+    probability_bytes,
+    sparse_attention_temporaries,
+)
 from megascend.memory.parameters import StageParameters, adapter_bytes, stages
 from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload
 from megascend.topology.topology import Topology
@@ -82,6 +90,8 @@ def _stage_items(
     if last and not kind.frozen and config.optimizer.overlap_grad_reduce and not sizes.tied:
         head += parameters.vocabulary * sizes.hidden * (4 + kind.bytes)  # the gradient passes through autograd
     backward = tokens * recomputed + _backward(sizes, topology, kind, parameters, tokens)
+    if sizes.indexed is not None:
+        backward += sparse_attention_temporaries(sizes.indexed, sizes.heads, topology, tokens, workload.tokens)
     items = _states(config, topology, parameters, kind)
     if config.lora is not None:
         items["adapters"] = adapter_bytes(

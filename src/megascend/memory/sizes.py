@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megascend.huggingface.info import ModelInfo
 from megascend.models import architecture_of, expert_layers, text_config
-from megascend.models.base import LatentAttention, LinearAttention
+from megascend.models.base import IndexedAttention, LatentAttention, LinearAttention
 
 Items = dict[str, int]
 """Bytes by purpose."""
@@ -78,6 +78,7 @@ class ModelSizes:
         gated: MLPs have a gate projection.
         latent: sizes of multi-head latent attention; None for another attention.
         linear: sizes of linear attention; None if all layers have softmax attention.
+        indexed: sizes of the indexer of sparse attention; None for attention to all keys.
         output_gate: softmax attention's output is multiplied by a gate of its width.
         with_experts: True for each layer that has experts.
         prediction_head: a head for multi-token prediction is trained, with a layer like the last one.
@@ -102,6 +103,7 @@ class ModelSizes:
     prediction_head: bool = False
     linear: LinearAttention | None = None
     output_gate: bool = False
+    indexed: IndexedAttention | None = None
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:
@@ -139,6 +141,7 @@ class ModelSizes:
             prediction_head=info.mtp == "train",
             linear=info.linear,
             output_gate=info.linear is not None,
+            indexed=IndexedAttention.from_config(text),
         )
 
 

@@ -60,6 +60,11 @@ def items(
             stacked=stacked,
             tower=info.architecture.inputs if config.vision_tower == "train" else None,
         )
+    if sizes.indexed is not None:
+        # transformers keeps the products of all of the indexer's heads at once, and a layer's mask for the backward pass.
+        masks = 1 if config.recompute.granularity == "full" else len(layers)
+        activations += masks * tokens * tokens
+        backward += 2 * FP32 * sizes.indexed.heads * tokens * tokens
     backward += backward_parameters
     if later > activations + max(head, backward):
         stage_items["update"] = int(later)

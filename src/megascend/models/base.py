@@ -94,6 +94,7 @@ class Architecture:
             Megatron nor a bootstrapped process. None: transformers knows it.
         megatron: module that registers the model with mcore-bridge when it is imported, after Megatron. None: mcore-bridge has
             the model.
+        megatron_core: oldest Megatron-Core that has the model's layers, as ``0.19``; None: every one that is supported.
         lora_targets: ``module:function``, a map from one of Megatron's layers to its adapter targets
             (:data:`megascend.lora.target_maps.TargetMap`). None: the map of plain decoders.
         model_class: transformers' class of the causal language model, as in ``architectures`` of ``config.json``.
@@ -110,6 +111,9 @@ class Architecture:
             section 2.2), each with a layer like the model's last one; the Megatron engine trains one.
         prediction_layers: name of the list of the heads' layers in a checkpoint: that of the model's layers, which the heads
             follow, or one of their own.
+        context_algorithms: values of ``parallel.context_algorithm`` that its attention has; None: all.
+        untrained: parts of the names of weights that have no gradient: they choose, and the choice has none.
+        without_adapters: ends of the names of linear layers that adapters cannot act on.
         packages: modules that the Megatron engine computes its layers with, beside its own packages; on the CPU megascend brings
             them.
         inputs: declaration of the pictures that a sample may hold beside tokens; None: tokens only.
@@ -122,6 +126,7 @@ class Architecture:
     model_types: tuple[str, ...]
     transformers: str | None = None
     megatron: str | None = None
+    megatron_core: str | None = None
     lora_targets: str | None = None
     model_class: str | None = None
     router: Literal["softmax", "sigmoid"] | None = None
@@ -132,6 +137,9 @@ class Architecture:
     latent_norm_epsilon: float | None = None
     prediction_head: bool = False
     prediction_layers: str = "model.layers"
+    context_algorithms: tuple[str, ...] | None = None
+    untrained: tuple[str, ...] = ()
+    without_adapters: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     inputs: Images | None = None
     text_type: str | None = None
@@ -200,6 +208,10 @@ class Architecture:
 
         Sizes that all models have are checked for all (:func:`megascend.topology.topology.check_model`).
         """
+        return []
+
+    def unstaged(self, config: Config, stages: int) -> list[str]:
+        """Return why the Megatron engine cannot divide the layers into that many stages of equal size; empty if it can."""
         return []
 
     def transposes_experts(self, shapes: Mapping[str, tuple[int, ...]], config: Config) -> bool:
@@ -370,6 +382,31 @@ class LatentAttention:
     def query_head_dim(self) -> int:
         """Return the width of a query or key head."""
         return self.rotated + self.unrotated
+
+
+@dataclass(frozen=True)
+class IndexedAttention:
+    """Sizes of the indexer of sparse attention (DeepSeek-V3.2-Exp, section 2.1), which chooses a query's keys.
+
+    Attributes:
+        heads, head_dim: of the indexer's queries; it has one key a token.
+        topk: keys that a query attends to.
+        computing: True for each layer that has an indexer; the others use the choice of the last one before them.
+    """
+
+    heads: int
+    head_dim: int
+    topk: int
+    computing: tuple[bool, ...]
+
+    @classmethod
+    def from_config(cls, config: Config) -> IndexedAttention | None:
+        """Read the sizes of a configuration; None for attention to all keys."""
+        if config.get("index_topk") is None:
+            return None
+        kinds = config.get("indexer_types") or ["full"] * config["num_hidden_layers"]
+        names = ("index_n_heads", "index_head_dim", "index_topk")
+        return cls(*(config[name] for name in names), tuple(kind == "full" for kind in kinds))
 
 
 LINEAR = "linear_attention"

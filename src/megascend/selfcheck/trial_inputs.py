@@ -69,7 +69,10 @@ class Choices(TorchFunctionMode):
     def _record_margin(self, scores: Tensor, k: int, dim: int = -1, **_: Any) -> None:
         if not 0 < k < scores.shape[dim]:
             return
-        best = scores.float().sort(dim, descending=True).values
+        scores = scores.float()
+        # Keys that a mask of the smallest number has masked are as far away as those of an infinite one.
+        scores = scores.masked_fill(scores <= torch.finfo(torch.float32).min / 2, -torch.inf)
+        best = scores.sort(dim, descending=True).values
         gaps = best.select(dim, k - 1) - best.select(dim, k)
         # Over the spread of this sample's scores, so that the margin is relative: scores have no common scale.
         # Experts that a router has masked have infinite scores, which are neither chosen nor near ties.

@@ -254,6 +254,9 @@ def family_matrix(platform: str = "cpu") -> list[Case]:
             if architecture.undivided(architecture.tiny, tensor=1, context=case.parallel.context):
                 continue
             overrides: dict[str, Any] = {"arch": architecture.model_type, "logits_bound": 2e-5}
+            if case.parallel.context > 1 and architecture.context_algorithms is not None:
+                algorithm = {"context_algorithm": architecture.context_algorithms[0]}
+                overrides["parallel"] = case.parallel.model_copy(update=algorithm)
             if architecture.model_type == "gpt_oss" and case.precision == "fp32":
                 # Gradients agree within 2e-6; YaRN's attention factor of 1.35 makes of Adam's first steps what other families
                 # have after ten.

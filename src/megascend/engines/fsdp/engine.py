@@ -270,6 +270,12 @@ class CheckedModel:
                 f"engine fsdp: parallel.context: {topology.context} with {info.architecture.model_type}, whose pictures are not "
                 "divided over context parallel ranks: set 1"
             )
+        algorithms = info.architecture.context_algorithms
+        if topology.context > 1 and algorithms is not None and "ulysses" not in algorithms:
+            raise ConfigError(
+                f"engine fsdp: parallel.context: {topology.context} with {info.architecture.model_type}, whose sparse attention "
+                "chooses among keys of whole samples: set 1"
+            )
         model, context = transformers_api.meta_model(spec.model, info.shape.tied, info.scalar_head), topology.context
         if context > 1:
             text = model.config.get_text_config()

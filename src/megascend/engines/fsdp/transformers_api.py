@@ -36,10 +36,14 @@ from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.kernels.npu import GroupedProduct
 from megascend.models import architecture_named
+from megascend.models.base import IndexedAttention
 
 OLDEST = "5.10"
 NAME = "megascend"
 """Name of our functions in transformers' registries."""
+MASKED = "sdpa"
+"""transformers' attention function for models with sparse attention, which they compute as a mask. transformers makes one from
+positions: tokens see those of their own sample."""
 EXPERT_PRODUCTS = "grouped_mm"
 """transformers' experts function for experts that :mod:`megascend.engines.fsdp.experts` does not compute; on every device."""
 COMPUTED_BY = "_computed_by_megascend"
@@ -91,9 +95,11 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
     """
     _register()
     kind = config.model_type
+    indexed = IndexedAttention.from_config(config.get_text_config().to_dict()) is not None
+    implementation = MASKED if indexed else attention_of(NAME, architecture_named(kind).inputs)
     try:
         model = model_class(config, scalar_head, outputs).from_config(
-            config, dtype=torch.float32, attn_implementation=attention_of(NAME, architecture_named(kind).inputs)
+            config, dtype=torch.float32, attn_implementation=implementation
         )
     except KeyError as error:
         if error.args != (NAME,):

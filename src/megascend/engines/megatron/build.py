@@ -18,13 +18,21 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from packaging.version import Version
 from torch import Tensor
 
 from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
-from megascend.errors import CheckpointError, ConfigError, MissingDependencyError, PlatformError, TopologyError
+from megascend.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingDependencyError,
+    PlatformError,
+    TopologyError,
+    VersionError,
+)
 from megascend.huggingface.architectures import transformers_config
 from megascend.huggingface.scalar_head import ScalarHead
 from megascend.models import Architecture, architecture_named, architecture_of, text_config
@@ -68,6 +76,7 @@ def check_architecture(model_dir: Path) -> None:
             f"{model_dir}/config.json: transformers {metadata.version('transformers')} cannot read it: {reason}"
         ) from error
     architecture = architecture_named(config.model_type)
+    check_megatron_core(architecture)
     _register_with_mcore_bridge(architecture, config.model_type)
     if get_model_meta(get_mcore_model_type(config.model_type)) is None:  # type: ignore[reportArgumentType]
         raise CheckpointError(
@@ -76,6 +85,17 @@ def check_architecture(model_dir: Path) -> None:
         )
     if problems := architecture.unsupported(text_config(config.to_dict())):
         raise ConfigError(f"{model_dir}/config.json: {'; '.join(problems)}")
+
+
+def check_megatron_core(architecture: Architecture) -> None:
+    """Raise VersionError if the installed Megatron-Core is older than the family's layers."""
+    oldest, installed = architecture.megatron_core, metadata.version("megatron-core")
+    if oldest is None or Version(installed) >= Version(oldest):
+        return
+    raise VersionError(
+        f"{architecture.model_type}: Megatron-Core has its layers from {oldest} on, and {installed} is installed; install stack "
+        f"{oldest} (Python 3.12, pip install 'megascend[stack-{oldest.replace('.', '-')}]'), or use engine fsdp or single"
+    )
 
 
 def _register_with_mcore_bridge(architecture: Architecture, model_type: str) -> None:
@@ -165,7 +185,15 @@ def fuses_rotary(arguments: Mapping[str, Any]) -> bool:
 
 def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:
     """Raise TopologyError for parallel sizes over which the family's layers cannot be divided."""
-    if problems := architecture.undivided(config, tensor=topology.tensor, context=topology.context):
+    problems = architecture.undivided(config, tensor=topology.tensor, context=topology.context)
+    problems += architecture.unstaged(config, topology.pipeline * topology.virtual_pipeline)
+    algorithms = architecture.context_algorithms
+    if topology.context > 1 and algorithms is not None and topology.context_algorithm not in algorithms:
+        problems.append(
+            f"parallel.context={topology.context} with context_algorithm={topology.context_algorithm!r}: its attention has "
+            f"{' and '.join(algorithms)} only; set parallel.context_algorithm: {algorithms[0]}"
+        )
+    if problems:
         raise TopologyError(f"{architecture.model_type}: {'; '.join(problems)}")
 
 
@@ -300,6 +328,14 @@ def check_packing(config: ModelConfig, platform: Platform, *, packing: bool) -> 
         raise ConfigError(
             f"{config.hf_model_type} has attention sinks, for which Transformer Engine has no kernel that takes packed samples; "
             "set batching.packing: false"
+        )
+    # The choice is kept on the borders of packed samples, which each micro batch has. Padded ones have no such object.
+    pipeline, recomputes = config.pipeline_model_parallel_size > 1, config.recompute_granularity is not None
+    if getattr(config, "dsa_indexer_topk_freq", 1) > 1 and not packing and pipeline and recomputes:
+        raise ConfigError(
+            f"{config.hf_model_type} has layers that use the keys chosen in an earlier one (indexer_types: shared); a pipeline "
+            "would recompute a padded micro batch with the choice of another one: set batching.packing: true, or "
+            "recompute.granularity: none"
         )
 
 

@@ -1,0 +1,296 @@
+"""Sparse attention (DeepSeek-V3.2, GLM-5): the choice of keys, packing, layers that share a choice, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from packaging.version import Version
+
+from megascend.config import Parallel, Recompute
+from megascend.errors import ConfigError, TopologyError, VersionError
+from megascend.huggingface.info import ModelShape
+from megascend.memory import activations
+from megascend.memory.activations import LayerKind, sparse_attention_bytes
+from megascend.models import architecture_named
+from megascend.models.base import IndexedAttention, LatentAttention
+from megascend.testing import run_distributed
+from megascend.testing.parity import (
+    Case,
+    case_backend,
+    case_checkpoint,
+    causal_samples,
+    differences,
+    hf_reference,
+    token_lists,
+    train_case,
+)
+from megascend.testing.tiny_models import tiny_config
+from megascend.topology.topology import plan
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+needs_stack = pytest.mark.skipif(
+    Version(metadata.version("megatron-core")) < Version("0.19"),
+    reason="sparse attention needs megatron-core 0.19 (stack 0.19)",
+)
+ENGINES = Path(__file__).with_name("engine_logits.py")
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+
+def config(arch: str, **overrides: Any) -> dict[str, Any]:
+    return tiny_config(arch, **overrides)
+
+
+@pytest.mark.skipif(
+    Version(metadata.version("megatron-core")) >= Version("0.19"), reason="stack 0.19 has sparse attention"
+)
+@pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
+def test_older_stack_is_refused_by_name(arch: str, parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, arch)
+
+    def on_rank() -> str:
+        with pytest.raises(VersionError) as caught:
+            case_backend(Case("single"), checkpoint)
+        return str(caught.value)
+
+    (message,) = run_distributed(on_rank, 1, init=False, timeout_s=60)
+    assert message.startswith(f"{arch}: Megatron-Core has its layers from 0.19 on, and ")
+    assert "megascend[stack-0-19]" in message
+
+
+@pytest.mark.parametrize(
+    ("spelling", "computing"),
+    [
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, (True, False, True, False)),
+        ({"index_topk_pattern": "FFSF"}, (True, True, False, True)),
+        ({"index_topk_freq": 1}, (True, True, True, True)),
+        ({"indexer_types": ["full", "full", "shared", "shared"]}, (True, True, False, False)),
+    ],
+)
+def test_layers_with_an_indexer_are_read_as_transformers_reads_them(
+    spelling: dict[str, Any], computing: tuple[bool, ...]
+) -> None:
+    from transformers import GlmMoeDsaConfig
+
+    raw = {name: value for name, value in config("glm_moe_dsa").items() if name != "indexer_types"} | spelling
+    sizes = IndexedAttention.from_config(architecture_named("glm_moe_dsa").normalise(raw))
+    assert sizes is not None
+    assert sizes.computing == computing
+    assert tuple(kind == "full" for kind in GlmMoeDsaConfig(**raw).indexer_types) == computing
+
+
+def test_choice_without_a_period_is_refused() -> None:
+    types = ["full", "shared", "shared", "full"]
+    glm = architecture_named("glm_moe_dsa")
+    assert (
+        "has no period" in glm.unsupported(config("glm_moe_dsa", indexer_types=["full", "shared", "full", "full"]))[0]
+    )
+    assert glm.unsupported(config("glm_moe_dsa", indexer_types=types)) == []
+    settings = glm.megatron_settings(config("glm_moe_dsa", indexer_types=types))
+    assert (settings["dsa_indexer_topk_freq"], settings["dsa_indexer_skip_topk_offset"]) == (3, 1)
+
+
+def test_stage_that_begins_without_an_indexer_is_refused() -> None:
+    glm = architecture_named("glm_moe_dsa")
+    assert glm.unstaged(config("glm_moe_dsa"), 2) == []
+    (reason,) = glm.unstaged(config("glm_moe_dsa"), 4)
+    assert "begin with layer 1" in reason
+
+
+def test_narrow_indexer_and_uncompressed_queries_are_refused() -> None:
+    reasons = architecture_named("deepseek_v32").unsupported(config("deepseek_v32", index_head_dim=8, q_lora_rank=None))
+    assert [reason.split(":")[0] for reason in reasons] == ["q_lora_rank", "index_head_dim"]
+
+
+@needs_stack
+def test_ring_over_context_ranks_is_refused(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "deepseek_v32")
+
+    def on_rank() -> str:
+        with pytest.raises(TopologyError) as caught:
+            case_backend(Case("CP2", 2, Parallel(context=2)), checkpoint)
+        return str(caught.value)
+
+    messages = run_distributed(on_rank, 2, init=False, timeout_s=60)
+    assert all("set parallel.context_algorithm: all_gather" in message for message in messages)
+
+
+@needs_stack
+def test_padded_pipeline_that_would_recompute_another_choice_is_refused(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "glm_moe_dsa")
+    case = Case("PP2", 2, Parallel(pipeline=2), packing=False, recompute=Recompute(granularity="full"))
+
+    def on_rank() -> str:
+        with pytest.raises(ConfigError) as caught:
+            case_backend(case, checkpoint)
+        return str(caught.value)
+
+    messages = run_distributed(on_rank, 2, init=False, timeout_s=60)
+    assert all("set batching.packing: true" in message for message in messages)
+
+
+@needs_stack
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("PP2, full recompute", 2, Parallel(pipeline=2), recompute=Recompute(granularity="full")),
+        Case("padded, full recompute", packing=False, micro_batch_tokens=80, recompute=Recompute(granularity="full")),
+        Case("core attention recomputed", recompute=Recompute(granularity="selective", modules=("core_attn",))),
+    ],
+    ids=lambda case: case.name,
+)
+def test_recomputation_of_shared_choices_equals_transformers(case: Case, parity_folder: Path) -> None:
+    checkpoint, tokens = case_checkpoint(parity_folder, "glm_moe_dsa"), token_lists()
+    difference = differences(
+        train_case(case, checkpoint, tokens, steps=3), hf_reference(parity_folder, checkpoint, tokens, steps=3)
+    )
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+
+
+@needs_stack
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
+def test_yarn_equals_transformers(arch: str, parity_folder: Path) -> None:
+    checkpoint, tokens = case_checkpoint(parity_folder, arch, rope_parameters=YARN), token_lists()
+    reference = hf_reference(parity_folder, checkpoint, tokens, steps=2)
+    difference = differences(train_case(Case(arch), checkpoint, tokens, steps=2), reference)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    assert difference.logits is not None
+    assert difference.logits <= 2e-5, difference
+
+
+@needs_stack
+@pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
+def test_packed_samples_do_not_see_each_other(arch: str, parity_folder: Path) -> None:
+    checkpoint, tokens = case_checkpoint(parity_folder, arch), token_lists()
+    changed = [*tokens[:1], [token % 299 + 1 for token in tokens[1]], *tokens[2:]]
+
+    def on_rank() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        with case_backend(Case("one row", micro_batch_tokens=4096), checkpoint) as backend:
+            return tuple(backend.forward(causal_samples(ids), logits=True).logits for ids in (tokens, changed))  # type: ignore[return-value]
+
+    ((before, after),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
+    assert not torch.equal(before[1], after[1])
+    assert all(torch.equal(before[index], after[index]) for index in range(len(tokens)) if index != 1)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "single"])
+@pytest.mark.parametrize("arch", ["deepseek_v32", "glm_moe_dsa"])
+def test_samples_of_a_batch_do_not_see_each_other_without_megatron(
+    arch: str, engine: str, parity_folder: Path, tmp_path: Path
+) -> None:
+    checkpoint, tokens, result = case_checkpoint(parity_folder, arch), token_lists(), tmp_path / "result.json"
+    changed = [*tokens[:1], [token % 299 + 1 for token in tokens[1]], *tokens[2:]]
+    command = [sys.executable, ENGINES, engine, checkpoint, json.dumps([tokens, changed]), result]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    before, after = json.loads(result.read_text(encoding="utf-8"))
+    assert before[1] != after[1]
+    assert [index for index in range(len(tokens)) if before[index] != after[index]] == [1]
+
+
+@needs_stack
+def test_scores_in_blocks_equal_the_sum_over_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascend.models import sparse_attention_megatron as module
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(37, 2, 3, 8, generator=generator, dtype=torch.float64)
+    k = torch.randn(41, 2, 8, generator=generator, dtype=torch.float64)
+    weights = torch.randn(37, 2, 3, generator=generator, dtype=torch.float64)
+    expected = torch.einsum("sbht,sbh->bst", torch.einsum("sbhd,tbd->sbht", q, k).relu(), weights)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 2 * 3 * 41 * 5)  # five queries at a time
+    scores = module.index_scores(q, weights, k)
+    assert scores.dtype == torch.float32
+    assert float((scores - expected).abs().max()) < 1e-5
+
+
+@needs_stack
+def test_sampler_recomputes_the_sequence_and_reports_the_reason(parity_folder: Path) -> None:
+    checkpoint, prompt = case_checkpoint(parity_folder, "deepseek_v32"), list(range(11, 31))
+
+    def on_rank() -> tuple[list[int], str | None]:
+        from megascend.sampling.request import SampleRequest, SamplingParams
+        from megascend.sampling.sampler import Sampler
+
+        with case_backend(Case("single"), checkpoint) as backend:
+            sampler = Sampler(backend)
+            (result,) = sampler.generate([SampleRequest(prompt, SamplingParams(6, temperature=0.0))])
+            return list(result.samples[0].tokens), sampler.cache_unsupported_reason
+
+    def in_transformers(tokens: list[int]) -> torch.Tensor:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            return model(torch.tensor([tokens])).logits[0]
+
+    ((tokens, reason),) = run_distributed(on_rank, 1, init=False, timeout_s=60)
+    assert reason == "a layer whose attention is DSAttention"
+    (logits,) = run_distributed(in_transformers, 1, [*prompt, *tokens], init=False, timeout_s=60)
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@needs_stack
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sparse_attention_saves_the_counted_bytes(parity_folder: Path, precision: Literal["fp32", "bf16"]) -> None:
+    lengths = (96, 64)
+    checkpoint = case_checkpoint(parity_folder, "deepseek_v32")
+    case = Case("saved", precision=precision, micro_batch_tokens=4096)
+
+    def saved_bytes() -> int:
+        with case_backend(case, checkpoint) as backend:
+            chunk = backend.engine.bare_chunks[0]
+            weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+            module, saved = chunk.decoder.layers[0].self_attention, {}
+            forward = module.forward
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no later tensor has its address
+                return tensor
+
+            def watched(hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    return forward(hidden.detach().requires_grad_(), *arguments, **options)
+
+            module.forward = watched
+            generator = torch.Generator().manual_seed(0)
+            ids = [torch.randint(0, 300, (length + 1,), generator=generator).tolist() for length in lengths]
+            backend.forward_backward(causal_samples(ids))
+            return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
+
+    (measured,) = run_distributed(saved_bytes, 1, init=False, timeout_s=60)
+    settings = config("deepseek_v32")
+    latent, indexed = LatentAttention.from_config(settings), IndexedAttention.from_config(settings)
+    assert latent is not None
+    assert indexed is not None
+    width = {"bf16": 2, "fp32": 4}[precision]
+    kind = LayerKind(fused=False, bytes=width, packed=True, frozen=False, rank=0, longest=max(lengths))
+    topology = plan(Parallel(), 1, ModelShape.from_hf_config(settings))
+    expected = sparse_attention_bytes(latent, indexed, 4, topology, kind) + width * 64
+    assert sum(lengths) * expected == pytest.approx(measured, rel=0.03)
+
+
+def test_block_is_the_one_of_the_estimate() -> None:
+    source = Path(activations.__file__).parents[1] / "models" / "sparse_attention_megatron.py"
+    assert "BLOCK_BYTES = 2**28\n" in source.read_text(encoding="utf-8")
+    assert activations.SCORE_BLOCK_BYTES == 2**28
