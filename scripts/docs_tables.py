@@ -233,7 +233,9 @@ def families() -> str:
     """Format the declared architectures: what is particular about each, and what the tests compare it in."""
     layouts: dict[str, list[str]] = {}
     for case in family_matrix():
-        layouts.setdefault(case.arch, []).append(case.name.partition(": ")[2])
+        layout, oldest = case.name.partition(": ")[2], BUILT_IN[case.arch].context_core
+        newer = f" (Megatron-Core {oldest} and later)" if case.parallel.context > 1 and oldest else ""
+        layouts.setdefault(case.arch, []).append(layout + newer)
     rows = []
     for model_type, architecture in sorted(BUILT_IN.items()):
         tiny = architecture.tiny

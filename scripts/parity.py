@@ -39,7 +39,7 @@ LOSS_BOUND_16, NORM_BOUND_16 = 0.15, 0.5
 PACKAGES = ("megatron-core", "mcore-bridge", "torch", "transformers", "peft", "torch_npu", "mindspeed")
 FAMILY_STEPS = 3
 """As in tests/models: later steps show how much a family amplifies rounding, more than how exact its gradients are."""
-REFUSAL = re.compile(r"megascend\.errors\.(?:ConfigError|VersionError): (.+)")
+REFUSAL = re.compile(r"megascend\.errors\.(?:ConfigError|TopologyError|VersionError): (.+)")
 
 
 def measure(

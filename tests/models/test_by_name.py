@@ -12,7 +12,7 @@ import yaml
 
 from megascend.models import expert_count
 from megascend.models.registry import BUILT_IN
-from support.covering import FIRST_STACK
+from support.covering import FIRST_STACK, stack_marks
 from support.forked_programs import run_command, run_forked
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def refusal(arch: str, recipe: str) -> str | None:
     architecture = BUILT_IN[arch]
     if recipe == "moe_ep" and not expert_count(architecture.tiny):
         return NO_EXPERTS
-    if recipe == "long_context_cp" and architecture.undivided(architecture.tiny, tensor=1, context=2):
+    if recipe == "long_context_cp" and stack_marks(arch, context=2) and architecture.context_core is not None:
         return WHOLE_SEQUENCES
     if recipe == "long_context_cp" and architecture.inputs is not None:
         return WITH_PICTURES

@@ -79,7 +79,8 @@ def params(few: tuple[str, ...]) -> list[Any]:
     return [
         pytest.param(
             case,
-            marks=([] if case.name in few and FIRST_STACK else [pytest.mark.nightly]) + stack_marks(case.arch),
+            marks=([] if case.name in few and FIRST_STACK else [pytest.mark.nightly])
+            + stack_marks(case.arch, case.parallel.context),
         )
         for case in CASES
     ]

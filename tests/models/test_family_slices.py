@@ -36,7 +36,7 @@ IN_CI = ("qwen3_vl_moe: EP2", "deepseek_v3: TP2 x EP2 + SP")
         pytest.param(
             case,
             id=case.name,
-            marks=([] if case.name in IN_CI else [pytest.mark.nightly]) + stack_marks(case.arch),
+            marks=([] if case.name in IN_CI else [pytest.mark.nightly]) + stack_marks(case.arch, case.parallel.context),
         )
         for case in (*CASES, *PICTURES)
     ],

@@ -97,7 +97,8 @@ def params(selected: list[Case], few: tuple[str, ...]) -> list[Any]:
     return [
         pytest.param(
             case,
-            marks=([] if case.name in few and FIRST_STACK else [pytest.mark.nightly]) + stack_marks(case.arch),
+            marks=([] if case.name in few and FIRST_STACK else [pytest.mark.nightly])
+            + stack_marks(case.arch, case.parallel.context),
         )
         for case in selected
     ]

@@ -31,7 +31,8 @@ def params() -> list[Any]:
     return [
         pytest.param(
             case,
-            marks=([] if case.name in IN_CI and FIRST_STACK else [pytest.mark.nightly]) + stack_marks(case.arch),
+            marks=([] if case.name in IN_CI and FIRST_STACK else [pytest.mark.nightly])
+            + stack_marks(case.arch, case.parallel.context),
         )
         for case in CASES
     ]

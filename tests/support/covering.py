@@ -21,9 +21,14 @@ FIRST_STACK_ONLY: list[pytest.MarkDecorator] = [] if FIRST_STACK else [pytest.ma
 """Marks of a parameter that is nightly on the second stack."""
 
 
-def stack_marks(model_type: str) -> list[pytest.MarkDecorator]:
-    """Return the mark of a test that trains this family on the Megatron engine: skipped where Megatron-Core lacks its layers."""
-    oldest = architecture_named(model_type).megatron_core
+def stack_marks(model_type: str, context: int = 1) -> list[pytest.MarkDecorator]:
+    """Return the mark of a test that trains this family on the Megatron engine: skipped where Megatron-Core cannot.
+
+    Args:
+        context: context parallel size.
+    """
+    architecture = architecture_named(model_type)
+    oldest = architecture.megatron_core or (architecture.context_core if context > 1 else None)
     if oldest is None or Version(oldest) <= MEGATRON_CORE:
         return []
     return [

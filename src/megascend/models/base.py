@@ -111,6 +111,7 @@ class Architecture:
             section 2.2), each with a layer like the model's last one; the Megatron engine trains one.
         prediction_layers: name of the list of the heads' layers in a checkpoint: that of the model's layers, which the heads
             follow, or one of their own.
+        context_core: oldest Megatron-Core that divides its samples over context parallel ranks; None: as ``megatron_core``.
         context_algorithms: values of ``parallel.context_algorithm`` that its attention has; None: all.
         untrained: parts of the names of weights that have no gradient: they choose, and the choice has none.
         without_adapters: ends of the names of linear layers that adapters cannot act on.
@@ -137,6 +138,7 @@ class Architecture:
     latent_norm_epsilon: float | None = None
     prediction_head: bool = False
     prediction_layers: str = "model.layers"
+    context_core: str | None = None
     context_algorithms: tuple[str, ...] | None = None
     untrained: tuple[str, ...] = ()
     without_adapters: tuple[str, ...] = ()
@@ -405,8 +407,8 @@ class IndexedAttention:
         if config.get("index_topk") is None:
             return None
         kinds = config.get("indexer_types") or ["full"] * config["num_hidden_layers"]
-        names = ("index_n_heads", "index_head_dim", "index_topk")
-        return cls(*(config[name] for name in names), tuple(kind == "full" for kind in kinds))
+        computing = tuple(kind == "full" for kind in kinds)
+        return cls(config["index_n_heads"], config["index_head_dim"], config["index_topk"], computing)
 
 
 LINEAR = "linear_attention"

@@ -54,6 +54,8 @@ class QwenHybrid(Architecture):
     megatron: str | None = "megascend.models.qwen_hybrid_megatron"
     lora_targets: str | None = "megascend.lora.target_maps:layer_targets_of_hybrids"
     layer_kinds: tuple[str, ...] = (*ATTENTION_LAYERS, LINEAR)
+    # Linear attention needs whole sequences: ranks exchange heads for them, by functions that older versions lack.
+    context_core: str | None = "0.18"
     packages: tuple[str, ...] = ("fla.modules.convolution", "fla.ops.gated_delta_rule")
     prediction_head: bool = True
     prediction_layers: str = "mtp.layers"
@@ -105,19 +107,13 @@ class QwenHybrid(Architecture):
 
     def undivided(self, config: Config, *, tensor: int, context: int) -> list[str]:
         problems = super().undivided(config, tensor=tensor, context=context)
-        if context > 1:
-            # mcore-bridge's layer calls functions for the exchange that Megatron-Core 0.16 lacks; with those of 0.18 and later it
-            # has not been compared with transformers.
-            problems.append(
-                f"parallel.context={context}: linear attention (gated delta nets) needs whole sequences, and its heads are "
-                "not exchanged for them; set context to 1, and divide long samples by parallel.tensor with "
-                "parallel.sequence, or save memory with recompute"
-            )
         linear = LinearAttention.from_config(config)
         # Value heads need no check: each key head serves the same number of them, so they are divided along with the key heads.
-        if linear is not None and linear.key_heads % tensor:
+        # Context parallel ranks exchange heads for whole sequences, and so divide them again.
+        if linear is not None and linear.key_heads % (tensor * context):
+            exchanged = f" x parallel.context={context}" if context > 1 else ""
             problems.append(
-                f"parallel.tensor={tensor} does not divide the {linear.key_heads} key heads of linear attention "
+                f"parallel.tensor={tensor}{exchanged} does not divide the {linear.key_heads} key heads of linear attention "
                 "(linear_num_key_heads)"
             )
         return problems

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,8 +65,18 @@ def attention(
     rows = max(1, BLOCK_BYTES // (4 * batch * heads * max(len(key), 1)))
     blocks = []
     for start in range(0, queries, rows):
-        block = (query[start : start + rows], key, topk_indices[:, start : start + rows], softmax_scale, v_channels)
-        blocks.append(checkpoint(_attend, *block, use_reentrant=False, preserve_rng_state=False))
+        end = start + rows
+        attend = partial(_attend, softmax_scale=softmax_scale, v_channels=v_channels)
+        blocks.append(
+            checkpoint(
+                attend,
+                query[start:end],
+                key,
+                topk_indices[:, start:end],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        )
     return torch.cat(blocks)
 
 

@@ -187,6 +187,13 @@ def check_divisible(architecture: Architecture, config: Mapping[str, Any], topol
     """Raise TopologyError for parallel sizes over which the family's layers cannot be divided."""
     problems = architecture.undivided(config, tensor=topology.tensor, context=topology.context)
     problems += architecture.unstaged(config, topology.pipeline * topology.virtual_pipeline)
+    oldest, installed = architecture.context_core, metadata.version("megatron-core")
+    if topology.context > 1 and oldest is not None and Version(installed) < Version(oldest):
+        problems.append(
+            f"parallel.context={topology.context}: linear attention (gated delta nets) needs whole sequences, for which "
+            f"Megatron-Core exchanges heads from {oldest} on, and {installed} is installed; install stack 0.19, or set context "
+            "to 1, and divide long samples by parallel.tensor with parallel.sequence, or save memory with recompute"
+        )
     algorithms = architecture.context_algorithms
     if topology.context > 1 and algorithms is not None and topology.context_algorithm not in algorithms:
         problems.append(
