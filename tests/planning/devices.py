@@ -13,12 +13,12 @@ RATE = 0.5 * UNDER_LOAD * PEAK
 
 def flat(*, gap_s: float = 0.0, launch_s: float = 0.0, network: float = 10e9) -> Hardware:
     """Return a device with half of its peak everywhere; four in a node."""
-    half = Table({(1, 1, 1): 0.5})
+    half, attention = Table({(1, 1, 1): 0.5}), Table({(1, 1): 0.5})
     measurements = Measurements(
         "paper",
         dict.fromkeys(PASSES, half),
         dict.fromkeys(PASSES, half),
-        (Table({(1, 1): 0.5}),) * 2,
+        (attention, attention),
         Table({(1,): 1.0}),
     )
     return Hardware(
