@@ -27,6 +27,8 @@ RANK_S = 5e-5
 """Seconds that each rank of the world adds to the exchange before a step (docs/benchmarks.md, large worlds)."""
 UPDATE_BYTES = 2**27
 """Bytes that one kernel of the update moves, which takes a list of parameters."""
+MESSAGE_KERNELS = 8
+"""Gaps between kernels that a message between pipeline stages takes: 70 us for the smallest one on two H200s."""
 BUCKETS = 8
 """Parts in which gradients are reduced during the backward pass, and parameters gathered during the forward pass, at least: the
 last one of the former and the first one of the latter are never hidden."""
@@ -238,6 +240,10 @@ def _passes(cost: Cost, work: Work) -> list[list[tuple[_Pass, _Pass]]]:
                 backward.add(layer.backward, layer.kernels[1], times)
                 if key in recomputed_costs:
                     backward.add(recomputed_costs[key], layer.kernels[0] * (1.0 if modules is None else 0.5), times)
+            if topology.pipeline > 1:
+                gap = cost.hardware.gap_s * MESSAGE_KERNELS
+                for side in (forward, backward):
+                    side.add(defaultdict(float, {"gaps": gap}), MESSAGE_KERNELS)
             if (stage, number) == (0, 0):
                 costs, back = cost.embedding()
                 forward.add(costs, 3)
