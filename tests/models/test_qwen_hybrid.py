@@ -16,7 +16,7 @@ from megascend.errors import DistributedTestError, MissingDependencyError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.models.base import LinearAttention
 from megascend.models.registry import architecture_named
-from megascend.testing import run_distributed, tiny_config
+from megascend.testing import parity, run_distributed, tiny_config
 from megascend.testing.parity import (
     Case,
     case_backend,
@@ -209,7 +209,7 @@ CONTEXT: dict[str, Any] = {"arch": DENSE, "overrides": {"linear_num_key_heads": 
     ids=lambda case: case.name,
 )
 def test_context_parallel_training_equals_transformers(case: Case, parity_folder: Path) -> None:
-    checkpoint, tokens = case_checkpoint(parity_folder, case.arch, **case.overrides), token_lists()
+    checkpoint, tokens = case_checkpoint(parity_folder, case.arch, **case.overrides), parity.token_lists()
     difference = differences(
         train_case(case, checkpoint, tokens, steps=3), hf_reference(parity_folder, checkpoint, tokens, steps=3)
     )

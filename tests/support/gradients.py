@@ -45,14 +45,15 @@ def step_gradients(backend: Any, accumulate: Callable[[], Any]) -> Gradients:
     update, reduced = optimizer._update, []
 
     def record(lr: float) -> Any:
-        reduced.extend([p.main_grad.clone() for p in chunk.parameters()] for chunk in chunks)
+        # An indexer of sparse attention has no gradients, and is not compared.
+        reduced.extend([p.main_grad.clone() for p in chunk.parameters() if p.requires_grad] for chunk in chunks)
         return update(lr)
 
     optimizer._update = record
     accumulate()
     norm = backend.optimizer_step().grad_norm
     optimizer._update = update
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
     weights = [parameter.data.clone() for parameter in parameters]
     # Gradients have their parameters' shapes: exported in their places, they are gathered and renamed as weights are.
     for parameter, gradient in zip(parameters, (gradient for part in reduced for gradient in part), strict=True):
