@@ -23,7 +23,8 @@ from packaging.specifiers import SpecifierSet
 from megascend.app.rl.records import RlRecord
 from megascend.app.train import StepRecord
 from megascend.batch.losses import LOSS_METRICS
-from megascend.bootstrap.mindspeed.tree import BRANCHES
+from megascend.bootstrap.mindspeed.tree import BRANCHES, LATER_BRANCHES
+from megascend.bootstrap.providers import names
 from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.rl import RlConfig
@@ -200,11 +201,12 @@ def service_metrics() -> str:
 def versions() -> str:
     """Format the supported versions of each stack."""
     rows = ([name, *(ranges_text(stack.requirement(name)) for stack in STACKS)] for name in (*PACKAGES, "torch_npu"))
-    branches = [
-        "MindSpeed branch (NPU)",
-        *(f"`{BRANCHES[stack.name]}`" if stack.name in BRANCHES else "none yet" for stack in STACKS),
-    ]
-    return table(["", *(f"stack {stack.name}" for stack in STACKS)], [*rows, branches])
+    branches = {stack.name: "none" for stack in STACKS}
+    branches |= {stack: f"`{branch}`" for stack, branch in BRANCHES.items()}
+    branches |= {stack: f"`{branch}`, optional" for stack, branch in LATER_BRANCHES.items()}
+    providers = [f"`{names('npu', stack.name)[0]}`" for stack in STACKS]
+    npu = [["provider (NPU)", *providers], ["MindSpeed branch (NPU)", *(branches[stack.name] for stack in STACKS)]]
+    return table(["", *(f"stack {stack.name}" for stack in STACKS)], [*rows, *npu])
 
 
 def ranges_text(versions: SpecifierSet) -> str:

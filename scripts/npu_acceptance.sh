@@ -6,10 +6,11 @@
 #                                  [--out FILE] [--folder DIR]
 #
 # --simulated   no cards needed: `megascend simnpu`. Its times and memory say nothing about hardware.
-# --stand-in    the stand-in for MindSpeed in tests/doubles instead of MindSpeed; only with --simulated
+# --stand-in    stand-ins in tests/doubles for Ascend's packages (MindSpeed, or MegatronAdaptor and TransformerEngineNPU); only with
+#               --simulated
 # --only        doctor, operators, collectives, recipes, parity, resume, speed (default: all of them)
 #
-# MEGASCEND_MINDSPEED   a checkout of MindSpeed to put on PYTHONPATH; not needed where MindSpeed is installed
+# MEGASCEND_MINDSPEED   a checkout of MindSpeed to put on PYTHONPATH; not needed where MindSpeed is installed, nor from stack 0.18 on
 # PYTHON                interpreter with megascend installed (default: python)
 #
 # Exits with 1 if a section failed, and with 2 if it cannot start.
@@ -25,7 +26,7 @@ for argument in "$@"; do
     *) passed+=("$argument") ;;
   esac
 done
-source scripts/_mindspeed.sh
+source scripts/_ascend.sh
 source cookbook/ascend/environment.sh
 
 start=("$PYTHON")

@@ -4,10 +4,11 @@
 #   bash scripts/npu_smoke.sh [--simulated [--stand-in]] [RECIPE...]
 #
 # --simulated   no cards needed: `megascend simnpu`. Its times and memory say nothing about hardware.
-# --stand-in    the stand-in for MindSpeed in tests/doubles instead of MindSpeed; only with --simulated
+# --stand-in    stand-ins in tests/doubles for Ascend's packages (MindSpeed, or MegatronAdaptor and TransformerEngineNPU); only with
+#               --simulated
 # RECIPE        tp_npu, tp_moe_npu, tp_moe_cp_npu, multi_lora_npu (default: all of them)
 #
-# MEGASCEND_MINDSPEED        a checkout of MindSpeed to put on PYTHONPATH; not needed where MindSpeed is installed
+# MEGASCEND_MINDSPEED        a checkout of MindSpeed to put on PYTHONPATH; not needed where MindSpeed is installed, nor from stack 0.18 on
 # MEGASCEND_SMOKE_DEADLINE   seconds that one recipe may take (default: 600)
 # MEGASCEND_RUN              folder of the small models and of the logs (default: runs/npu_smoke)
 # PYTHON                     interpreter with megascend installed (default: python)
@@ -33,7 +34,7 @@ for argument in "$@"; do
 done
 [ ${#recipes[@]} -gt 0 ] || recipes=(tp_npu tp_moe_npu tp_moe_cp_npu multi_lora_npu)
 
-source scripts/_mindspeed.sh
+source scripts/_ascend.sh
 
 device=cards start=()
 if [ -n "$simulated" ]; then
@@ -64,7 +65,7 @@ logs=$MEGASCEND_RUN/logs
 mkdir -p "$logs"
 row='%-14s  %-30s  %10s  %9s  %9s  %14s  %9s  %s\n'
 echo "device: $device"
-echo "MindSpeed: $mindspeed"
+echo "packages: $packages"
 # shellcheck disable=SC2059
 printf "$row" recipe layout 'first loss' 'last loss' 'grad norm' 'median step ms' 'seconds' verdict
 failed=()

@@ -71,8 +71,8 @@ def pytest_report_header() -> list[str]:
             "tests/npu, tests/simnpu: not collected; they need a process on the simulated device "
             "(bash scripts/test.sh STACK npu)",
         ]
-    mindspeed = os.environ.get("MEGASCEND_MINDSPEED") or "the stand-in in tests/doubles"
-    return [*notes, f"on the simulated Ascend device, with MindSpeed from {mindspeed}"]
+    packages = ["stand-ins in tests/doubles", *filter(None, [os.environ.get("MEGASCEND_MINDSPEED")])]
+    return [*notes, f"on the simulated Ascend device, with Ascend's packages from {', '.join(packages)}"]
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ class Settings:
         folder: for models, logs and results of this run.
         cards: number of cards that take part.
         simulated: run on the simulated device: the bounds are those of a CPU, and speed is meaningless.
-        stand_in: use the tests' stand-in for MindSpeed.
+        stand_in: use the tests' stand-ins for Ascend's packages.
         quick: run only a few cases of every section.
     """
 

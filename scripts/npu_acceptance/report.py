@@ -49,7 +49,8 @@ def versions(settings: Settings, environment: Mapping[str, str]) -> dict[str, st
             packages[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             packages[package] = "not installed"
-    packages |= provider_for("npu").versions()
+    provider = provider_for("npu")
+    packages |= {"provider": provider.name} | provider.versions()
     home = environment.get("ASCEND_HOME_PATH", "")
     toolkit = [version_in(Path(home) / name) for name in IN_TOOLKIT] if home else []
     packages["CANN"] = next(filter(None, toolkit), "not found")

@@ -94,10 +94,13 @@ CPU_ARGUMENTS = {
 """Operators that take CPU tensors (indices, lengths) beside device tensors, on every device."""
 
 
+NUMBERS = (int, float, complex)  # a bool is an int
+
+
 def kernel_for(op: Any) -> Kernel:
     """Build the npu kernel of one operator (an ``OpOverload``)."""
     signature = Signature.from_operator(op)
-    run = cpu_kernel(op)
+    run = taking_numbers(op, signature, cpu_kernel(op))
     if op._schema.name.startswith("aten::_foreach_"):
         return foreach(op, signature, run)
     crossing = to_cpu(signature, name_of(op) in CPU_ARGUMENTS)
@@ -275,6 +278,24 @@ def cpu_kernel(op: Any) -> Kernel:
     if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CPU"):
         return functools.partial(op._op_dk, CPU_KEY)
     return op
+
+
+def taking_numbers(op: Any, signature: Signature, run: Kernel) -> Kernel:
+    """Turn Python numbers in the place of tensors into tensors: torch's bindings take them for a few operators only.
+
+    ``tensor % 3`` calls ``remainder.Tensor``, and a kernel in Python gets the number itself.
+    """
+    places = [i for i in signature.tensors if i > 0]
+    if not places or torch._C._should_allow_numbers_as_tensors(op._schema.name.removeprefix("aten::")):
+        return run
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        count = len(args)
+        if any(i < count and isinstance(args[i], NUMBERS) for i in places):
+            args = tuple(torch.tensor(a) if i in places and isinstance(a, NUMBERS) else a for i, a in enumerate(args))
+        return run(*args, **kwargs)
+
+    return call
 
 
 def name_of(op: Any) -> str:

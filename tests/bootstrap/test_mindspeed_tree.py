@@ -28,7 +28,7 @@ TREES = {
     ),
     "core_r0.18.0": (
         *(LATER, "0.12.1", ("core/context_parallel/tenpu_adaptor.py",), None),
-        ["branch core_r0.18.0", "Megatron-Core 0.17.1", "torch 2.7.1", "torch_npu 26.0.0", "TransformerEngineNPU"],
+        ["branch core_r0.18.0", "It is that of stack 0.18, with provider megatron_adaptor"],
     ),
     "later still, and it says 0.16.0": (LATER, "0.16.0", (), None, ["core_r0.17.0 or later", "itself version 0.16.0"]),
     "later, installed without setup.py": (LATER, None, (), None, ["a branch on MegatronAdaptor"]),
@@ -124,7 +124,7 @@ TRANSFORMER_ENGINES = {
     ),
     "npu": (
         "import torch_npu\n",
-        ["TransformerEngineNPU is installed as transformer_engine", "core_r0.17.0", "does not support yet"],
+        ["TransformerEngineNPU is installed as transformer_engine", "stack 0.18 or 0.19", "provider megatron_adaptor"],
     ),
 }
 

@@ -50,14 +50,15 @@ def test_every_platform_has_a_default(platform: str, default: str) -> None:
 def test_provider_is_chosen_by_name_or_import_path() -> None:
     register("noted", NotedProvider)
     assert isinstance(create("noted", setup("cpu")), NotedProvider)
-    assert names("npu") == ["mindspeed", "noted"]
+    assert names("npu") == ["mindspeed", "megatron_adaptor", "noted"]
     path = "megascend.bootstrap.reference:Reference"
     assert isinstance(create(path, setup("cpu")), Reference)
 
 
 def test_unknown_or_unsuitable_provider_is_refused_with_the_choices() -> None:
     with pytest.raises(
-        ConfigError, match=r"unknown provider 'mindsped'; known: mindspeed, transformer_engine, reference"
+        ConfigError,
+        match=r"unknown provider 'mindsped'; known: mindspeed, megatron_adaptor, transformer_engine, reference",
     ):
         create("mindsped", setup("npu"))
     with pytest.raises(
@@ -88,7 +89,7 @@ def test_options_of_a_provider_without_any_are_refused() -> None:
 
 def test_patching_packages_are_registered() -> None:
     register("noted", NotedProvider, packages=("noted_patches",))
-    assert providers.packages() == ["mindspeed", "noted_patches"]
+    assert providers.packages() == ["mindspeed", "megatron_adaptor", "noted_patches"]
     assert providers._registry["noted"] == ProviderEntry(NotedProvider, (), ("noted_patches",))
 
 

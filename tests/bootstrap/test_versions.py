@@ -82,7 +82,8 @@ def test_a_row_names_its_branch_of_mindspeed_or_raises():
             assert tree.branch_of(stack).startswith(f"core_r{stack.name}.")
             continue
         with pytest.raises(
-            VersionError, match=rf"stack {stack.name} does not run on NPUs yet.*stack 0\.16 or stack 0\.15"
+            VersionError,
+            match=rf"stack {stack.name} does not run on NPUs with provider 'mindspeed'.*stack 0\.16 or stack 0\.15",
         ):
             tree.branch_of(stack)
 

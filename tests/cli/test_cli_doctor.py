@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import simnpu
+from megascend.bootstrap.versions import STACKS, installed_versions, nearest_stack
 from megascend.cli import checks
 from megascend.cli.checks import Check, check_shared_memory, check_threads, explain_import_failure, run_python
 from megascend.cli.doctor import render_json, render_table
+from support.ascend_packages import ON_ADAPTOR, package_folders
 
 BROKEN = 'raise ImportError("libhccl.so: cannot open shared object file: No such file or directory")\n'
-DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
 
 
 def test_doctor_on_this_machine(megascend) -> None:
@@ -29,7 +30,7 @@ def test_doctor_on_this_machine(megascend) -> None:
     results = {check["name"]: check for check in report["checks"]}
     assert results["megatron-core"]["found"].startswith("0.1")
     assert results["platform"]["chosen"] in ("cpu", "cuda", "npu")
-    assert results["bootstrap"]["stack"] in ("0.15", "0.16")
+    assert results["bootstrap"]["stack"] in [stack.name for stack in STACKS]
     assert results["collectives"]["latency_us"] > 0
     assert results["collectives"]["bandwidth_gb_s"] > 0
     assert results["threads"]["omp_num_threads"] == "1"
@@ -69,13 +70,20 @@ def test_failed_autoload_of_torch_npu_is_explained(broken_torch_npu: Path) -> No
 
 def test_all_missing_npu_prerequisites_are_listed(broken_torch_npu: Path) -> None:
     results = npu_checks()
-    assert all(results[name].status == "fail" for name in ("torch_npu", "CANN", "torch pair", "MindSpeed"))
+    packages = ("MegatronAdaptor", "TransformerEngineNPU") if ON_ADAPTOR else ("MindSpeed",)
+    assert all(results[name].status == "fail" for name in ("torch_npu", "CANN", "torch pair", *packages))
     assert "cannot load Ascend's libraries (libhccl.so" in results["torch_npu"].hint
     assert "ASCEND_HOME_PATH is not set" in results["CANN"].hint
     assert "torch_npu 2.0.0 is installed; stack" in results["torch pair"].hint
-    assert "needs MindSpeed (core_r0." in results["MindSpeed"].hint
-    assert "torchair" in results["MindSpeed's imports"].hint
-    assert results["Transformer Engine"].status == results["Megatron tree"].status == "ok"
+    assert results["Megatron tree"].status == "ok"
+    if ON_ADAPTOR:
+        assert "git clone -b core_r0." in results["MegatronAdaptor"].hint
+        assert results["MindSpeed"].status == "ok"
+        assert "optional" in results["MindSpeed"].result
+    else:
+        assert "needs MindSpeed (core_r0." in results["MindSpeed"].hint
+        assert "torchair" in results["MindSpeed's imports"].hint
+        assert results["Transformer Engine"].status == "ok"
 
 
 def test_wrong_packages_on_the_path_are_named(broken_torch_npu: Path) -> None:
@@ -87,9 +95,10 @@ def test_wrong_packages_on_the_path_are_named(broken_torch_npu: Path) -> None:
     (core / "__init__.py").touch()
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 12\nPATCH = 1\n")
     results = npu_checks()
-    assert "CUDA's Transformer Engine is installed" in results["Transformer Engine"].hint
+    engine = "TransformerEngineNPU" if ON_ADAPTOR else "Transformer Engine"
+    assert "CUDA's Transformer Engine is installed" in results[engine].hint
     assert "MindSpeed 0.12.1 is on the path" in results["MindSpeed"].hint
-    assert "needs branch core_r0." in results["MindSpeed"].hint
+    assert f"stack {nearest_stack(installed_versions()).name}" in results["MindSpeed"].hint
     assert f"would be imported from {core}, which is version 0.12.1" in results["Megatron tree"].hint
     assert "Remove it from PYTHONPATH" in results["Megatron tree"].hint
 
@@ -114,7 +123,7 @@ def test_host_without_cann_fails_without_a_traceback(megascend, broken_torch_npu
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_simulated_device_is_ready_and_marked_as_simulated(megascend) -> None:
-    path = os.pathsep.join([str(DOUBLES), *(entry for entry in sys.path if entry)])
+    path = os.pathsep.join([*package_folders(), *(entry for entry in sys.path if entry)])
     environment = simnpu.environment(os.environ | {"PYTHONPATH": path})
     completed = megascend("doctor", "--json", **environment)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -122,7 +131,9 @@ def test_simulated_device_is_ready_and_marked_as_simulated(megascend) -> None:
     assert results["simulated device"]["status"] == "warn"
     assert "SIMULATED" in results["simulated device"]["found"]
     assert "+simnpu, 8 x Simulated Ascend" in results["torch_npu"]["found"]
-    assert "+double" in results["MindSpeed"]["found"]
+    assert ("adaptor_packages" if ON_ADAPTOR else "+double") in results[
+        "MegatronAdaptor" if ON_ADAPTOR else "MindSpeed"
+    ]["found"]
     assert results["platform"]["chosen"] == results["bootstrap"]["platform"] == "npu"
 
 

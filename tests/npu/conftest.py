@@ -2,6 +2,8 @@
 
     bash scripts/test.sh 0.16 npu                                    # with the tests' double of MindSpeed
     MEGASCEND_MINDSPEED=CHECKOUT bash scripts/test.sh 0.16 npu       # with the real one
+    bash scripts/test.sh 0.19 npu                                    # with stand-ins for MegatronAdaptor and its engine
+    MEGASCEND_MINDSPEED=CHECKOUT bash scripts/test.sh 0.18 npu       # with the real MindSpeed beside them
 
 The process is bootstrapped once for the platform ``npu``; ranks are forked from it. Tests that need a fresh process (for
 example of the order of imports) start it with :func:`run_python`.
@@ -21,11 +23,29 @@ import pytest
 import simnpu
 from megascend.bootstrap.runtime import Runtime, bootstrap
 from megascend.testing.reference import IMPORTED, ProgramServer
+from support.ascend_packages import ON_ADAPTOR, WITHOUT_EXPERTS, package_folders
 from support.covering import FIRST_STACK
 
 SECOND_STACK = ("test_contract.py",)
 """Files that CI also runs on the second stack, because its MindSpeed differs. Parity on the CPU covers its Megatron."""
-DOUBLES = Path(__file__).resolve().parents[1] / "doubles"
+MINDSPEED_FILES = (
+    "test_attention_calls.py",
+    "test_bootstrap.py",
+    "test_configurations.py",
+    "test_contract.py",
+    "test_double_model.py",
+    "test_dropout.py",
+    "test_options.py",
+    "test_traps.py",
+    "test_traps_environment.py",
+    "test_traps_models.py",
+)
+"""Files about provider ``mindspeed``."""
+ADAPTOR_FILES = ("test_adaptor_bootstrap.py", "test_adaptor_training.py")
+"""Files about provider ``megatron_adaptor``."""
+EXPERT_FILES = ("test_cookbook_ascend.py", "test_mtp.py", "test_npu_acceptance.py")
+"""Files whose models have experts."""
+collect_ignore = [*(MINDSPEED_FILES if ON_ADAPTOR else ADAPTOR_FILES), *(EXPERT_FILES if WITHOUT_EXPERTS else ())]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,15 +55,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.nightly)
 
 
-def mindspeed_folder() -> Path:
-    """Return the checkout named by MEGASCEND_MINDSPEED, else the folder of the double."""
-    checkout = os.environ.get("MEGASCEND_MINDSPEED")
-    return Path(checkout) if checkout else DOUBLES
-
-
 def npu_environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a process on the simulated device, with MindSpeed on its path."""
-    path = [str(mindspeed_folder()), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
+    """Return the environment of a process on the simulated device, with Ascend's packages on its path."""
+    path = [*package_folders(), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
     # Without variables that the bootstrap of this process has set: a fresh process must decide anew.
     inherited = {
         name: value
@@ -85,10 +99,12 @@ def run_python() -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
 def npu() -> Runtime:
     """Bootstrap this process for the platform ``npu`` and import everything that ranks need."""
     simnpu.activate()
-    if str(mindspeed_folder()) not in sys.path:
-        sys.path.insert(0, str(mindspeed_folder()))
+    sys.path[:0] = [folder for folder in package_folders() if folder not in sys.path]
     runtime = bootstrap("npu")
     runtime.load_megatron()
+    if ON_ADAPTOR:
+        # References inherit the path, and their peft would import the engine's stand-in, which needs the simulated device.
+        sys.path.remove(package_folders()[0])
     for module in ("megascend.backend", "megascend.engines.megatron.engine", "megascend.step.step"):
         import_module(module)
     from megascend.testing.self_checks import warm_tiny_models

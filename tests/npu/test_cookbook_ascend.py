@@ -32,6 +32,7 @@ import megascend
 from megascend.bootstrap.runtime import Runtime
 from megascend.testing import run_distributed
 from megascend.testing.reference import run_reference
+from support.ascend_packages import package_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 ASCEND = ROOT / "cookbook" / "ascend"
@@ -64,8 +65,7 @@ STEP = re.compile(r"^step (\d+)/(\d+)  loss ([\d.]+)  grad norm ([\d.]+)  ([\d,]
 @contextmanager
 def started(recipe: str, folder: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """Start ``megascend simnpu -- bash cookbook/ascend/RECIPE.sh ARGUMENTS``; kill all its processes at the end."""
-    mindspeed = os.environ.get("MEGASCEND_MINDSPEED") or str(ROOT / "tests" / "doubles")
-    path = [str(ROOT / "src"), mindspeed, *(entry for entry in sys.path if entry and "simnpu" not in entry)]
+    path = [str(ROOT / "src"), *package_folders(), *(entry for entry in sys.path if entry and "simnpu" not in entry)]
     variables = {
         "PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(path),

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from support.ascend_packages import ON_ADAPTOR
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Runs at the start of every process; sabotaged functions are patched after the import of their module.
@@ -125,6 +127,7 @@ def failures(report: dict[str, Any], name: str) -> list[str]:
 def assert_all_is_measured(report: dict[str, Any]) -> None:
     assert report["about"]["simulated"] is True
     assert report["about"]["versions"]["torch_npu"].endswith("+simnpu")
+    assert report["about"]["versions"]["provider"] == ("megatron_adaptor" if ON_ADAPTOR else "mindspeed")
     (section,) = [section for section in report["sections"] if section["name"] == "collectives"]
     names = [measurement["name"] for measurement in section["measurements"]]
     for verb in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all_uneven", "broadcast", "send and receive"):

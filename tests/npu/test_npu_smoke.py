@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.ascend_packages import PROVIDER_PACKAGES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LOG = """\
@@ -27,7 +29,7 @@ RAISED = """\
 [rank5]: megascend.errors.ConfigError: the same from another rank
 W1121 torch.distributed.elastic Sending process 4711 closing signal SIGTERM
 """
-# Answers for `python -c` (is there a mindspeed?), and for the simulated device's command that runs a recipe's script.
+# Answers for `python -c` (is there a package?), and for the simulated device's command that runs a recipe's script.
 STAND_IN = """\
 #!/usr/bin/env bash
 [ "$1" != -c ] || exec {python} "$@"
@@ -92,22 +94,24 @@ def test_failure_shows_the_failed_rank_and_exits_with_1(smoke, tmp_path: Path) -
     assert "step 3/3" in cp_log
 
 
-def test_heading_names_mindspeed_and_the_device(smoke, tmp_path: Path) -> None:
+def test_heading_names_packages_and_the_device(smoke, tmp_path: Path) -> None:
     completed = smoke("--simulated", "--stand-in", "tp_npu")
     assert completed.stdout.startswith(
-        "device: simulated (its times say nothing about cards)\nMindSpeed: a stand-in, not MindSpeed\n"
+        "device: simulated (its times say nothing about cards)\n"
+        f"packages: stand-ins, not Ascend's {' '.join(PROVIDER_PACKAGES)}\n"
     )
     checkout = tmp_path / "checkout"
-    (checkout / "mindspeed").mkdir(parents=True)
-    (checkout / "mindspeed" / "__init__.py").touch()
+    for package in PROVIDER_PACKAGES:
+        (checkout / package).mkdir(parents=True)
+        (checkout / package / "__init__.py").touch()
     completed = smoke("--simulated", "tp_npu", MEGASCEND_MINDSPEED=str(checkout))
-    assert f"\nMindSpeed: {checkout}\n" in completed.stdout
+    assert f"\npackages: installed {' '.join(PROVIDER_PACKAGES)}, MindSpeed in {checkout}\n" in completed.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--simulated",), "no mindspeed for"),
+        (("--simulated",), f"no {PROVIDER_PACKAGES[0]} for"),
         (("--stand-in",), "--stand-in needs --simulated"),
         (("--simulated", "--stand-in", "tp_other"), "no recipe cookbook/ascend/tp_other.py"),
     ],

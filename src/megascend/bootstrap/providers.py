@@ -1,8 +1,9 @@
 """Patch providers, which prepare a process for Megatron-Core on a device: their interface and registry.
 
 A provider is chosen by name (``bootstrap(provider=...)``, ``provider:`` in a run file); a platform's default is the first one
-registered for it. A provider from outside the package is registered with :func:`register`, or given by its import path
-(``my_package.my_module:MyProvider``), which needs no call before ``megascend train``.
+registered for it and for the installed row of the version table. A provider from outside the package is registered with
+:func:`register`, or given by its import path (``my_package.my_module:MyProvider``), which needs no call before
+``megascend train``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from megascend.errors import ConfigError, PlatformError
+from megascend.errors import ConfigError, PlatformError, VersionError
 from megascend.surroundings import is_installed
 
 if TYPE_CHECKING:
@@ -144,19 +145,27 @@ class ProviderEntry:
         factory: creates the provider; or its import path, ``module:attribute``.
         platforms: names of supported platforms; empty: all.
         packages: top-level packages that it imports and that patch other packages, or are detected by them.
+        stacks: names of supported rows of the version table; empty: all.
     """
 
     factory: ProviderFactory | str
     platforms: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
 
-    def suits(self, platform: str) -> bool:
-        """Check whether the provider supports the platform of this name."""
-        return not self.platforms or platform in self.platforms
+    def suits(self, platform: str, stack: str | None = None) -> bool:
+        """Check whether the provider supports the platform of this name, and the row of the version table if one is given."""
+        return (not self.platforms or platform in self.platforms) and (
+            stack is None or not self.stacks or stack in self.stacks
+        )
 
 
 _registry: dict[str, ProviderEntry] = {
-    "mindspeed": ProviderEntry("megascend.bootstrap.mindspeed:MindSpeed", ("npu",), ("mindspeed",)),
+    "mindspeed": ProviderEntry("megascend.bootstrap.mindspeed:MindSpeed", ("npu",), ("mindspeed",), ("0.16", "0.15")),
+    "megatron_adaptor": ProviderEntry(
+        *("megascend.bootstrap.megatron_adaptor:MegatronAdaptor", ("npu",), ("megatron_adaptor", "mindspeed")),
+        stacks=("0.19", "0.18"),
+    ),
     "transformer_engine": ProviderEntry("megascend.bootstrap.providers:TransformerEngine", ("cuda",)),
     "reference": ProviderEntry("megascend.bootstrap.reference:Reference", ("cpu", "cuda")),
 }
@@ -186,23 +195,25 @@ def register(
     _registry[name] = entry
 
 
-def names(platform: str | None = None) -> list[str]:
-    """Return the names of all providers, or of those for one platform, its default first."""
-    return [name for name, entry in _registry.items() if platform is None or entry.suits(platform)]
+def names(platform: str | None = None, stack: str | None = None) -> list[str]:
+    """Return the names of all providers, or of those for one platform and row of the version table, the default first."""
+    return [name for name, entry in _registry.items() if platform is None or entry.suits(platform, stack)]
 
 
 def packages() -> list[str]:
     """Return the top-level packages that registered providers import and that patch other packages."""
-    return [package for entry in _registry.values() for package in entry.packages]
+    return list(dict.fromkeys(package for entry in _registry.values() for package in entry.packages))
 
 
 def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
-    """Create the provider ``name``, or the platform's default one, without patching anything."""
-    platform = setup.platform.name
+    """Create the provider ``name``, or the default one of the platform and the stack, without patching anything."""
+    platform, stack = setup.platform.name, setup.stack.name
     if name is None:
-        suitable = names(platform)
+        suitable = names(platform, stack)
         if not suitable:
-            raise ConfigError(f"no provider is registered for platform {platform!r}; registered: {', '.join(names())}")
+            raise ConfigError(
+                f"no provider is registered for platform {platform!r} and stack {stack}; registered: {', '.join(names())}"
+            )
         name = suitable[0]
     if ":" in name:
         # A provider that is given by import path names no platforms, so it suits all.
@@ -218,6 +229,11 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
         raise ConfigError(
             f"provider {name!r} is for platform {', '.join(entry.platforms)}, and this process runs on {platform!r}; providers "
             f"for {platform!r}: {', '.join(names(platform)) or 'none'}"
+        )
+    if not entry.suits(platform, stack):
+        raise VersionError(
+            f"provider {name!r} is for stack {' or '.join(entry.stacks)}, and stack {stack} is installed; providers for it on "
+            f"{platform!r}: {', '.join(names(platform, stack)) or 'none'}"
         )
     provider = (_import_factory(entry.factory) if isinstance(entry.factory, str) else entry.factory)(setup)
     # A factory from outside may return anything; a missing method would fail only after others have patched.

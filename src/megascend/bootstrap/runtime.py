@@ -230,7 +230,7 @@ def bootstrap(
     """Prepare this process for an engine. Call it first; calling it again returns the same Runtime.
 
     It checks the version table, chooses the platform, and for an engine that runs on Megatron-Core raises if Megatron-Core,
-    Transformer Engine or mcore-bridge are imported already. It never reads or changes ``sys.argv``.
+    Transformer Engine or mcore-bridge are imported already. It never reads ``sys.argv``, which is as before afterwards.
 
     Changes to the process (also in ``Runtime.changes``):
 
@@ -251,8 +251,8 @@ def bootstrap(
       ``TORCHDYNAMO_DISABLE=1`` is set.
     - providers ``transformer_engine`` and ``reference`` on ``cuda``: ``CUDA_DEVICE_MAX_CONNECTIONS=1`` unless it is set
       (Megatron-Core's overlaps rely on that order of kernels).
-    - the default provider of ``npu``: its adaptor is imported with arguments from the bootstrap, and patches megatron.core
-      and parts of torch (docs/npu.md lists them).
+    - the default provider of ``npu``: its adaptor is imported with arguments from the bootstrap, or with ``sys.argv`` hidden, and
+      patches megatron.core and parts of torch (docs/npu.md lists them).
     - at the import of their modules: transformers reads the folder of its models once (see
       :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
       contiguous, ``megatron.core.tensor_parallel.random._get_share_storage`` compiles nothing, Megatron-Core 0.19's latent
@@ -352,7 +352,8 @@ def _create_provider(name: str | None, setup: ProviderSetup) -> PatchProvider:
         name = "reference"
     provider = providers.create(name, setup)
     if provider.must_come_first:
-        require_clean(sys.modules, platform)
+        # None: a package that the self-check's worker hides.
+        require_clean([name for name, module in sys.modules.items() if module is not None], platform)
     return provider
 
 
@@ -365,7 +366,7 @@ def current_runtime(needed_by: str) -> Runtime:
     return _current
 
 
-PATCHED_FIRST = ("megatron.core", "transformer_engine", "mcore_bridge")
+PATCHED_FIRST = ("megatron_adaptor", "megatron.core", "transformer_engine", "mcore_bridge")
 
 
 def require_clean(modules: Iterable[str], platform: str) -> None:
@@ -377,5 +378,6 @@ def require_clean(modules: Iterable[str], platform: str) -> None:
             f"{', '.join(early)} {'was' if len(early) == 1 else 'were'} imported before megascend.bootstrap(). On platform "
             f"{platform!r} these packages pick their implementations while they are imported, so they would compute "
             "with the wrong ones. Make megascend.bootstrap() the first lines of the program, above every import of "
-            "megatron, transformer_engine, mcore_bridge or anything that imports them (swift, verl, twinkle)."
+            "megatron, transformer_engine, mcore_bridge or anything that imports them (swift, verl, twinkle; peft, where a "
+            "transformer_engine is installed)."
         )

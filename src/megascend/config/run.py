@@ -176,7 +176,8 @@ class TrainerConfig(Section):
         "default: chosen by platform",
     )
     provider_options: ProviderOptions = Field(
-        {}, description="options of the provider; on NPUs, MindSpeed's command-line arguments with underscores"
+        {},
+        description="options of the provider; of provider mindspeed, MindSpeed's command-line arguments with underscores",
     )
     trackers: tuple[str | dict[str, dict[str, Any]], ...] = Field(
         (),

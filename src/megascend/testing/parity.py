@@ -150,7 +150,12 @@ def _layouts() -> list[Case]:
     # Their logits' own rounding is larger: 7e-6 to 1.2e-5 from Hugging Face, depending on the CPU.
     moe: dict[str, Any] = {"arch": "qwen3_moe", "logits_bound": 2e-5}
     padded: dict[str, Any] = {"packing": False, "micro_batch_tokens": 200}
-    odd: dict[str, Any] = {"overrides": {"vocab_size": 301}, "loss_bound": 5e-5, "norm_bound": 2e-4}
+    odd: dict[str, Any] = {
+        "overrides": {"vocab_size": 301},
+        "loss_bound": 5e-5,
+        "norm_bound": 2e-4,
+        "logits_bound": 2e-5,
+    }
     overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     return [
         Case("single"),
@@ -166,7 +171,7 @@ def _layouts() -> list[Case]:
         Case("TP2 tied", 2, Parallel(tensor=2), overrides={"tie_word_embeddings": True}),
         Case("TP2 Qwen2 (QKV bias)", 2, Parallel(tensor=2), arch="qwen2"),
         # This vocabulary's own rounding is larger: one process differs from Hugging Face by 2.3e-5 here, two by 1.3e-5; on an
-        # H200 one differs in the norm by 1.05e-4.
+        # H200 one differs in the norm by 1.05e-4, on the simulated NPU with Megatron-Core 0.18 in a logit by 1.04e-5.
         Case("odd vocabulary", **odd),
         Case("TP2, odd vocabulary", 2, Parallel(tensor=2), **odd),
         Case("PP2", 2, Parallel(pipeline=2)),

@@ -174,7 +174,7 @@ def config(**changed: Any) -> Any:
 @pytest.mark.parametrize(
     ("device", "changed", "words"),
     [
-        ("npu", {}, "on NPUs experts are MindSpeed's"),
+        ("npu", {}, "on NPUs experts are those of the provider's packages"),
         ("cpu", {"num_moe_experts": None, "hf_model_type": "qwen3"}, "qwen3 has no experts"),
         ("cpu", {"moe_permute_fusion": True}, "the model has moe_permute_fusion"),
         ("cpu", {"moe_expert_capacity_factor": 1.0}, "tokens above a capacity are dropped"),

@@ -6,18 +6,14 @@ redone with the others, and nothing has to be repaired afterwards.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from megascend.errors import PlatformError
+from megascend.bootstrap.ascend import DROPS_FLOAT64, refusing_float64_wrapper
 
-BRIDGE = "mcore_bridge"
 ROPE = "megatron.core.models.common.embeddings.rope_utils.apply_rotary_pos_emb"
 ALL_REDUCE = "torch.distributed.all_reduce"
-DROPS_FLOAT64 = "torch_all_reduce_double_dtype_bypass_wrapper"
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
 LOAD_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict"
 CAPABILITY = "torch.cuda.get_device_capability"
@@ -97,23 +93,6 @@ def _all_reduce(manager: Any) -> None:
         manager.register_patch(ALL_REDUCE, refusing_float64_wrapper)
 
 
-def refusing_float64_wrapper(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``torch.distributed.all_reduce`` to reduce float64 on the CPU, and to raise PlatformError on a device."""
-
-    @functools.wraps(all_reduce)
-    def wrapper(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        import torch
-
-        if tensor.dtype == torch.float64 and tensor.device.type != "cpu":
-            raise PlatformError(
-                "all_reduce of a float64 tensor on an NPU: HCCL has no float64, and MindSpeed would silently leave the "
-                "tensor as it was. Reduce it as float32, or on the CPU over a Gloo group"
-            )
-        return all_reduce(tensor, *args, **kwargs)
-
-    return wrapper
-
-
 def _only_in_0_15(manager: Any, args: Any) -> None:
     """Fix two faults of branch core_r0.15.3 that no order of imports prevents."""
     if int(getattr(args, "context_parallel_size", 1)) > 1 and args.context_parallel_algo == "megatron_cp_algo":
@@ -128,10 +107,3 @@ def _only_in_0_15(manager: Any, args: Any) -> None:
 def device_capability(device: Any = None) -> tuple[int, int]:
     """Return the CUDA compute capability reported for an NPU: 9.0, like core_r0.16.0."""
     return 9, 0
-
-
-def bridge_rotary() -> Callable[..., Any]:
-    """Return the ``apply_rotary_pos_emb`` that mcore-bridge's modules hold. Call right after its import."""
-    if BRIDGE not in sys.modules:
-        raise PlatformError("mcore_bridge is not imported yet")
-    return import_module("megatron.core.models.common.embeddings.rope_utils").apply_rotary_pos_emb

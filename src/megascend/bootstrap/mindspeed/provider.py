@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megascend.bootstrap import ascend
+from megascend.bootstrap.ascend import import_errors, quietly
 from megascend.bootstrap.mindspeed import arguments, feature, prerequisites, tree, verification
 from megascend.bootstrap.providers import Finding, PatchProvider, ProviderSetup
-from megascend.changes import changed, patch
-from megascend.errors import ImportOrderError, PlatformError, VersionError
+from megascend.changes import changed
+from megascend.errors import ImportOrderError, VersionError
 
 if TYPE_CHECKING:
     from megascend.config import Batching
@@ -48,50 +47,12 @@ def import_adaptor(values: Mapping[str, Any]) -> None:
             "Megatron with them. Remove the import; the bootstrap does it"
         )
     set_arguments(values)
-    guard_module_scan()
-    try:
-        with quietly():
-            import_module(ADAPTOR)
-    except SystemExit as error:  # argparse, if a MindSpeed version parses the command line after all
-        raise PlatformError(f"importing {ADAPTOR} tried to end the process ({error.code})") from error
-    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
-        raise PlatformError(
-            f"importing {ADAPTOR} failed: {type(error).__name__}: {error}. This process is patched half-way; start another"
-        ) from error
+    ascend.guard_module_scan()
+    with import_errors(ADAPTOR), quietly():
+        import_module(ADAPTOR)
     # It warns on every rank that megatron.training is missing, which is normal with megascend.
     logging.getLogger("mindspeed.args_utils").setLevel(logging.ERROR)
     changed("the logger mindspeed.args_utils", "logs errors only")
-
-
-def guard_module_scan() -> None:
-    """Prevent MindSpeed's scan of ``sys.modules`` from importing lazy modules.
-
-    For every patch it calls ``hasattr(module, name)`` for every module. That makes lazy modules (for example transformers)
-    import the module that defines the name, and crash if an optional package is missing. Attributes of lazy modules are
-    never patched, so only attributes that exist already are considered.
-    """
-    patch_utils: Any = import_module("mindspeed.patch_utils")
-
-    def present(owner: Any, name: str) -> bool:
-        return name in vars(owner) if isinstance(owner, ModuleType) else hasattr(owner, name)
-
-    patch(patch_utils, "hasattr", present, "its scan of sys.modules leaves lazy modules alone")
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Suppress Python warnings and log records below error within the context; restore the root logger at its end."""
-    root = logging.getLogger()
-    handlers, level, disabled = root.handlers[:], root.level, root.manager.disable
-    logging.disable(max(disabled, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-        root.handlers[:] = handlers
-        root.setLevel(level)
 
 
 LATE = ("context_parallel_algo", "use_flash_attn", "attention_mask_type", "optimization_level")
@@ -123,9 +84,9 @@ class MindSpeed(PatchProvider):
     # --- phase one ---
 
     def before_megatron(self) -> list[str]:
-        prerequisites.check(self._stack)
+        ascend.check(prerequisites.PREREQUISITES, self._stack)
         mindspeed, parallel = tree.find(), self.setup.parallel
-        assert mindspeed is not None, "checked by prerequisites.check()"
+        assert mindspeed is not None, "checked by its prerequisite"
         self._defaults = default_arguments()
         self._feature = feature.install(self._stack.name)
         self._patched = arguments.seed(self._defaults, parallel.context, parallel.context_algorithm)
@@ -140,10 +101,10 @@ class MindSpeed(PatchProvider):
         ]
 
     def when_imported(self) -> dict[str, Callable[[], list[str]]]:
-        return {feature.BRIDGE: self._keep_bridges_rotary}
+        return {ascend.BRIDGE: self._keep_bridges_rotary}
 
     def _keep_bridges_rotary(self) -> list[str]:
-        self._feature.rotary = feature.bridge_rotary()
+        self._feature.rotary = ascend.bridge_rotary()
         return ["mcore-bridge's apply_rotary_pos_emb stays when MindSpeed patches again"]
 
     # --- phase two ---
@@ -195,7 +156,7 @@ class MindSpeed(PatchProvider):
     # --- queries ---
 
     def findings(self, before_each: Callable[[str], object] = lambda name: None) -> list[Finding]:
-        return prerequisites.findings(self._stack, before_each=before_each)
+        return ascend.findings(prerequisites.PREREQUISITES, self._stack, before_each=before_each)
 
     def versions(self) -> dict[str, str]:
         try:

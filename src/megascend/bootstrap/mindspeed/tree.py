@@ -24,6 +24,8 @@ PACKAGE = "mindspeed"
 BRANCHES = {"0.16": "core_r0.16.0", "0.15": "core_r0.15.3"}
 """The branch for each row of the version table that has one; both support the same torch versions, because ``feature.py`` fixes
 ``get_device_capability`` of core_r0.15.3."""
+LATER_BRANCHES = {"0.18": "core_r0.18.0"}
+"""The branch on MegatronAdaptor for each row that can use one (provider ``megatron_adaptor``)."""
 ADAPTOR_PACKAGE = "megatron_adaptor"
 LATER_NEEDS = (
     "Megatron-Core 0.17.1, CANN 9.0, torch 2.7.1, torch_npu 26.0.0, MegatronAdaptor core_r0.17.0 and "
@@ -66,13 +68,19 @@ class Tree:
         return next((version for version in self.stated_versions if version.release[:2] == required), None)
 
     @property
+    def branch(self) -> str | None:
+        """Return the branch on MegatronAdaptor that only this tree's files can belong to, or None."""
+        if ADAPTOR_PACKAGE not in self.imports:
+            return None
+        branches = [branch for file, branch in LATER_FILES.items() if (self.folder / file).is_file()]
+        return branches[0] if len(branches) == 1 else None
+
+    @property
     def name(self) -> str:
         """Return a name for messages: the branch if the files identify it, else the stated version."""
         version = " or ".join(map(str, self.stated_versions))
         if ADAPTOR_PACKAGE in self.imports:
-            branches = [branch for file, branch in LATER_FILES.items() if (self.folder / file).is_file()]
-            only = branches[0] if len(branches) == 1 else None
-            branch = f"branch {only}" if only else "a branch on MegatronAdaptor (core_r0.17.0 or later)"
+            branch = f"branch {self.branch}" if self.branch else "a branch on MegatronAdaptor (core_r0.17.0 or later)"
             return f"{branch} (which gives itself version {version})" if version else branch
         if self.imports:
             return f"{version or 'of an unknown version'}, which imports {', '.join(self.imports)} when it is imported"
@@ -82,7 +90,10 @@ class Tree:
     def needs(self) -> str:
         """Return a sentence about the stack that this tree is made for; empty if unknown."""
         if ADAPTOR_PACKAGE in self.imports:
-            return f"It needs {LATER_NEEDS}, which megascend does not support yet. "
+            for stack, branch in LATER_BRANCHES.items():
+                if branch == self.branch:
+                    return f"It is that of stack {stack}, with provider megatron_adaptor. "
+            return f"It needs {LATER_NEEDS}, which is no stack of megascend's. "
         if self.imports or not self.stated_versions:
             return ""
         minor = ".".join(map(str, self.stated_versions[0].release[:2]))
@@ -93,11 +104,12 @@ class Tree:
 
 
 def branch_of(stack: Stack) -> str:
-    """Return the branch for ``stack``; raise VersionError if megascend supports none."""
+    """Return the branch for ``stack`` that runs without MegatronAdaptor; raise VersionError if there is none."""
     if stack.name not in BRANCHES:
         raise VersionError(
-            f"stack {stack.name} does not run on NPUs yet: MindSpeed's branches for Megatron-Core 0.17 and later need "
-            f"MegatronAdaptor, which megascend does not support yet. Install {' or '.join(f'stack {name}' for name in BRANCHES)}"
+            f"stack {stack.name} does not run on NPUs with provider 'mindspeed': from Megatron-Core 0.17 on the provider is "
+            "'megatron_adaptor', the default there. MindSpeed alone belongs to "
+            f"{' or '.join(f'stack {name}' for name in BRANCHES)}"
         )
     return BRANCHES[stack.name]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Any
 
+from megascend.bootstrap import ascend
 from megascend.errors import PlatformError
 
 EXTENSIONS = "megatron.core.extensions.transformer_engine"
@@ -39,16 +39,17 @@ def problems(config: Any, arguments: dict[str, Any], rotary: Any) -> list[str]:
     ):
         if getattr(extensions, name) is not native:
             failures.append(
-                f"{EXTENSIONS}.{name} is {_qualified_name(getattr(extensions, name))}, not Megatron's own {native.__name__}"
+                f"{EXTENSIONS}.{name} is {ascend.qualified_name(getattr(extensions, name))}, not Megatron's own {native.__name__}"
             )
     # Compared by module: MindSpeed wraps it, so that there is no object to compare with.
     fuser = import_module("megatron.core.jit").jit_fuser
     if not _from_mindspeed(fuser):
-        failures.append(f"megatron.core.jit.jit_fuser is {_qualified_name(fuser)}, which would compile for CUDA")
+        failures.append(f"megatron.core.jit.jit_fuser is {ascend.qualified_name(fuser)}, which would compile for CUDA")
     adam = import_module("megatron.core.optimizer").Adam
     if not _from_mindspeed(adam):
-        failures.append(f"the optimizer's Adam is {_qualified_name(adam)}, not MindSpeed's")
-    failures += _rotary(rotary)
+        failures.append(f"the optimizer's Adam is {ascend.qualified_name(adam)}, not MindSpeed's")
+    if changed := ascend.modules_with_other_rotary(rotary):
+        failures.append(f"apply_rotary_pos_emb of {', '.join(changed)} is no longer mcore-bridge's")
     for name in ("context_parallel_algo", "attention_mask_type", "use_flash_attn"):
         if name in arguments and getattr(config, name, None) != arguments[name]:
             failures.append(
@@ -60,29 +61,16 @@ def problems(config: Any, arguments: dict[str, Any], rotary: Any) -> list[str]:
 
 def _attention(kind: Any, arguments: dict[str, Any]) -> list[str]:
     if not _from_mindspeed(kind):
-        return [f"TEDotProductAttention is {_qualified_name(kind)}, not MindSpeed's"]
+        return [f"TEDotProductAttention is {ascend.qualified_name(kind)}, not MindSpeed's"]
     ring = arguments["context_parallel_size"] > 1 and arguments["context_parallel_algo"] == "megatron_cp_algo"
     if (kind.__name__ == RING) != ring:
         expected = RING if ring else "TEDotProductAttention"
         return [
-            f"attention is {_qualified_name(kind)}, but context parallel size {arguments['context_parallel_size']} with "
+            f"attention is {ascend.qualified_name(kind)}, but context parallel size {arguments['context_parallel_size']} with "
             f"{arguments['context_parallel_algo']} needs {expected}"
         ]
     return []
 
 
-def _rotary(rotary: Any) -> list[str]:
-    changed = [
-        name
-        for name, module in sys.modules.copy().items()
-        if name.startswith("mcore_bridge.") and vars(module).get("apply_rotary_pos_emb", rotary) is not rotary
-    ]
-    return [f"apply_rotary_pos_emb of {', '.join(changed)} is no longer mcore-bridge's"] if changed else []
-
-
 def _from_mindspeed(value: Any) -> bool:
     return getattr(value, "__module__", "").split(".")[0] == "mindspeed"
-
-
-def _qualified_name(value: Any) -> str:
-    return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', value)}"

@@ -141,7 +141,7 @@ def build_config(
     architecture = architecture_of(hf_config.to_dict())
     full = text_config(hf_config.to_dict())
     check_divisible(architecture, full, topology)
-    if platform.name != "npu":  # whose kernels are others, and which MindSpeed's check of the model refuses
+    if platform.name != "npu":  # whose kernels are others, and whose providers refuse the model
         check_packages(architecture)
     arguments.update(architecture.megatron_settings(full))
     # After the checkpoint's own settings, which these override.
@@ -162,7 +162,15 @@ def build_config(
         # MindSpeed reads it while the configuration is made, before it can refuse the model by name; mcore-bridge sets this value
         # when it makes the model.
         ModelConfig.rope_type = "rope"  # type: ignore[attr-defined]
-    config = ModelConfig(**arguments)
+    if not arguments.get("num_moe_experts"):
+        # Without experts mcore-bridge's default, True, has no effect, but MindSpeed core_r0.18.0 refuses it.
+        arguments["moe_grouped_gemm"] = False
+    try:
+        config = ModelConfig(**arguments)
+    except NotImplementedError as error:  # MindSpeed's, for what it has not adapted to this Megatron-Core
+        raise ConfigError(
+            f"{model_dir}/config.json: a package that patches Megatron-Core refuses this model: {error}"
+        ) from error
     if config.cuda_graph_scope is None:
         # From 0.18 on Megatron-Core moves the setting to cuda_graph_modules; mcore-bridge looks for names in it.
         config.cuda_graph_scope = []

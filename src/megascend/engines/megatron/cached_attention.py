@@ -47,7 +47,7 @@ def unsupported_reason(chunks: Sequence[Any], config: Any, topology: Topology, p
     if topology.context > 1:
         return f"parallel.context={topology.context}"
     if platform == "npu":
-        return "attention on NPUs is MindSpeed's"
+        return "attention on NPUs is that of the provider's packages"
     if config.position_embedding_type not in ("rope", "mrope", "none", "learned_absolute"):
         return f"position embedding {config.position_embedding_type}"
     if rope.get("rope_type", rope.get("type")) in ROPE_OF_LENGTH:

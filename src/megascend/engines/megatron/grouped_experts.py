@@ -251,7 +251,7 @@ def _unsupported(config: Any, precision: Precision, device: torch.device) -> str
     if not config.num_moe_experts:
         return f"{config.hf_model_type} has no experts"
     if device.type == "npu":
-        return "on NPUs experts are MindSpeed's"
+        return "on NPUs experts are those of the provider's packages"
     if device.type == "cuda":
         if kernel_of(device) != "torch":
             return f"torch's grouped products need compute capability 9.0, and this is {torch.cuda.get_device_name(device)}"
