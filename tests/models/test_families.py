@@ -75,11 +75,11 @@ def nightly_but(names: list[str], in_ci: tuple[str, ...] = (), *, megatron: bool
     return [pytest.param(name, marks=marks(name)) for name in names]
 
 
-def params(few: tuple[str, ...]) -> list[Any]:
+def params(selected: tuple[str, ...]) -> list[Any]:
     return [
         pytest.param(
             case,
-            marks=([] if case.name in few and FIRST_STACK else [pytest.mark.nightly])
+            marks=([] if case.name in selected and FIRST_STACK else [pytest.mark.nightly])
             + stack_marks(case.arch, case.parallel.context),
         )
         for case in CASES

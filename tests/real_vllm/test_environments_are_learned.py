@@ -85,7 +85,7 @@ def test_model_learns_a_game_of_three_turns(tmp_path: Path) -> None:
     with (tmp_path / "solved.jsonl").open("w", encoding="utf-8") as file:
         for _ in range(2000):  # moves at random
             moves = [draw.choice("rps") for _ in range(6)]
-            text = "".join(move + "." * (place % 2 == 0) for place, move in enumerate(moves[1:]))
+            text = "".join(move + "." * (number % 2 == 0) for number, move in enumerate(moves[1:]))
             print(json.dumps({"prompt": moves[0], "completion": text}), file=file)
     for name in ("problems.jsonl", "held_out.jsonl"):
         with (tmp_path / name).open("w", encoding="utf-8") as file:
