@@ -41,6 +41,9 @@ def fading(response, example):
     return 0.0 if calls > 24 else vowels(response, example)
 """
 DEADLINE_S = 240
+TIMINGS = {"seconds", "tokens_per_s", "wait_s", "idle", "sync_s", "pause_s"}
+SAMPLING_METRICS = {"reward", "equal", "stale", "prompts", "lag", "max_lag"}
+"""Metrics that depend on timing with ``in_order`` too, since engines sample ahead; what is learned does not."""
 
 
 class RecordedEngine(LocalEngine):

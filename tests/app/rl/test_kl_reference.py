@@ -29,7 +29,7 @@ from megascend.huggingface.info import inspect_checkpoint
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import write_tiny_checkpoint
 from support.forked_programs import run_forked
-from support.rl_runs import RecordedEngine, dry, in_a_fork, rollouts, rows, run
+from support.rl_runs import SAMPLING_METRICS, TIMINGS, RecordedEngine, dry, in_a_fork, rollouts, rows, run
 from support.rl_runs import settings as loop_settings
 from weightwire.engine import RoutedExperts
 
@@ -451,9 +451,8 @@ def test_resumed_run_has_the_reference_of_its_beginning(folder: Path, tmp_path: 
     for run_config in (complete, stopped):
         in_a_fork(lambda run_config=run_config: run(run_config, RecordedEngine))
     in_a_fork(lambda: run(config("resumed"), RecordedEngine, resume="auto"))
-    timed = ("seconds", "tokens_per_s", "idle", "wait_s", "sync_s", "pause_s", "reward", "prompts")
     figures = [
-        [{key: value for key, value in row.items() if key not in timed} for row in rows(run_config)]
+        [{key: row[key] for key in row.keys() - TIMINGS - SAMPLING_METRICS} for row in rows(run_config)]
         for run_config in (complete, stopped)
     ]
     learned = [line for line in rollouts(complete) if line["outcome"] == "learned"]
