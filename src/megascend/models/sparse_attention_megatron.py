@@ -61,7 +61,7 @@ def attention(
     Returns:
         [queries, batch, heads, v_channels].
     """
-    queries, batch, heads, _ = query.shape
+    queries, batch, heads = query.shape[:3]
     rows = max(1, BLOCK_BYTES // (4 * batch * heads * max(len(key), 1)))
     blocks = []
     for start in range(0, queries, rows):
