@@ -126,8 +126,8 @@ def test_an_update_that_could_not_be_dropped_is_dropped_before_the_next_offer(fa
             with pytest.raises(WeightSyncError):
                 opened.begin(update, SPECS)
             opened.drop(update)
-    # In one update three calls are made: after the last failure, before the locations, before the offer.
-    assert (engine.refusals, engine.open) == (int(failures == 3), "")
+    # In one update two calls are made: after the last failure, and before the offer.
+    assert (engine.refusals, engine.open) == (int(failures >= 2), "")
 
 
 def test_an_engine_restarted_before_the_commit_is_named_and_gets_the_next_update(tmp_path: Path) -> None:
