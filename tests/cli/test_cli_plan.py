@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
+from megascend.cli.plan import plan_command
 from megascend.huggingface.files import WEIGHT_FILE
+from megascend.planning import calibrate
 
 QUESTION = {"messages": [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]}
 
@@ -119,6 +123,32 @@ def test_calibration_of_a_cpu_checks_the_program_and_is_refused_as_measurements(
     refused = megascend("plan", experts, "--calibration", "cpu.json", cwd=tmp_path)
     assert refused.returncode == 2
     assert "was measured on a CPU, with sizes that only check the program" in refused.stderr
+
+
+def test_calibration_that_lacks_a_table_fails_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(calibrate, "grouped_products", out_of_memory)
+    with pytest.raises(typer.Exit) as caught:
+        plan_command(calibrate=tmp_path / "cpu.json")
+    assert caught.value.exit_code == 1
+    printed = capsys.readouterr()
+    assert "grouped was not measured: RuntimeError: out of memory" in printed.out
+    assert "grouped could not be measured" in printed.err
+    # The other tables are kept.
+    content = json.loads((tmp_path / "cpu.json").read_text())
+    assert content["missing"] == ["grouped"]
+    assert content["products"]
+
+
+def test_plan_of_a_configuration_under_another_name_says_so(megascend, experts: Path, tmp_path: Path) -> None:
+    shutil.copy(experts / "config.json", tmp_path / "model-a.json")
+    completed = megascend("plan", "model-a.json", "--cards", "2", "--length", "128", "--batch", "8", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert "\nmodel: model-a.json\n" in completed.stdout
 
 
 @pytest.mark.nightly

@@ -62,9 +62,11 @@ def test_every_pass_runs_once_and_waits_for_its_neighbour() -> None:
             assert span.start >= ends[span.stage + 1, False, span.chunk, span.micro_batch] + 0.5
 
 
+@pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 5, 12)])
 def test_interleaved_order_is_that_of_megatrons_table(stages: int, chunks: int, micro_batches: int) -> None:
-    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    from megatron.core.pipeline_parallel import schedules
+
     table = schedules.get_schedule_table(micro_batches, chunks, stages)
     for stage in range(stages):
         order = stage_order(stage, stages, chunks, micro_batches)

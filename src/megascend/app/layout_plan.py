@@ -203,6 +203,8 @@ def suggestion(
     if config.engine != "megatron" or config.precision != "bf16" or topology.world_size == 1 or unlike:
         return None
     model = Model.from_checkpoint(info, read_config(config.model))
+    # Lengths that are rounded up for context parallel ranks may exceed the model's context, for which a plan is refused.
+    length = min(length, info.shape.max_position or length)
     request = Request(topology.world_size, length, config.data.global_batch_size, config)
     current = run_candidate(model, request, topology, hardware)
     planned = search(model, request, hardware, best=1).candidates

@@ -16,7 +16,7 @@ def plan_command(
         typer.Argument(help="Checkpoint directory, or the config.json of a model whose weights are elsewhere."),
     ] = None,
     cards: Annotated[int, typer.Option(min=1, help="Number of devices.")] = 8,
-    device: Annotated[str, typer.Option(help="Kind of device: h100, h200, ascend-910b.")] = "h100",
+    device: Annotated[str, typer.Option(help="Kind of device: h100, h200, b200, gb200, gb300, ascend-910b.")] = "h100",
     length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 4096,
     batch: Annotated[int, typer.Option(min=1, help="Samples of a step, over all devices.")] = 256,
     lora: Annotated[int | None, typer.Option(min=1, help="Train an adapter of this rank, not the model.")] = None,
@@ -47,6 +47,12 @@ def plan_command(
         from megascend.planning.calibrate import measure
 
         content = measure(calibrate)
+        if content["missing"]:
+            missing = ", ".join(content["missing"])
+            typer.echo(
+                f"{calibrate}: {missing} could not be measured (reasons above); --calibration needs all", err=True
+            )
+            raise typer.Exit(1)
         typer.echo(f"{calibrate}: {content['device']}; use it with --calibration {calibrate}")
         return
     if model is None:
@@ -63,7 +69,9 @@ def plan_command(
 
     hardware = load(device, calibration)
     chosen = [*(overrides or []), *([] if lora is None else [f"lora.rank={lora}"])]
-    config = settings(model if model.is_dir() else model.parent, length, batch, data, chosen)
+    # A run file names a directory: that of a config.json.
+    directory = model.parent if model.name == "config.json" else model
+    config = settings(directory, length, batch, data, chosen)
     if rl:
         with model_checkpoint(model) as checkpoint:
             splits = plan_split(checkpoint, config, cards, length, hardware)
