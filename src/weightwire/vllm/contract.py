@@ -26,7 +26,7 @@ STAGING = "WEIGHTWIRE_STAGING"
 IN_PLACE = "WEIGHTWIRE_IN_PLACE"
 """Variable that makes every commit a reload if it is ``0``; default: copy into the parameters in use where layouts allow."""
 SWAP_KERNEL = "WEIGHTWIRE_SWAP_KERNEL"
-"""Variable that makes a kernel exchange weights on CUDA if it is ``1``; default: copies, since no mixture of experts has run with it."""
+"""Variable that makes a kernel exchange weights on CUDA if it is ``1``; default: copies, as no experts have run with it yet."""
 CPU_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
