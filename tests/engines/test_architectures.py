@@ -24,7 +24,7 @@ FSDP: Outcomes = {
     "inkling_text": (HYBRID, "position_bias"),
     "qwen3_next": ("right", "right"),
     "zamba2": ("shares model.layers.", "shares model.layers."),
-    "deepseek_v32": ("cannot be called as this engine calls it", "cannot be called as this engine calls it"),
+    "deepseek_v32": ("right", "right"),
 }
 """One of each kind of layer, and of each refusal."""
 FURTHER_FSDP: Outcomes = {
@@ -34,6 +34,7 @@ FURTHER_FSDP: Outcomes = {
     "olmo_hybrid": ("right", "right"),
     "kimi_linear": (HYBRID, "right"),
     "bailing_hybrid": (HYBRID, "right"),
+    "glm_moe_dsa": ("right", "right"),
     "qwen4_exp_text": (HYBRID, "cannot be called as this engine calls it"),
 }
 SINGLE = {

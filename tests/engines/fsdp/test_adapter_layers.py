@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import Qwen3Config
 
 from megascend import Adam, Adapters, Lora, Schedule
 from megascend.engines.fsdp.adapters import FsdpAdapterLayers
@@ -28,6 +29,7 @@ class Model(nn.Module):
 
     def __init__(self, **inside: nn.Module) -> None:
         super().__init__()
+        self.config = Qwen3Config()
         layer = nn.Module()
         for name, module in inside.items():
             layer.add_module(name, module)
