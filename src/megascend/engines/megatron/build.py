@@ -345,8 +345,12 @@ def check_packing(config: ModelConfig, platform: Platform, *, packing: bool) -> 
             "set batching.packing: false"
         )
     # The choice is kept on the borders of packed samples, which each micro batch has. Padded ones have no such object.
-    pipeline, recomputes = config.pipeline_model_parallel_size > 1, config.recompute_granularity is not None
-    if getattr(config, "dsa_indexer_topk_freq", 1) > 1 and not packing and pipeline and recomputes:
+    if (
+        not packing
+        and getattr(config, "dsa_indexer_topk_freq", 1) > 1
+        and config.pipeline_model_parallel_size > 1
+        and config.recompute_granularity is not None
+    ):
         raise ConfigError(
             f"{config.hf_model_type} has layers that use the keys chosen in an earlier one (indexer_types: shared); a pipeline "
             "would recompute a padded micro batch with the choice of another one: set batching.packing: true, or "
