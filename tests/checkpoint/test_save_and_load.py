@@ -38,7 +38,7 @@ def run(
             optimizer=Adam(lr=1e-2, distributed=distributed),
             schedule=SCHEDULE,
             batching=Batching(micro_batch_tokens=64),
-            timeout_s=60,
+            timeout_s=150,
         )
         if load_from is not None:
             backend.load(load_from)
@@ -54,7 +54,7 @@ def run(
         backend.close()
         return figures
 
-    return run_distributed(on_rank, world_size, init=False, timeout_s=180)[0]
+    return run_distributed(on_rank, world_size, init=False, timeout_s=400)[0]
 
 
 def marks(layout, distributed):
@@ -117,7 +117,7 @@ def test_unsuitable_directories_raise_checkpoint_error(parity_folder, tmp_path):
     def on_rank():
         from megascend.backends import MegatronBackend
 
-        backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=60)
+        backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=150)
         with pytest.raises(CheckpointError, match="is not a megascend checkpoint"):
             backend.save(other)
         with pytest.raises(CheckpointError, match=r"megascend\.json is missing"):
@@ -130,7 +130,7 @@ def test_unsuitable_directories_raise_checkpoint_error(parity_folder, tmp_path):
         with pytest.raises(ConfigError, match="call optimizer_step"):
             backend.save(tmp_path / "new")
 
-    run_distributed(on_rank, 2, init=False, timeout_s=180)
+    run_distributed(on_rank, 2, init=False, timeout_s=400)
     assert (other / "thesis.txt").read_text() == "years of work"
     assert not (tmp_path / "new").exists()
 
@@ -145,9 +145,9 @@ def test_saving_starts_no_process(parity_folder, tmp_path, monkeypatch):
     def on_rank():
         from megascend.backends import MegatronBackend
 
-        backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=60)
+        backend = MegatronBackend(model=checkpoint, precision="fp32", timeout_s=150)
         monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
         backend.save(tmp_path / "step-0", wait=True)
 
-    run_distributed(on_rank, 2, init=False, timeout_s=180)
+    run_distributed(on_rank, 2, init=False, timeout_s=400)
     assert (tmp_path / "step-0" / "megascend.json").is_file()
