@@ -115,6 +115,13 @@ COMBINATIONS = {
     "warm-up beyond the schedule": settings(
         "schedule={kind: cosine, warmup_steps: 9, total_steps: 5}", says="total_steps > warmup_steps | 5 and 9"
     ),
+    "two warm-ups": settings(
+        "schedule={warmup_steps: 3, warmup_ratio: 0.1}", says="warmup_steps: 3 | warmup_ratio: 0.1 | set one of them"
+    ),
+    "phases of more than the run": settings(
+        "steps=10", "schedule={kind: wsd, warmup_ratio: 0.5, decay_ratio: 0.6}", says="5 steps | 6 of decay | total_steps: 10"
+    ),
+    "a power of nothing": settings("schedule={kind: cosine, power: 2}", says="power | schedule.kind: polynomial | cosine"),
     "a schedule that rises": settings(
         "schedule={kind: cosine, min_lr: 0.1}", says="schedule.min_lr: 0.1 | optimizer.lr: 1e-05"
     ),
