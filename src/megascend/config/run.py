@@ -221,6 +221,12 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adamw_for_adapters(self) -> Self:
+        if self.lora is not None:
+            self.optimizer.check_for_adapters()
+        return self
+
+    @model_validator(mode="after")
     def _min_lr_below_lr(self) -> Self:
         lora = self.lora
         # An adapter may override either of the two, and inherits the other.

@@ -43,9 +43,43 @@ class Parallel(Section):
     )
 
 
-class Adam(Section):
-    """AdamW as in Megatron: fp32 main parameters, global gradient-norm clipping."""
+class ParameterGroup(Section):
+    """Optimizer settings of the weights that a pattern matches."""
 
+    match: str = Field(
+        min_length=1,
+        description="pattern of names in the Hugging Face checkpoint, with * and ?: model.embed_tokens.*; of several groups that "
+        "match a weight the first counts, and a group without any weight is an error",
+    )
+    lr_scale: float = Field(1.0, ge=0, description="factor of the learning rate; 0: these weights stay as they are")
+    weight_decay: float | None = Field(
+        None,
+        ge=0,
+        description="in place of optimizer.weight_decay; not applied to biases and one-dimensional weights either",
+    )
+
+
+class Muon(Section):
+    """Muon (Jordan et al. 2024): momentum of matrices, orthogonalised by Newton-Schulz iterations."""
+
+    momentum: Beta = Field(0.95, description="decay rate of the momentum")
+    nesterov: bool = Field(True, description="add the gradient to the momentum once more (Nesterov)")
+    steps: Size = Field(5, description="Newton-Schulz iterations, of the quintic 3.4445 x - 4.775 x^3 + 2.0315 x^5")
+    update_scale: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="factor of the update of a matrix [rows, columns]: match_rms_adamw, 0.2 sqrt(max(rows, columns)), with which "
+        "AdamW's learning rate fits (Moonlight); original, sqrt(max(1, rows / columns))",
+    )
+
+
+class Adam(Section):
+    """AdamW as in Megatron: fp32 main parameters, global gradient-norm clipping; optionally Muon for the layers' matrices."""
+
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: Muon for the matrices of the decoder's layers and of their experts; AdamW for embeddings, output "
+        "layer, norms, biases, routers and a vision tower",
+    )
     lr: float = Field(1e-5, ge=0, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay rates of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the denominator of the update")
@@ -55,6 +89,10 @@ class Adam(Section):
     max_grad_norm: float = Field(
         1.0, ge=0, description="largest global gradient norm; larger gradients are scaled down to it. 0: no clipping"
     )
+    groups: tuple[ParameterGroup, ...] = Field(
+        (), description="other settings for some weights: match, lr_scale, weight_decay"
+    )
+    muon: Muon = Muon()
     distributed: bool = Field(True, description="shard the optimizer state over data parallel ranks (ZeRO-1)")
     overlap_grad_reduce: bool = Field(
         False,
@@ -71,6 +109,36 @@ class Adam(Section):
         if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
             raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
         return self
+
+    @model_validator(mode="after")
+    def _by_weight(self) -> Adam:
+        patterns = [group.match for group in self.groups]
+        if twice := next((pattern for pattern in patterns if patterns.count(pattern) > 1), None):
+            raise ValueError(f"groups: {twice!r} is listed twice")
+        if self.kind != "muon" and self.muon != Muon():
+            raise ValueError(
+                f"optimizer.muon has settings of kind: muon, and kind is {self.kind}: set kind: muon, or leave it out"
+            )
+        return self
+
+    @property
+    def by_weight(self) -> bool:
+        """True if settings depend on the names of the model's weights."""
+        return self.kind != "adamw" or bool(self.groups)
+
+    @property
+    def kind_counter(self) -> dict[str, str]:
+        """Entry of a checkpoint's counters that names the state beside AdamW's; none for AdamW, as in earlier versions."""
+        return {} if self.kind == "adamw" else {"kind": self.kind}
+
+    def check_for_adapters(self, key: str = "optimizer") -> None:
+        """Raise ConfigError for settings that depend on the model's own weights, which adapters do not train."""
+        for name, present in (("kind: muon", self.kind == "muon"), ("groups", bool(self.groups))):
+            if present:
+                raise ConfigError(
+                    f"{key}.{name} is not for LoRA adapters, whose factors are trained by AdamW with one learning rate: leave it "
+                    "out"
+                )
 
 
 class Schedule(Section):
@@ -312,6 +380,13 @@ class Lora(Section):
         if not self.targets or not all(self.targets):
             raise ValueError("lora.targets must name at least one layer, and no empty name")
         return self
+
+    @field_validator("optimizer")
+    @classmethod
+    def _adamw_only(cls, optimizer: Adam | None) -> Adam | None:
+        if optimizer is not None:
+            optimizer.check_for_adapters("lora.optimizer")
+        return optimizer
 
     @property
     def scaling(self) -> float:

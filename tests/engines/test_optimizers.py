@@ -1,0 +1,127 @@
+"""Optimizers on every engine and layout: parameter groups and Muon, held against plain computations in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import optimizer_ranks
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megascend import Parallel
+from megascend.testing import parity
+from megascend.testing.parity import MAX_GRAD_NORM, PROMPT, case_checkpoint, token_lists
+from support.forked_programs import run_forked
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+LR, DECAY, STEPS = 1e-2, 0.1, 4
+HERE = Path(__file__).parent
+GROUPS = [
+    {"match": "model.embed_tokens.*", "lr_scale": 0.1, "weight_decay": 0.0},
+    {"match": "*.layers.0.*", "lr_scale": 0.5, "weight_decay": 0.4},
+    {"match": "*.mlp.*", "weight_decay": 0.0},
+    {"match": "*norm.weight", "lr_scale": 3.0},
+]
+ADAM = {"lr": LR, "weight_decay": DECAY, "max_grad_norm": MAX_GRAD_NORM}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "groups": {"groups": GROUPS},
+    "muon": {"kind": "muon"},
+    "muon, original, with groups": {
+        "kind": "muon",
+        "groups": GROUPS,
+        "muon": {"update_scale": "original", "nesterov": False, "momentum": 0.9},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An engine on some ranks."""
+
+    engine: str = "megatron"
+    world_size: int = 1
+    parallel: Parallel = field(default_factory=Parallel)
+    arch: str = "qwen3"
+    optimizer: dict[str, Any] = field(default_factory=dict)
+
+
+PLAIN = {"distributed": False}
+LAYOUTS = {
+    "one process": Layout(),
+    "TP2": Layout(world_size=2, parallel=Parallel(tensor=2)),
+    "TP2, sequence parallel": Layout(world_size=2, parallel=Parallel(tensor=2, sequence=True)),
+    "PP2": Layout(world_size=2, parallel=Parallel(pipeline=2)),
+    "DP2": Layout(world_size=2),
+    "DP2, plain optimizer": Layout(world_size=2, optimizer=PLAIN),
+    "TP2 x DP2": Layout(world_size=4, parallel=Parallel(tensor=2)),
+    "EP2": Layout(world_size=2, parallel=Parallel(expert=2), arch="qwen3_moe"),
+    "TP2 of experts": Layout(world_size=2, parallel=Parallel(tensor=2), arch="qwen3_moe"),
+    "single": Layout("single"),
+    "single, experts": Layout("single", arch="qwen3_moe"),
+    "FSDP2": Layout("fsdp", 2),
+    "FSDP2 of experts": Layout("fsdp", 2, arch="qwen3_moe"),
+    "FSDP2 x EP2": Layout("fsdp", 4, Parallel(expert=2), "qwen3_moe"),
+}
+
+
+def train(folder: Path, tmp_path: Path, layout: Layout, optimizer: dict[str, Any], steps: int = STEPS, **options: Any):
+    """Run the layout, Megatron's ranks as forks of this process, others of one without Megatron."""
+    checkpoint = str(case_checkpoint(folder, layout.arch))
+    options |= {} if layout.engine == "single" else {"parallel": layout.parallel}
+    arguments = (checkpoint, layout.engine, layout.world_size, ADAM | optimizer | layout.optimizer, steps)
+    if layout.engine == "megatron":
+        return optimizer_ranks.train(*arguments, **options)
+    torch.save([("train", arguments, options)], tmp_path / "job")
+    completed = run_forked(HERE / "optimizer_ranks.py", tmp_path / "job", tmp_path / "result", timeout_s=300)
+    assert completed.returncode == 0, completed.stderr[-6000:]
+    return torch.load(tmp_path / "result", weights_only=False)[0]
+
+
+def plain(folder: Path, arch: str, optimizer: dict[str, Any]) -> dict[str, torch.Tensor]:
+    muon = None
+    if optimizer.get("kind") == "muon":
+        settings = optimizer.get("muon", {})
+        muon = {
+            "momentum": settings.get("momentum", 0.95),
+            "nesterov": settings.get("nesterov", True),
+            "scale": settings.get("update_scale", "match_rms_adamw"),
+        }
+    job = {
+        "checkpoint": str(case_checkpoint(folder, arch)),
+        "hf_reference": str(Path(parity.__file__).with_name("hf_reference.py")),
+        "samples": [{"token_ids": ids, "prompt_length": PROMPT} for ids in token_lists()],
+        "steps": STEPS,
+        **ADAM,
+        "groups": optimizer.get("groups", []),
+        "muon": muon,
+    }
+    return load_file(parity.reference(folder, HERE / "plain_optimizers.py", job))
+
+
+def distances(results: dict[str, Any], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the Euclidean norm of each weight's difference, relative to the weight's."""
+    weights = {name.removeprefix("weights."): value for name, value in expected.items() if name.startswith("weights.")}
+    assert results["weights"].keys() == weights.keys()
+    return {
+        name: float((results["weights"][name].double() - weight.double()).norm() / weight.double().norm())
+        for name, weight in weights.items()
+    }
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_matches_the_plain_computation(parity_folder, tmp_path, layout, optimizer):
+    case, settings = LAYOUTS[layout], OPTIMIZERS[optimizer]
+    results = train(parity_folder, tmp_path, case, settings)
+    assert "error" not in results, results["error"]
+    expected = plain(parity_folder, case.arch, settings)
+    apart = distances(results, expected)
+    worst = max(apart, key=lambda name: apart[name])
+    losses = max(abs(a - b) for a, b in zip(results["losses"], expected["losses"].tolist(), strict=True))
+    print(f"{layout}, {optimizer}: losses within {losses:.1e}, weights within {apart[worst]:.1e} ({worst})")
+    assert results["losses"] == pytest.approx(expected["losses"].tolist(), abs=2e-5)
+    assert results["norms"] == pytest.approx(expected["grad_norms"].tolist(), rel=1e-4)
+    assert apart[worst] < 1e-3, worst
