@@ -125,3 +125,59 @@ def test_training_matches_the_plain_computation(parity_folder, tmp_path, layout,
     assert results["losses"] == pytest.approx(expected["losses"].tolist(), abs=2e-5)
     assert results["norms"] == pytest.approx(expected["grad_norms"].tolist(), rel=1e-4)
     assert apart[worst] < 1e-3, worst
+
+
+RESUMED = ["TP2", "DP2", "EP2", "FSDP2", "single"]
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_muon_resumes_bit_for_bit(parity_folder, tmp_path, layout):
+    case, settings = LAYOUTS[layout], OPTIMIZERS["muon, original, with groups"]
+    checkpoint = str(tmp_path / "step-2")
+    uninterrupted = train(parity_folder, tmp_path, case, settings, save=(2, checkpoint))
+    rest = train(parity_folder, tmp_path, case, settings, steps=STEPS - 2, load=checkpoint)
+    assert rest["losses"] == uninterrupted["losses"][2:]
+    assert rest["norms"] == uninterrupted["norms"][2:]
+    assert all(torch.equal(rest["weights"][name], value) for name, value in uninterrupted["weights"].items())
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("TP2", "DP2"), ("DP2", "PP2"), ("TP2", "FSDP2"), ("FSDP2 of experts", "EP2")]
+)
+def test_muon_resumes_in_another_layout_or_engine(parity_folder, tmp_path, saved, loaded):
+    settings, checkpoint = OPTIMIZERS["muon"], str(tmp_path / "step-2")
+    train(parity_folder, tmp_path, LAYOUTS[saved], settings, steps=3, save=(2, checkpoint))
+    rest = train(parity_folder, tmp_path, LAYOUTS[loaded], settings, steps=STEPS - 2, load=checkpoint)
+    expected = plain(parity_folder, LAYOUTS[loaded].arch, settings)
+    assert rest["losses"] == pytest.approx(expected["losses"].tolist()[2:], abs=2e-5)
+    assert max(distances(rest, expected).values()) < 1e-4
+
+
+def test_checkpoints_of_another_optimizer_are_refused(parity_folder, tmp_path):
+    case, checkpoint = LAYOUTS["one process"], str(tmp_path / "step-1")
+    train(parity_folder, tmp_path, case, {}, steps=2, save=(1, checkpoint))
+    refused = train(parity_folder, tmp_path, case, {"kind": "muon"}, steps=1, load=checkpoint)["error"]
+    assert "has the state of optimizer.kind: adamw, this run is of kind muon: set optimizer.kind: adamw" in refused
+
+
+@pytest.mark.parametrize("layout", ["PP2", "EP2", "FSDP2", "single"])
+def test_patterns_without_a_weight_raise_config_error(parity_folder, tmp_path, layout):
+    groups = [{"match": "*.mlp.*", "lr_scale": 2.0}, {"match": "transformer.wte.*", "lr_scale": 0.1}]
+    error = train(parity_folder, tmp_path, LAYOUTS[layout], {"groups": groups})["error"]
+    assert error.startswith(
+        "ConfigError: optimizer.groups.1.match: 'transformer.wte.*': no trained weight has such a name"
+    )
+    groups = [
+        {"match": "*.mlp.*", "lr_scale": 2.0},
+        {"match": "*.mlp.down_proj.*" if layout != "EP2" else "*.mlp.gate.*"},
+    ]
+    error = train(parity_folder, tmp_path, LAYOUTS[layout], {"groups": groups})["error"]
+    assert "optimizer.groups.1.match" in error
+    assert "earlier groups match all of its weights" in error
+
+
+def test_a_pattern_for_a_part_of_a_parameter_raises_config_error(parity_folder, tmp_path):
+    groups = {"groups": [{"match": "*.2.self_attn.q_proj.weight", "lr_scale": 2.0}]}
+    error = train(parity_folder, tmp_path, LAYOUTS["PP2"], groups)["error"]
+    assert "optimizer.groups: engine megatron has model.layers.2.self_attn." in error
+    assert "error" not in train(parity_folder, tmp_path, LAYOUTS["single"], groups, steps=1)

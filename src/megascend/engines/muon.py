@@ -23,14 +23,12 @@ from megascend.distributed.objects import gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
-from megascend.huggingface.hidden_matrices import has_fused_halves
+from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, has_fused_halves
 from megascend.huggingface.info import ModelInfo
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic, by Keller Jordan: the steepest at 0 that keeps singular values between about 0.7 and 1.2."""
 EPSILON = 1e-7
-ROUND_ELEMENTS = 2**26
-"""Elements that an owner assembles at one time, unless a single matrix is larger: bounds the memory of a step."""
 
 
 class Matrix(NamedTuple):

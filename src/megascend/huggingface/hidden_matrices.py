@@ -10,6 +10,9 @@ from weightwire.manifest import LAYER
 _ROUTER = re.compile(r"\.(gate|router|shared_expert_gate)(\.wg)?\.weight$")
 _FUSED_HALVES = re.compile(r"\.gate_up_proj(\.weight)?$")
 
+ROUND_ELEMENTS = 2**26
+"""Elements of matrices that a rank orthogonalises at one time, unless a single matrix is larger: bounds the memory of a step."""
+
 
 def is_hidden_matrix(name: str, shape: Sequence[int], tower: str | None = None) -> bool:
     """Check whether a weight is a matrix of a decoder layer, or the stacked matrices of its experts.
