@@ -38,32 +38,36 @@ def main(job_path: str, result_path: str) -> None:
         local_files_only=True,
     )
     model.train()
-    named = dict(model.named_parameters())
-    muon = {name for name, parameter in named.items() if job["muon"] and is_hidden(name, parameter)}
-    options = {name: group_of(name, job) for name in named}
+    parameters = dict(model.named_parameters())
+    muon = {name for name, parameter in parameters.items() if job["muon"] and is_hidden(name, parameter)}
+    options = {name: group_of(name, job) for name in parameters}
     adamw = torch.optim.AdamW(
         [
-            {"params": [named[name]], "lr": job["lr"] * scale, "weight_decay": decay if named[name].dim() > 1 else 0.0}
+            {
+                "params": [parameters[name]],
+                "lr": job["lr"] * scale,
+                "weight_decay": decay if parameters[name].dim() > 1 else 0.0,
+            }
             for name, (scale, decay) in options.items()
             if name not in muon
         ]
     )
-    momentum = {name: torch.zeros_like(named[name]) for name in muon}
+    momentum = {name: torch.zeros_like(parameters[name]) for name in muon}
     losses, norms = [], []
     for _ in range(job["steps"]):
         model.zero_grad()
         with hf_reference.InDouble():
             loss = hf_reference.batch_loss(model, job["samples"], "cross_entropy", "mean")
             loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), job["max_grad_norm"])))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters.values(), job["max_grad_norm"])))
         losses.append(float(loss.detach()))
         adamw.step()
         with torch.no_grad():
             for name in muon:
                 muon_step(
-                    named[name], momentum[name], job["lr"] * options[name][0], options[name][1], job["muon"], name
+                    parameters[name], momentum[name], job["lr"] * options[name][0], options[name][1], job["muon"], name
                 )
-    weights = hf_reference.by_checkpoint_names(model, named)
+    weights = hf_reference.by_checkpoint_names(model, parameters)
     result = {"losses": torch.tensor(losses), "grad_norms": torch.tensor(norms)}
     save_file(result | {f"weights.{name}": tensor for name, tensor in weights.items()}, result_path)
 

@@ -58,7 +58,7 @@ class WeightMap:
             weights = frozenset(hf_slice.weight for hf_slice in hf_slices[name])
             main = slices.slices[0][1] if slices.slices else torch.empty(0)
             parameter = MainParameter(main, list(held_weights({name: slices}, hf_slices)))
-            parameters[name] = parameter, by_weight.of(weights, self.engine)
+            parameters[name] = parameter, by_weight.common(weights, self.engine)
         return parameters
 
 

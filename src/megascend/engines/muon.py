@@ -39,8 +39,8 @@ class Matrix(NamedTuple):
     half: int
 
 
-class Place(NamedTuple):
-    """Position of a piece: the matrix, its first row and column there, and its size."""
+class Tile(NamedTuple):
+    """A rectangle of a matrix, by its first row and column and its size."""
 
     matrix: Matrix
     row: int
@@ -55,7 +55,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of a matrix in a main parameter of this rank.
+    """A tile in a main parameter of this rank.
 
     Attributes:
         parameter: number of the parameter.
@@ -63,14 +63,14 @@ class Piece:
         strides: of rows and columns, in elements.
     """
 
-    place: Place
+    tile: Tile
     parameter: int
     start: int
     strides: tuple[int, int]
 
-    def of(self, values: Tensor) -> Tensor:
+    def view(self, values: Tensor) -> Tensor:
         """Return the piece as a view of ``values``, a contiguous tensor like the parameter."""
-        size = (self.place.rows, self.place.columns)
+        size = (self.tile.rows, self.tile.columns)
         return values.as_strided(size, self.strides, values.storage_offset() + self.start)
 
 
@@ -86,23 +86,23 @@ class Work:
     matrix: Matrix
     shape: tuple[int, int]
     owner: int
-    sources: dict[Place, int]
-    receivers: dict[Place, list[int]]
+    sources: dict[Tile, int]
+    receivers: dict[Tile, list[int]]
 
 
 @dataclass
 class _Exchange:
     """Pieces that this rank sends to, and receives from, every other rank in a round, in an order that both know."""
 
-    outgoing: dict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))
-    incoming: dict[int, list[Place]] = field(default_factory=lambda: defaultdict(list))
+    outgoing: dict[int, list[Tile]] = field(default_factory=lambda: defaultdict(list))
+    incoming: dict[int, list[Tile]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, place: Place, source: int, target: int, rank: int) -> None:
+    def add(self, tile: Tile, source: int, target: int, rank: int) -> None:
         """Add a transfer, if ``rank`` takes part in it."""
         if source == rank:
-            self.outgoing[target].append(place)
+            self.outgoing[target].append(tile)
         if target == rank:
-            self.incoming[source].append(place)
+            self.incoming[source].append(tile)
 
 
 class Muon:
@@ -129,12 +129,12 @@ class Muon:
         self._mains = [parameter.main.detach() for parameter, _ in parameters]
         self._by_weight = [settings for _, settings in parameters]
         shapes = {name: header.shape for name, header in info.tensors.items()}
-        self._pieces: dict[Place, Piece] = {}
+        self._pieces: dict[Tile, Piece] = {}
         for number, (parameter, _) in enumerate(parameters):
             for piece in _pieces(number, parameter, shapes):
-                self._pieces[piece.place] = piece
-        places = gather_objects(list(self._pieces), "world", groups, "the matrices of Muon")
-        self._rounds = plan(places, shapes)
+                self._pieces[piece.tile] = piece
+        tiles = gather_objects(list(self._pieces), "world", groups, "the matrices of Muon")
+        self._rounds = plan(tiles, shapes)
         self.momentum = [torch.zeros_like(main) for main in self._mains]
 
     @torch.no_grad()
@@ -164,10 +164,10 @@ class Muon:
         rank, gathered, returned = self._groups.rank, _Exchange(), _Exchange()
         communicates = False
         for work in works:
-            for place, source in work.sources.items():
-                gathered.add(place, source, work.owner, rank)
-                for receiver in work.receivers[place]:
-                    returned.add(place, work.owner, receiver, rank)
+            for tile, source in work.sources.items():
+                gathered.add(tile, source, work.owner, rank)
+                for receiver in work.receivers[tile]:
+                    returned.add(tile, work.owner, receiver, rank)
                     communicates |= receiver != work.owner
                 communicates |= source != work.owner
         # Like shapes in one batch: experts are many and small.
@@ -182,62 +182,62 @@ class Muon:
             stacks.append(stack)
             matrices.update((work.matrix, stack[index]) for index, work in enumerate(batch))
 
-        def in_update(place: Place) -> Tensor:
-            piece = self._pieces[place]
-            return piece.of(updates[piece.parameter])
+        def in_update(tile: Tile) -> Tensor:
+            piece = self._pieces[tile]
+            return piece.view(updates[piece.parameter])
 
-        for place, values in self._exchange(gathered, in_update, communicates=communicates):
-            _rectangle(matrices[place.matrix], place).copy_(values)
+        for tile, values in self._exchange(gathered, in_update, communicates=communicates):
+            _view(matrices[tile.matrix], tile).copy_(values)
         for stack in stacks:
             stack.copy_(orthogonalised(stack, self._settings.steps))
 
-        def in_matrix(place: Place) -> Tensor:
-            return _rectangle(matrices[place.matrix], place)
+        def in_matrix(tile: Tile) -> Tensor:
+            return _view(matrices[tile.matrix], tile)
 
         shapes = {work.matrix: work.shape for work in works}
-        for place, values in self._exchange(returned, in_matrix, communicates=communicates):
-            piece = self._pieces[place]
+        for tile, values in self._exchange(returned, in_matrix, communicates=communicates):
+            piece = self._pieces[tile]
             main, settings = self._mains[piece.parameter], self._by_weight[piece.parameter]
-            rate = lr * settings.lr_scale * update_scale(self._settings, *shapes[place.matrix])
-            piece.of(main).add_(values.to(main), alpha=-rate)
+            rate = lr * settings.lr_scale * update_scale(self._settings, *shapes[tile.matrix])
+            piece.view(main).add_(values.to(main), alpha=-rate)
 
     def _exchange(
-        self, exchange: _Exchange, values: Callable[[Place], Tensor], *, communicates: bool
-    ) -> Iterator[tuple[Place, Tensor]]:
+        self, exchange: _Exchange, values: Callable[[Tile], Tensor], *, communicates: bool
+    ) -> Iterator[tuple[Tile, Tensor]]:
         """Yield the pieces that this rank receives, its own included; collective if any rank ``communicates``."""
         groups, rank = self._groups, self._groups.rank
         exchange.incoming.pop(rank, None)
-        for place in exchange.outgoing.pop(rank, ()):
-            yield place, values(place)
+        for tile in exchange.outgoing.pop(rank, ()):
+            yield tile, values(tile)
         if not communicates:
             return
         ranks = range(groups.world_size)
-        sent = [sum(place.size for place in exchange.outgoing.get(peer, ())) for peer in ranks]
-        received = [sum(place.size for place in exchange.incoming.get(peer, ())) for peer in ranks]
-        outgoing = torch.empty(sum(sent), dtype=self._dtype, device=groups.device)
+        send_sizes = [sum(tile.size for tile in exchange.outgoing.get(peer, ())) for peer in ranks]
+        receive_sizes = [sum(tile.size for tile in exchange.incoming.get(peer, ())) for peer in ranks]
+        outgoing = torch.empty(sum(send_sizes), dtype=self._dtype, device=groups.device)
         start = 0
         for peer in ranks:
-            for place in exchange.outgoing.get(peer, ()):
-                outgoing[start : start + place.size].view(place.rows, place.columns).copy_(values(place))
-                start += place.size
-        incoming = torch.empty(sum(received), dtype=self._dtype, device=groups.device)
-        dist.all_to_all_single(incoming, outgoing, received, sent, group=groups.device_group("world"))
+            for tile in exchange.outgoing.get(peer, ()):
+                outgoing[start : start + tile.size].view(tile.rows, tile.columns).copy_(values(tile))
+                start += tile.size
+        incoming = torch.empty(sum(receive_sizes), dtype=self._dtype, device=groups.device)
+        dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=groups.device_group("world"))
         start = 0
         for peer in ranks:
-            for place in exchange.incoming.get(peer, ()):
-                yield place, incoming[start : start + place.size].view(place.rows, place.columns)
-                start += place.size
+            for tile in exchange.incoming.get(peer, ()):
+                yield tile, incoming[start : start + tile.size].view(tile.rows, tile.columns)
+                start += tile.size
 
 
-def _rectangle(matrix: Tensor, place: Place) -> Tensor:
-    return matrix[place.row : place.row + place.rows, place.column : place.column + place.columns]
+def _view(matrix: Tensor, tile: Tile) -> Tensor:
+    return matrix[tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns]
 
 
 def _pieces(number: int, parameter: MainParameter, shapes: Mapping[str, Sequence[int]]) -> Iterator[Piece]:
     """Cut a parameter's slices at the borders of matrices."""
     main = parameter.main
     assert main.is_contiguous(), "pieces are addressed by their first element"
-    for weight, offsets, values in parameter.held:
+    for weight, offsets, values in parameter.slices:
         *lead, row, column = offsets
         stack = values if lead else values[None]
         border = shapes[weight][-2] // 2 if has_fused_halves(weight) else shapes[weight][-2]
@@ -247,46 +247,46 @@ def _pieces(number: int, parameter: MainParameter, shapes: Mapping[str, Sequence
                 half = first // border
                 last = min((half + 1) * border, row + matrix.shape[0])
                 part = matrix[first - row : last - row]
-                place = Place(
+                tile = Tile(
                     Matrix(weight, (lead[0] if lead else 0) + index, half), first - half * border, column, *part.shape
                 )
                 yield Piece(
-                    place, number, int(part.storage_offset() - main.storage_offset()), (part.stride(0), part.stride(1))
+                    tile, number, int(part.storage_offset() - main.storage_offset()), (part.stride(0), part.stride(1))
                 )
                 first = last
 
 
-def plan(places: Sequence[Sequence[Place]], shapes: Mapping[str, Sequence[int]]) -> list[list[Work]]:
+def plan(tiles: Sequence[Sequence[Tile]], shapes: Mapping[str, Sequence[int]]) -> list[list[Work]]:
     """Give every matrix an owner among the ranks that hold a piece of it, and divide the work into rounds. Pure.
 
     Args:
-        places: of every rank, the places of its pieces.
+        tiles: of every rank, the tiles of its pieces.
         shapes: shapes of the weights.
 
     Raises:
         ConfigError: the pieces of all ranks are not a complete matrix.
     """
-    holders: dict[Matrix, dict[Place, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, local in enumerate(places):
-        for place in local:
-            holders[place.matrix][place].append(rank)
-    loads = [0.0] * len(places)
+    holders: dict[Matrix, dict[Tile, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, local in enumerate(tiles):
+        for tile in local:
+            holders[tile.matrix][tile].append(rank)
+    loads = [0.0] * len(tiles)
     rounds: list[list[Work]] = []
     assembled: list[list[int]] = []  # elements by round and owner
-    next_round = [0] * len(places)
+    next_round = [0] * len(tiles)
     for matrix, receivers in sorted(holders.items()):
         rows, columns = shapes[matrix.weight][-2:]
         rows //= 2 if has_fused_halves(matrix.weight) else 1
-        if sum(place.size for place in receivers) != rows * columns:
-            held = sum(place.size for place in receivers)
+        if sum(tile.size for tile in receivers) != rows * columns:
+            covered = sum(tile.size for tile in receivers)
             raise ConfigError(
-                f"optimizer.kind: muon: the ranks hold {held} of the {rows * columns} values of {matrix.weight}, or hold some in "
-                "different pieces; set adamw"
+                f"optimizer.kind: muon: the ranks hold {covered} of the {rows * columns} values of {matrix.weight}, or hold "
+                "some in different pieces; set adamw"
             )
         # The least loaded rank; of equal ones the first.
         owner = min({rank for ranks in receivers.values() for rank in ranks}, key=lambda rank: (loads[rank], rank))
         loads[owner] += float(rows) * columns * min(rows, columns)
-        sources = {place: owner if owner in ranks else ranks[0] for place, ranks in receivers.items()}
+        sources = {tile: owner if owner in ranks else ranks[0] for tile, ranks in receivers.items()}
         number = next_round[owner]
         if (
             number < len(rounds)
@@ -296,7 +296,7 @@ def plan(places: Sequence[Sequence[Place]], shapes: Mapping[str, Sequence[int]])
             number = next_round[owner] = number + 1
         if number == len(rounds):
             rounds.append([])
-            assembled.append([0] * len(places))
+            assembled.append([0] * len(tiles))
         rounds[number].append(Work(matrix, (rows, columns), owner, sources, dict(receivers)))
         assembled[number][owner] += rows * columns
     return rounds
@@ -310,7 +310,8 @@ def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     wide = matrices.mT if matrices.shape[-2] > matrices.shape[-1] else matrices
-    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    wider = torch.promote_types(matrices.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True, dtype=wider)
     # An expert without any token so far has a momentum of 0, and keeps its weights.
     values = (wide / norm.clamp_min(EPSILON)).to(matrices.dtype)
     for _ in range(steps):

@@ -38,11 +38,11 @@ class MainParameter:
 
     Attributes:
         main: what the optimizer updates; contiguous, perhaps empty.
-        held: (name of a Hugging Face weight, offsets in it, view of ``main``) of the slices that it consists of.
+        slices: (name of a Hugging Face weight, offsets in it, view of ``main``) of the slices that it consists of.
     """
 
     main: Tensor
-    held: Sequence[tuple[str, tuple[int, ...], Tensor]]
+    slices: Sequence[tuple[str, tuple[int, ...], Tensor]]
 
 
 class SettingsByWeight:
@@ -84,8 +84,8 @@ class SettingsByWeight:
                     f"checkpoint, for example {next(iter(self._settings))}"
                 )
 
-    def of(self, weights: Iterable[str], engine: str) -> WeightSettings:
-        """Return the settings of a parameter that consists of ``weights``.
+    def common(self, weights: Iterable[str], engine: str) -> WeightSettings:
+        """Return the common settings of a parameter that consists of ``weights``.
 
         Raises:
             ConfigError: they differ in their settings.
@@ -93,9 +93,9 @@ class SettingsByWeight:
         by_settings = {self._settings[name]: name for name in sorted(weights)}
         if len(by_settings) > 1:
             first, second, *_ = by_settings.values()
-            both = len({settings.muon for settings in by_settings}) > 1
+            setting = "kind: muon" if len({settings.muon for settings in by_settings}) > 1 else "groups"
             raise ConfigError(
-                f"optimizer.{'kind: muon' if both else 'groups'}: engine {engine} has {first} and {second} in one parameter, and "
+                f"optimizer.{setting}: engine {engine} has {first} and {second} in one parameter, and "
                 "their settings differ: use patterns that match both, or another engine"
             )
         return next(iter(by_settings), self._default)

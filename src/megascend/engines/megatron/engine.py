@@ -223,8 +223,8 @@ class MegatronEngine(Engine):
             by_weight = SettingsByWeight(self.adam, self.info, spec.vision_tower)
             entries = list(state.entries(self.bare_chunks, self.groups))
             for parameter in state.main_parameters(entries, optimizer, slices):
-                weights = {weight for weight, *_ in parameter.held}
-                parameters.append((parameter, by_weight.of(weights, self.kind)))
+                weights = {weight for weight, *_ in parameter.slices}
+                parameters.append((parameter, by_weight.common(weights, self.kind)))
         except (CheckpointError, ConfigError) as error:  # on the ranks that hold such a parameter
             problem = error
         raise_on_all_ranks(problem, self.groups, "the optimizer's settings by weight")

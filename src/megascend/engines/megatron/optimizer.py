@@ -76,7 +76,7 @@ class MegatronOptimizer:
 
     @cached_property
     def _mains(self) -> list[tuple[Any, torch.nn.Parameter, int, Tensor]]:
-        """Of every parameter of which this rank has a part: Megatron's optimizer, the model's, start of its run, the main one."""
+        """List (Megatron's optimizer, model's parameter, start of its run, main parameter) of this rank."""
         return [(part, *names) for part in self._parts() for names in _main_parameters(part)]
 
     def mains(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
