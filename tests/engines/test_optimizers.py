@@ -54,6 +54,7 @@ LAYOUTS = {
     "TP2": Layout(world_size=2, parallel=Parallel(tensor=2)),
     "TP2, sequence parallel": Layout(world_size=2, parallel=Parallel(tensor=2, sequence=True)),
     "PP2": Layout(world_size=2, parallel=Parallel(pipeline=2)),
+    "PP2 x VPP2": Layout(world_size=2, parallel=Parallel(pipeline=2, virtual_pipeline=2)),
     "DP2": Layout(world_size=2),
     "DP2, plain optimizer": Layout(world_size=2, optimizer=PLAIN),
     "TP2 x DP2": Layout(world_size=4, parallel=Parallel(tensor=2)),
@@ -111,8 +112,22 @@ def distances(results: dict[str, Any], expected: dict[str, torch.Tensor]) -> dic
     }
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The other pairs are nightly.
+IN_CI = {
+    "groups": ("TP2", "PP2", "EP2", "FSDP2"),
+    "muon": ("TP2, sequence parallel", "DP2", "DP2, plain optimizer", "EP2", "FSDP2", "single"),
+    "muon, original, with groups": ("PP2", "TP2 x DP2", "FSDP2 x EP2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        pytest.param(layout, optimizer, marks=[] if layout in IN_CI[optimizer] else [pytest.mark.nightly])
+        for layout in LAYOUTS
+        for optimizer in OPTIMIZERS
+    ],
+)
 def test_training_matches_the_plain_computation(parity_folder, tmp_path, layout, optimizer):
     case, settings = LAYOUTS[layout], OPTIMIZERS[optimizer]
     results = train(parity_folder, tmp_path, case, settings)
