@@ -125,6 +125,7 @@ SHAPES = {
     "cuda": {"dense": LARGE, "moe": LARGE | LARGE_EXPERTS, "hybrid": LARGE_HYBRID},
 }
 LORA = {"lora": {"rank": 16}}
+MUON = {"optimizer": {"kind": "muon"}}
 FULL = {"recompute": {"granularity": "full"}}
 FSDP, SINGLE = {"engine": "fsdp"}, {"engine": "single"}
 CASES = {
@@ -136,6 +137,9 @@ CASES = {
     "moe": Case(experts=True),
     "lora": Case(LORA),
     "moe lora": Case(LORA, experts=True),
+    "muon": Case(MUON),
+    "muon moe": Case(MUON, experts=True),
+    "muon dp2": Case(MUON, ranks=2),
     "tp2": Case({"parallel": {"tensor": 2}}, ranks=2),
     "tp2 sequence": Case({"parallel": {"tensor": 2, "sequence": True}}, ranks=2),
     "dp2": Case(ranks=2),
@@ -148,7 +152,9 @@ CASES = {
     "fsdp moe": Case(FSDP, experts=True),
     "fsdp lora": Case(FSDP | LORA),
     "fsdp dp2": Case(FSDP, ranks=2),
+    "fsdp muon": Case(FSDP | MUON, ranks=2),
     "single": Case(SINGLE),
+    "single muon": Case(SINGLE | MUON),
     "single lora": Case(SINGLE | LORA),
     "hybrid": Case(hybrid=True),
     "hybrid packed": Case(hybrid=True, packed=True),

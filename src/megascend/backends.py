@@ -126,6 +126,12 @@ def check_backend(
         # The others, such as save_timeout_s, are settings of the backend only.
         spec = EngineSpec.of(model, {name: value for name, value in settings.items() if name in names})
         backend._check_spec(spec, runtime, topology)
+        if spec.adapters is not None:
+            spec.optimizer.check_for_adapters()
+        elif spec.optimizer.by_weight:
+            from megascend.engines.weight_settings import SettingsByWeight
+
+            SettingsByWeight(spec.optimizer, info, spec.vision_tower)
         return backend._check_model(spec, runtime, topology, info)
     return []
 

@@ -50,7 +50,7 @@ def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {name: folder / name for name in ("dense", "moe")}
 
 
-@pytest.mark.parametrize("name", ["moe", "lora", "tp2 sequence", "dp2"])
+@pytest.mark.parametrize("name", ["moe", "lora", "tp2 sequence", "dp2", "muon dp2"])
 def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType, models: dict[str, Path], name: str):
     case = script.CASES[name]
     model = models[case.model]

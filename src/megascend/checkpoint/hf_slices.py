@@ -20,7 +20,7 @@ from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, m
 from megascend.errors import CheckpointError
 
 NAME = "hf_parts.json"
-_OPTIMIZER_NAME = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|param)\.(.+)")
+_OPTIMIZER_NAME = re.compile(r"optimizer\.state\.(exp_avg|exp_avg_sq|momentum_buffer|param)\.(.+)")
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,14 @@ def check_fits(saved: CheckpointManifest, current: CheckpointManifest, directory
     if (saved.optimizer is None) != (current.optimizer is None):
         kind = "adapters on a frozen model" if saved.optimizer is None else "a model that was trained itself"
         raise CheckpointError(f"load: {directory} holds {kind}; this backend trains the other kind")
+    if saved.optimizer is not None and current.optimizer is not None:
+        # Checkpoints of AdamW have no entry.
+        kinds = saved.optimizer.get("kind", "adamw"), current.optimizer.get("kind", "adamw")
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(
+                f"load: {directory} has the state of optimizer.kind: {kinds[0]}, this run is of kind {kinds[1]}: set "
+                f"optimizer.kind: {kinds[0]}, or begin a run from its exported weights"
+            )
 
 
 def _dump(values: Mapping[str, Any]) -> str:

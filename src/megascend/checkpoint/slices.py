@@ -31,7 +31,7 @@ __all__ = [
 
 OPTIMIZER_PREFIX = "optimizer.state."
 OPTIMIZER_KEY = OPTIMIZER_PREFIX + "{state}.{key}"
-"""Name of ``exp_avg``, ``exp_avg_sq`` or ``param`` (the fp32 original) of a tensor ``key``."""
+"""Name of ``exp_avg``, ``exp_avg_sq``, ``momentum_buffer`` or ``param`` (the fp32 original) of a tensor ``key``."""
 
 
 @dataclass

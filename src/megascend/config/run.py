@@ -221,6 +221,12 @@ class TrainerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adamw_for_adapters(self) -> Self:
+        if self.lora is not None:
+            self.optimizer.check_for_adapters()
+        return self
+
+    @model_validator(mode="after")
     def _min_lr_below_lr(self) -> Self:
         lora = self.lora
         # An adapter may override either of the two, and inherits the other.
@@ -240,9 +246,9 @@ class TrainerConfig(Section):
         schedule, steps = self.schedule, self.steps
         if self.lora is not None and self.lora.schedule is not None:
             schedule = self.lora.schedule
-        if schedule.warmup_steps >= steps > 0:
+        if schedule.warmup >= steps > 0:
             return [
-                f"schedule.warmup_steps: {schedule.warmup_steps} is not less than steps: {steps}, so that the learning rate "
+                f"schedule.warmup_steps: {schedule.warmup} is not less than steps: {steps}, so that the learning rate "
                 "never reaches optimizer.lr"
             ]
         if schedule.kind == "constant" or not 0 < schedule.total_steps < steps:

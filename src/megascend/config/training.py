@@ -43,9 +43,43 @@ class Parallel(Section):
     )
 
 
-class Adam(Section):
-    """AdamW as in Megatron: fp32 main parameters, global gradient-norm clipping."""
+class ParameterGroup(Section):
+    """Optimizer settings of the weights that a pattern matches."""
 
+    match: str = Field(
+        min_length=1,
+        description="pattern of names in the Hugging Face checkpoint, with * and ?: model.embed_tokens.*; of several groups that "
+        "match a weight the first counts, and a group without any weight is an error",
+    )
+    lr_scale: float = Field(1.0, ge=0, description="factor of the learning rate; 0: these weights stay as they are")
+    weight_decay: float | None = Field(
+        None,
+        ge=0,
+        description="in place of optimizer.weight_decay; not applied to biases and one-dimensional weights either",
+    )
+
+
+class Muon(Section):
+    """Muon (Jordan et al. 2024): momentum of matrices, orthogonalised by Newton-Schulz iterations."""
+
+    momentum: Beta = Field(0.95, description="decay rate of the momentum")
+    nesterov: bool = Field(True, description="add the gradient to the momentum once more (Nesterov)")
+    steps: Size = Field(5, description="Newton-Schulz iterations, of the quintic 3.4445 x - 4.775 x^3 + 2.0315 x^5")
+    update_scale: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="factor of the update of a matrix [rows, columns]: match_rms_adamw, 0.2 sqrt(max(rows, columns)), with which "
+        "AdamW's learning rate fits (Moonlight); original, sqrt(max(1, rows / columns))",
+    )
+
+
+class Adam(Section):
+    """AdamW as in Megatron: fp32 main parameters, global gradient-norm clipping; optionally Muon for the layers' matrices."""
+
+    kind: Literal["adamw", "muon"] = Field(
+        "adamw",
+        description="muon: Muon for the matrices of the decoder's layers and of their experts; AdamW for embeddings, output "
+        "layer, norms, biases, routers and a vision tower",
+    )
     lr: float = Field(1e-5, ge=0, description="peak learning rate")
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay rates of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the denominator of the update")
@@ -55,6 +89,10 @@ class Adam(Section):
     max_grad_norm: float = Field(
         1.0, ge=0, description="largest global gradient norm; larger gradients are scaled down to it. 0: no clipping"
     )
+    groups: tuple[ParameterGroup, ...] = Field(
+        (), description="other settings for some weights: match, lr_scale, weight_decay"
+    )
+    muon: Muon = Muon()
     distributed: bool = Field(True, description="shard the optimizer state over data parallel ranks (ZeRO-1)")
     overlap_grad_reduce: bool = Field(
         False,
@@ -72,26 +110,103 @@ class Adam(Section):
             raise ValueError("overlap_param_gather needs distributed: true and overlap_grad_reduce: true")
         return self
 
+    @model_validator(mode="after")
+    def _by_weight(self) -> Adam:
+        patterns = [group.match for group in self.groups]
+        if twice := next((pattern for pattern in patterns if patterns.count(pattern) > 1), None):
+            raise ValueError(f"groups: {twice!r} is listed twice")
+        if self.kind != "muon" and self.muon != Muon():
+            raise ValueError(
+                f"optimizer.muon has settings of kind: muon, and kind is {self.kind}: set kind: muon, or leave it out"
+            )
+        return self
+
+    @property
+    def by_weight(self) -> bool:
+        """True if settings depend on the names of the model's weights."""
+        return self.kind != "adamw" or bool(self.groups)
+
+    @property
+    def kind_counter(self) -> dict[str, str]:
+        """Entry of a checkpoint's counters that names the state beside AdamW's; none for AdamW, as in earlier versions."""
+        return {} if self.kind == "adamw" else {"kind": self.kind}
+
+    def check_for_adapters(self, key: str = "optimizer") -> None:
+        """Raise ConfigError for settings that depend on the model's own weights, which adapters do not train."""
+        for name, present in (("kind: muon", self.kind == "muon"), ("groups", bool(self.groups))):
+            if present:
+                raise ConfigError(
+                    f"{key}.{name} is not for LoRA adapters, whose factors are trained by AdamW with one learning rate: leave it "
+                    "out"
+                )
+
 
 class Schedule(Section):
     """Learning-rate schedule. Step 0 is the first optimizer step; skipped steps advance it too."""
 
-    kind: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="shape of the decay from optimizer.lr to min_lr after the warm-up; constant: none"
+    kind: Literal["constant", "linear", "cosine", "polynomial", "wsd"] = Field(
+        "constant",
+        description="shape of the decay from optimizer.lr to min_lr after the warm-up; constant: none; wsd: warm-up, stable, "
+        "decay: none before the last decay_ratio of the steps",
     )
     warmup_steps: Count = Field(0, description="linear warm-up from 0 to lr over these steps")
-    total_steps: Count = Field(
-        0, description="step at which linear and cosine reach min_lr; 0 in a run file: the last step of the run"
+    warmup_ratio: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="the warm-up as a share of total_steps, rounded up to steps; in place of warmup_steps",
     )
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of a linear or cosine decay")
+    total_steps: Count = Field(
+        0, description="step at which the decay reaches min_lr; 0 in a run file: the last step of the run"
+    )
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    power: float = Field(
+        1.0, gt=0, description="of polynomial: exponent of the remaining share of the decay; 1: linear"
+    )
+    decay_ratio: float = Field(
+        0.1, gt=0, le=1, description="of wsd: the decay as a share of total_steps, rounded up to steps"
+    )
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = Field(
+        "linear", description="of wsd: shape of the decay; 1-sqrt falls by the square root of the progress"
+    )
 
     @model_validator(mode="after")
     def _total(self) -> Schedule:
-        if self.kind != "constant" and 0 < self.total_steps <= self.warmup_steps:
+        if self.warmup_steps and self.warmup_ratio:
             raise ValueError(
-                f"schedule {self.kind} needs total_steps > warmup_steps, got {self.total_steps} and {self.warmup_steps}"
+                f"warmup_steps: {self.warmup_steps} and warmup_ratio: {self.warmup_ratio:g} both set the warm-up: set one of them"
+            )
+        for name, kind in (("power", "polynomial"), ("decay_ratio", "wsd"), ("decay_shape", "wsd")):
+            # A forgotten kind would leave the setting without effect.
+            if kind != self.kind and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} is a setting of schedule.kind: {kind}, and kind is {self.kind}: leave it out")
+        if self.kind == "constant" or not self.total_steps:
+            return self
+        if self.total_steps <= self.warmup:
+            raise ValueError(
+                f"schedule {self.kind} needs total_steps > warmup_steps, got {self.total_steps} and {self.warmup}"
+            )
+        if self.kind == "wsd" and self.warmup + self.decay > self.total_steps:
+            raise ValueError(
+                f"schedule wsd: {self.warmup} steps of warm-up and {self.decay} of decay (decay_ratio: {self.decay_ratio:g}) are "
+                f"more than total_steps: {self.total_steps}; lower decay_ratio or the warm-up"
             )
         return self
+
+    @property
+    def warmup(self) -> int:
+        """Steps of the warm-up; a share of ``total_steps`` is rounded up, as in transformers."""
+        return self.warmup_steps or _share_of(self.warmup_ratio, self.total_steps)
+
+    @property
+    def decay(self) -> int:
+        """Steps from ``lr`` to ``min_lr``."""
+        return _share_of(self.decay_ratio, self.total_steps) if self.kind == "wsd" else self.total_steps - self.warmup
+
+    @property
+    def needs_total(self) -> bool:
+        """True if the schedule depends on ``total_steps``."""
+        return self.kind != "constant" or self.warmup_ratio > 0
 
     def ending_with(self, steps: int) -> Schedule:
         """Return this schedule; without ``total_steps`` it ends with a run of ``steps`` steps.
@@ -99,15 +214,20 @@ class Schedule(Section):
         Raises:
             ConfigError: the warm-up leaves no steps for the decay.
         """
-        if self.kind == "constant" or self.total_steps:
+        if self.total_steps or not self.needs_total:
             return self
-        if self.warmup_steps >= steps:
+        if self.kind != "constant" and self.warmup_steps >= steps:
             raise ConfigError(
                 f"schedule.warmup_steps: {self.warmup_steps} leaves none of the run's {steps} steps for the decay of kind: "
                 f"{self.kind}; lower it to {steps - 1} or less, or raise steps (or epochs)"
             )
         # Constructed again, not by model_copy(), which would skip the validators.
         return Schedule(**self.model_dump() | {"total_steps": steps})
+
+
+def _share_of(ratio: float, steps: int) -> int:
+    # 0.07 * 100 is 7.000000000000001, of which the ceiling would be 8.
+    return math.ceil(round(ratio * steps, 9))
 
 
 class Recompute(Section):
@@ -261,6 +381,13 @@ class Lora(Section):
             raise ValueError("lora.targets must name at least one layer, and no empty name")
         return self
 
+    @field_validator("optimizer")
+    @classmethod
+    def _adamw_only(cls, optimizer: Adam | None) -> Adam | None:
+        if optimizer is not None:
+            optimizer.check_for_adapters("lora.optimizer")
+        return optimizer
+
     @property
     def scaling(self) -> float:
         """Factor of ``B A``."""
@@ -280,15 +407,25 @@ class Adapters(Section):
 def learning_rate(schedule: Schedule, peak: float, step: int) -> float:
     """Compute the learning rate of optimizer step ``step`` (the first is 0).
 
-    Warm-up is linear: step ``s`` of ``w`` warm-up steps has ``peak * (s + 1) / w``. After it, ``linear`` and ``cosine``
-    go from ``peak`` to ``min_lr``, reached at ``total_steps``, and stay there.
+    Warm-up is linear: step ``s`` of ``w`` warm-up steps has ``peak * (s + 1) / w``. The decay goes from ``peak`` to ``min_lr``,
+    reached at ``total_steps``, and stays there.
     """
-    if schedule.kind != "constant" and not schedule.total_steps:
-        raise ConfigError(f"schedule {schedule.kind} needs total_steps, the step at which it reaches min_lr")
-    if step < schedule.warmup_steps:
-        return peak * (step + 1) / schedule.warmup_steps
+    if schedule.needs_total and not schedule.total_steps:
+        part = "warmup_ratio" if schedule.kind == "constant" else schedule.kind
+        raise ConfigError(f"schedule {part} needs total_steps, the step at which the schedule ends")
+    if step < schedule.warmup:
+        return peak * (step + 1) / schedule.warmup
     if schedule.kind == "constant":
         return peak
-    progress = min(1.0, (step - schedule.warmup_steps) / (schedule.total_steps - schedule.warmup_steps))
-    remaining = 1 - progress if schedule.kind == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    progress = min(1.0, max(0.0, (step - (schedule.total_steps - schedule.decay)) / schedule.decay))
+    shape = schedule.decay_shape if schedule.kind == "wsd" else schedule.kind
+    match shape:
+        case "cosine":
+            remaining = (1 + math.cos(math.pi * progress)) / 2
+        case "1-sqrt":
+            remaining = 1 - math.sqrt(progress)
+        case "polynomial":
+            remaining = (1 - progress) ** schedule.power
+        case _:
+            remaining = 1 - progress
     return schedule.min_lr + (peak - schedule.min_lr) * remaining

@@ -1,9 +1,11 @@
-"""torch's AdamW on fp32 main parameters, for engines without Megatron; a step updates all parameters or none."""
+"""torch's AdamW, and Muon, on fp32 main parameters, for engines without Megatron; a step updates all parameters or none."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,41 +13,111 @@ from torch import Tensor, nn
 
 from megascend.batch.gradient_scaling import GradientScaling
 from megascend.batch.results import StepResult
-from megascend.config import Adam, Precision, Schedule
+from megascend.checkpoint.hf_slices import HfSlices, held_weights
+from megascend.checkpoint.slices import TensorSlices
+from megascend.config import Adam, Precision, Schedule, VisionTower
 from megascend.config.training import learning_rate
+from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.muon import Muon
+from megascend.engines.weight_settings import MainParameter, SettingsByWeight, WeightSettings
+from megascend.errors import ConfigError
+from megascend.huggingface.info import ModelInfo
 from megascend.kernels.reductions import global_norm
 
 
+@dataclass(frozen=True)
+class WeightMap:
+    """Hugging Face's weights in the parameters of an engine's model.
+
+    Attributes:
+        vision_tower: as in ``EngineSpec``.
+        hf_slices: returns the slices that each parameter consists of; called only if settings depend on them.
+        engine: kind of the engine, for messages.
+    """
+
+    info: ModelInfo
+    vision_tower: VisionTower
+    groups: ProcessGroups
+    hf_slices: Callable[[], HfSlices]
+    engine: str
+
+    def settings(
+        self, adam: Adam, mains: Mapping[str, TensorSlices]
+    ) -> dict[str, tuple[MainParameter, WeightSettings]]:
+        """Return the main parameters with their settings, by name.
+
+        Args:
+            mains: for each parameter, this rank's slice of it, or none.
+
+        Raises:
+            ConfigError: the settings do not fit the checkpoint, or the engine's parameters.
+        """
+        by_weight, hf_slices = SettingsByWeight(adam, self.info, self.vision_tower), self.hf_slices()
+        parameters = {}
+        for name, slices in mains.items():
+            weights = frozenset(hf_slice.weight for hf_slice in hf_slices[name])
+            main = slices.slices[0][1] if slices.slices else torch.empty(0)
+            parameter = MainParameter(main, list(held_weights({name: slices}, hf_slices)))
+            parameters[name] = parameter, by_weight.common(weights, self.engine)
+        return parameters
+
+
 class MainAdamW(GradientScaling):
-    """AdamW over main parameters; see :class:`megascend.engines.full_model.ModelOptimizer`.
+    """AdamW, and Muon, over main parameters; see :class:`megascend.engines.full_model.ModelOptimizer`.
 
     Args:
         pairs: for each name, a parameter (or this rank's shard of it) and its fp32 main parameter, which is updated and has the
             gradient; the two may be the same tensor.
+        slices: for each name, the main parameter as a slice of the complete one; without a slice if it is empty.
+        weights: Hugging Face's weights in the parameters; None: the engine cannot tell them apart.
     """
 
     def __init__(
-        self, pairs: Mapping[str, tuple[Tensor, Tensor]], adam: Adam, schedule: Schedule, precision: Precision
+        self,
+        pairs: Mapping[str, tuple[Tensor, Tensor]],
+        adam: Adam,
+        schedule: Schedule,
+        precision: Precision,
+        slices: Mapping[str, TensorSlices],
+        weights: WeightMap | None,
     ) -> None:
         learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end now, not at the first step
         super().__init__(scales_loss=precision == "fp16")
         self._adam, self._schedule = adam, schedule
         self._pairs = dict(pairs)
         mains = [main for _, main in self._pairs.values()]
-        # As Megatron: biases and norms have no weight decay. Biases of experts are fused into a parameter of two dimensions.
-        vectors = {id(main) for name, (_, main) in self._pairs.items() if main.dim() <= 1 or name.endswith("bias")}
-        # A rank's shard of a parameter may be empty.
-        updated = [main for main in mains if main.numel()]
+        by_name: dict[str, tuple[MainParameter, WeightSettings]] = {}
+        if adam.by_weight:
+            if weights is None:
+                raise ConfigError(
+                    "optimizer.groups and optimizer.kind: muon are not settings of this engine; leave them out"
+                )
+            by_name = weights.settings(adam, slices)
+        self._muon_names = [name for name, (_, chosen) in by_name.items() if chosen.muon]
+        param_groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
+        for name, (_, main) in self._pairs.items():
+            chosen = by_name[name][1] if name in by_name else WeightSettings(1.0, adam.weight_decay)
+            # A rank's shard of a parameter may be empty.
+            if chosen.muon or not main.numel():
+                continue
+            # As Megatron: biases and norms have no weight decay. Biases of experts are fused into a parameter of two dimensions.
+            decays = main.dim() > 1 and not name.endswith("bias")
+            param_groups[chosen.lr_scale, chosen.weight_decay if decays else 0.0].append(main)
         self._adamw = torch.optim.AdamW(
             [
-                {"params": [main for main in updated if id(main) not in vectors], "weight_decay": adam.weight_decay},
-                {"params": [main for main in updated if id(main) in vectors], "weight_decay": 0.0},
-            ],
+                {"params": params, "lr_scale": scale, "weight_decay": decay}
+                for (scale, decay), params in param_groups.items()
+            ]
+            or [{"params": [], "lr_scale": 1.0}],
             lr=adam.lr,
             betas=adam.betas,
             eps=adam.eps,
             fused=mains[0].device.type == "cuda",
         )
+        self._muon = None
+        if adam.kind == "muon" and weights is not None:
+            trained = [by_name[name] for name in self._muon_names]
+            self._muon = Muon(trained, adam.muon, weights.groups, weights.info, precision)
         self._on_device = mains[0].device.type == "cuda"  # the fused AdamW keeps its step count there
         self._updates = 0
 
@@ -70,8 +142,10 @@ class MainAdamW(GradientScaling):
             if factor != 1 and grads:  # one pass unscales and clips
                 torch._foreach_mul_(grads, factor)
             for group in self._adamw.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["lr_scale"]
             self._adamw.step()
+            if self._muon is not None:
+                self._muon.step([self._pairs[name][1].grad for name in self._muon_names], lr)
             self._updates += 1
             # 16-bit parameters are rounded from their fp32 main parameters.
             for parameter, main in self._pairs.values():
@@ -90,7 +164,8 @@ class MainAdamW(GradientScaling):
     def counters(self) -> dict[str, Any]:
         """Return updates so far, steps skipped in a row, and the loss scale of fp16."""
         scaler = {"scale": self.loss_scale, "good_steps": self.good_steps} if self._scales_loss else None
-        return {"updates": self._updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": scaler}
+        counters = {"updates": self._updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": scaler}
+        return counters | self._adam.kind_counter
 
     def restore(self, counters: dict[str, Any]) -> None:
         """Continue from :meth:`counters`; moments have been loaded."""
@@ -103,16 +178,25 @@ class MainAdamW(GradientScaling):
             self.loss_scale, self.good_steps = counters["scaler"]["scale"], counters["scaler"]["good_steps"]
 
     def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (parameter's name, ``exp_avg``, ``exp_avg_sq`` or, for 16-bit parameters, ``param``; live fp32 tensor)."""
-        for name, main, state in self._states():
+        """Yield (parameter's name, kind, live fp32 tensor).
+
+        Kinds are ``exp_avg`` and ``exp_avg_sq`` of AdamW, ``momentum_buffer`` of Muon and, for 16-bit parameters, ``param``.
+        """
+        for name, _, state in self._states():
             yield name, "exp_avg", state["exp_avg"]
             yield name, "exp_avg_sq", state["exp_avg_sq"]
-            if self._pairs[name][0] is not main:
+        for name, momentum in zip(self._muon_names, [] if self._muon is None else self._muon.momentum, strict=True):
+            yield name, "momentum_buffer", momentum
+        for name, (parameter, main) in self._pairs.items():
+            if parameter is not main:
                 yield name, "param", main.detach()
 
     def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
         """Yield AdamW's state of every parameter, initialised as in its first step if it does not exist yet."""
+        muon = set(self._muon_names)
         for name, (_, main) in self._pairs.items():
+            if name in muon:
+                continue
             state = self._adamw.state[main]
             # AdamW creates its state in its first step, but a checkpoint may be saved or loaded before that.
             if not state:
@@ -122,15 +206,18 @@ class MainAdamW(GradientScaling):
 
 
 class ModelAdamW(MainAdamW):
-    """AdamW over an unsharded model's parameters.
+    """AdamW, and Muon, over an unsharded model's parameters.
 
     A 16-bit parameter has an fp32 main parameter, which is updated. Gradients are summed in fp32, in ``main_grad``.
     """
 
-    def __init__(self, model: nn.Module, adam: Adam, schedule: Schedule, precision: Precision) -> None:
+    def __init__(
+        self, model: nn.Module, adam: Adam, schedule: Schedule, precision: Precision, weights: WeightMap | None = None
+    ) -> None:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         pairs = {name: (parameter, _main(parameter)) for name, parameter in trained.items()}
-        super().__init__(pairs, adam, schedule, precision)
+        slices = {name: TensorSlices.whole(main.detach()) for name, (_, main) in pairs.items()}
+        super().__init__(pairs, adam, schedule, precision, slices, weights)
 
 
 def _main(parameter: nn.Parameter) -> Tensor:

@@ -386,6 +386,7 @@ def longest_sample(spec: EngineSpec, info: ModelInfo) -> int:
 def adapter_settings(spec: EngineSpec, device: torch.device) -> AdapterSettings:
     """Return what the adapters of an engine with these settings share."""
     assert spec.adapters is not None
+    spec.optimizer.check_for_adapters()
     return AdapterSettings(spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from megascend.engines import linear_attention
-from megascend.engines.adamw import MainAdamW
+from megascend.engines.adamw import MainAdamW, WeightMap
 from megascend.engines.base import Engine
+from megascend.engines.context import EngineSpec
 from megascend.engines.heads import plain_slice
 from megascend.selfcheck.check import require_agreement_here
 from megascend.selfcheck.in_process import Subject
@@ -43,6 +44,10 @@ class TransformersEngine(Engine):
             self.model_dir, config, self.max_length, self.groups, subject, enabled=enabled
         )
         self.self_check_s = time.monotonic() - start
+
+    def weight_map(self, spec: EngineSpec) -> WeightMap:
+        """Return Hugging Face's weights in the model's parameters, for the optimizer."""
+        return WeightMap(self.info, spec.vision_tower, self.groups, self.hf_slices, self.kind)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass of a micro batch, with the loss scale of fp16."""

@@ -107,6 +107,8 @@ class AdapterSet:
         chosen = self.require(names)
         if lr is not None:
             adam = {adapter.name: adapter.adam.model_copy(update={"lr": lr}) for adapter in chosen}
+        for settings in (adam or {}).values():
+            settings.check_for_adapters()
         result = StepResult.of(self.optimizer.step(chosen, adam or {}))
         self.step_count += 1
         return result

@@ -15,7 +15,13 @@ from megascend.memory.activations import (
     probability_bytes,
     sparse_attention_temporaries,
 )
-from megascend.memory.parameters import StageParameters, adapter_bytes, stages
+from megascend.memory.parameters import (
+    StageParameters,
+    adapter_bytes,
+    orthogonalisation_bytes,
+    stages,
+    state_bytes,
+)
 from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload
 from megascend.topology.topology import Topology
 
@@ -132,8 +138,8 @@ def _states(config: TrainerConfig, topology: Topology, parameters: StageParamete
     share = parameters.dense // shares[0] + parameters.experts // shares[1]
     items["main parameters"] = 0 if kind.bytes == 4 else 4 * share
     items["gradients"] = 4 * parameters.total
-    # Two moments in fp32.
-    items["moments"] = 8 * share
+    matrices = parameters.dense_matrices // shares[0] + parameters.expert_matrices // shares[1]
+    items["moments"] = int(state_bytes(config.optimizer, share, matrices))
     return items
 
 
@@ -147,6 +153,9 @@ def _later(
     matrix = max(parameters.embedding, parameters.layer_matrix)
     if config.optimizer.distributed:
         matrix = min(matrix, -(-parameters.total // (topology.data * topology.context)))
+    # The matrices that several ranks share are divided among them; experts only among the ranks that have the same ones.
+    ranks = topology.data * topology.context * topology.tensor
+    matrices = parameters.dense_matrices * topology.tensor / ranks + parameters.expert_matrices / topology.expert_data
     return {
         "embedding's gradient": kind.bytes * parameters.embedding if embeds else 0,
         # Gloo's reduce-scatter copies the gradient buffer.
@@ -154,7 +163,9 @@ def _later(
         if not kind.fused and config.optimizer.distributed
         else 0,
         # The reference FusedAdam has two temporaries in fp32, Transformer Engine's has none.
-        "update": 0 if kind.fused else 2 * 4 * matrix,
+        "update": max(
+            0 if kind.fused else 2 * 4 * matrix, orthogonalisation_bytes(config.optimizer, matrices, kind.bytes)
+        ),
     }
 
 

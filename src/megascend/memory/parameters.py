@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megascend.config import Lora, VisionTower
+from megascend.config import Adam, Lora, VisionTower
 from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, is_hidden_matrix
 from megascend.huggingface.info import NO_TARGETS
 from megascend.memory.sizes import layer_of
 from megascend.models import Images
@@ -37,6 +38,7 @@ class StageParameters:
         layer_matrix: elements of the largest matrix of a layer on the rank, counting experts separately.
         layers: indices of the layers; a head for multi-token prediction follows the last one.
         tower: elements of a vision tower, which is not divided; 0 on later stages.
+        dense_matrices, expert_matrices: elements among ``dense`` and ``experts`` that Muon would train.
     """
 
     dense: int
@@ -46,6 +48,8 @@ class StageParameters:
     layer_matrix: int
     layers: tuple[int, ...]
     tower: int = 0
+    dense_matrices: int = 0
+    expert_matrices: int = 0
 
     @property
     def total(self) -> int:
@@ -106,16 +110,18 @@ def _stage(
     # Megatron has a copy of a tied embedding on the last stage, where it is the output layer; a head for multi-token
     # prediction embeds tokens there.
     embeds = first or (last and (tied or prediction_head))
-    dense = experts = vocabulary = embedding = matrix = 0
+    dense = experts = vocabulary = embedding = matrix = dense_matrices = expert_matrices = 0
     for name, header in (tensor for layer in stage_layers for tensor in by_layer.get(layer, ())):
         if ".experts." in name:
             count = _shard_size(header.shape, topology.expert_tensor * topology.expert)
             experts += count
+            expert_matrices += count if is_hidden_matrix(name, header.shape) else 0
             # A fused weight of all experts counts as one matrix per expert.
             matrix = max(matrix, count // (header.shape[0] // topology.expert if len(header.shape) == 3 else 1))
         else:
             count = local_elements(name, header.shape, topology.tensor)
             dense += count
+            dense_matrices += count if is_hidden_matrix(name, header.shape) else 0
             matrix = max(matrix, count)
     for name, header in by_layer.get(None, ()):
         count = local_elements(name, header.shape, topology.tensor)
@@ -127,7 +133,32 @@ def _stage(
             embedding = max(embedding, count)
         if (is_head or (is_embedding and tied)) and last:
             vocabulary = -(-header.shape[0] // topology.tensor)
-    return StageParameters(dense, experts, vocabulary, embedding, matrix, tuple(sorted(stage_layers)))
+    return StageParameters(
+        dense,
+        experts,
+        vocabulary,
+        embedding,
+        matrix,
+        tuple(sorted(stage_layers)),
+        dense_matrices=dense_matrices,
+        expert_matrices=expert_matrices,
+    )
+
+
+ORTHOGONALISATION_COPIES = 6
+"""Copies of a round's matrices: sent and received pieces, the matrices, an iterate and the next, and its products."""
+
+
+def state_bytes(adam: Adam, parameters: float, matrices: float) -> float:
+    """Return the bytes of two fp32 moments of ``parameters`` elements; of those in ``matrices`` Muon has one momentum."""
+    return 8 * parameters - (4 * matrices if adam.kind == "muon" else 0)
+
+
+def orthogonalisation_bytes(adam: Adam, matrices: float, element_bytes: int) -> int:
+    """Return the temporaries of Muon's update on a rank that has ``matrices`` elements to orthogonalise."""
+    if adam.kind != "muon":
+        return 0
+    return int(ORTHOGONALISATION_COPIES * element_bytes * min(matrices, ROUND_ELEMENTS))
 
 
 def local_elements(name: str, shape: tuple[int, ...], tensor: int) -> int:

@@ -12,7 +12,14 @@ from dataclasses import replace
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory.activations import FP32, LayerBytes, LayerKind, head_bytes, linear_attention_bytes
-from megascend.memory.parameters import StageParameters, adapter_bytes, elements, stages
+from megascend.memory.parameters import (
+    StageParameters,
+    adapter_bytes,
+    elements,
+    orthogonalisation_bytes,
+    stages,
+    state_bytes,
+)
 from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload, layer_of
 from megascend.topology.topology import Topology
 
@@ -168,8 +175,10 @@ def _single(config: TrainerConfig, parameters: StageParameters, kind: LayerKind)
     parameters = parameters.trained(config.vision_tower)
     items["main parameters"] = 0 if kind.bytes == FP32 else FP32 * parameters.total
     items["gradients"] = FP32 * parameters.total
-    items["moments"] = 2 * FP32 * parameters.total
+    matrices = parameters.dense_matrices + parameters.expert_matrices
+    items["moments"] = int(state_bytes(config.optimizer, parameters.total, matrices))
     update = 0 if kind.fused else ADAM_TEMPORARIES * FP32 * max(parameters.embedding, parameters.layer_matrix)
+    update = max(update, orthogonalisation_bytes(config.optimizer, matrices, kind.bytes))
     return items, kind.bytes * parameters.layer_matrix, max(update, kind.bytes * parameters.embedding)
 
 
@@ -188,8 +197,9 @@ def _fsdp(
     on_device = 0 if config.fsdp.offload else 1
     items: Items = {"parameters": int(on_device * (kind.bytes if kind.frozen else FP32) * sharded)}
     trained = parameters.trained(config.vision_tower).total / parameters.total * sharded
+    matrices = (parameters.dense_matrices + parameters.expert_matrices) / parameters.total * sharded
     if not kind.frozen:
-        items["moments"] = int(on_device * 2 * FP32 * trained)
+        items["moments"] = int(on_device * state_bytes(config.optimizer, trained, matrices))
         # With one micro batch they are allocated in its backward pass, as activations are freed.
         items["gradients"] = int(on_device * FP32 * trained) if workload.micro_batches > 1 else 0
     layers = _layer_elements(info, topology)
@@ -204,6 +214,7 @@ def _fsdp(
     backward = (2 * kind.bytes if config.fsdp.reshard_after_forward else 0) * layer + (kind.bytes + FP32) * layer
     gradients = 0.0 if items["gradients"] else on_device * FP32 * trained
     update = 0 if kind.fused else ADAM_TEMPORARIES * FP32 * max(parameters.embedding, parameters.layer_matrix) / shares
+    update = max(update, orthogonalisation_bytes(config.optimizer, matrices, kind.bytes))
     last = (kind.bytes + FP32) * outside  # embedding and output layer are reduced last
     return items, backward, gradients + max(update, last)
 

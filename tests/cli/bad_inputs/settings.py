@@ -89,6 +89,9 @@ VALUES = {
     "seed beyond 64 bits": settings(f"seed={10**20}", says=f"seed | {2**62} | {10**20}"),
     "timeout of none": settings("timeout_s=0", says="timeout_s | 1 | 0"),
     "timeout of ages": settings(f"timeout_s={10**12}", says=f"timeout_s | {366 * 86400} | {10**12}"),
+    "optimizer": settings("optimizer.kind=lion", says="optimizer.kind | 'muon' | 'lion'"),
+    "a group of nothing": settings("optimizer.groups=[{lr_scale: 2}]", says="optimizer.groups.0.match | required"),
+    "scale of Muon": settings("optimizer.muon.update_scale=big", says="optimizer.muon.update_scale | 'original' | 'big'"),
     "schedule": settings("schedule.kind=step", says="schedule.kind | 'linear' | 'step'"),
     "LoRA rank": settings("lora.rank=0", says="lora.rank | 1 | 0"),
     "LoRA dropout": settings("lora.dropout=1", says="lora.dropout | less than 1 | 1"),
@@ -115,9 +118,24 @@ COMBINATIONS = {
     "warm-up beyond the schedule": settings(
         "schedule={kind: cosine, warmup_steps: 9, total_steps: 5}", says="total_steps > warmup_steps | 5 and 9"
     ),
+    "two warm-ups": settings(
+        "schedule={warmup_steps: 3, warmup_ratio: 0.1}", says="warmup_steps: 3 | warmup_ratio: 0.1 | set one of them"
+    ),
+    "phases of more than the run": settings(
+        "steps=10", "schedule={kind: wsd, warmup_ratio: 0.5, decay_ratio: 0.6}", says="5 steps | 6 of decay | total_steps: 10"
+    ),
+    "a power of nothing": settings("schedule={kind: cosine, power: 2}", says="power | schedule.kind: polynomial | cosine"),
     "a schedule that rises": settings(
         "schedule={kind: cosine, min_lr: 0.1}", says="schedule.min_lr: 0.1 | optimizer.lr: 1e-05"
     ),
+    "Muon for an adapter": settings(
+        "optimizer.kind=muon", "lora.rank=4", says="optimizer.kind: muon is not for LoRA adapters | leave it out"
+    ),
+    "groups for an adapter": settings(
+        "lora={rank: 4, optimizer: {groups: [{match: x}]}}", says="lora.optimizer.groups is not for LoRA adapters"
+    ),
+    "settings of Muon without it": settings("optimizer.muon.momentum=0.8", says="optimizer.muon | set kind: muon"),
+    "a group twice": settings("optimizer.groups=[{match: x}, {match: x}]", says="groups: 'x' is listed twice"),
     "overlap of nothing": settings(
         "optimizer.overlap_param_gather=true", says="overlap_param_gather | overlap_grad_reduce: true"
     ),

@@ -125,7 +125,13 @@ class FsdpEngine(TransformersEngine):
         else:
             trained = [local_shard for local_shard in self._shards if local_shard.trained]
             self.optimizer = shards.ShardAdamW(
-                trained, spec.optimizer, spec.schedule, spec.precision, groups, spec.fsdp.replicate
+                trained,
+                spec.optimizer,
+                spec.schedule,
+                spec.precision,
+                groups,
+                spec.fsdp.replicate,
+                self.weight_map(spec),
             )
             self.trainable = FullModel(self.optimizer)
         self.model.train()

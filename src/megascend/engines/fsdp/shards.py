@@ -21,7 +21,7 @@ from megascend.checkpoint.hf_slices import HfSlice
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, index_of, minus, overlap
 from megascend.config import Adam, Precision, Schedule
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.adamw import MainAdamW
+from megascend.engines.adamw import MainAdamW, WeightMap
 from megascend.engines.fsdp import transformers_api
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.transformers_names import is_transposed, persistent_tensors
@@ -162,6 +162,7 @@ class ShardAdamW(MainAdamW):
     Args:
         shards: shards of the trained parameters.
         replicas: copies of the model.
+        weights: Hugging Face's weights in the parameters.
     """
 
     def __init__(
@@ -172,12 +173,19 @@ class ShardAdamW(MainAdamW):
         precision: Precision,
         groups: ProcessGroups,
         replicas: int,
+        weights: WeightMap,
     ) -> None:
         self._shards = shards
         self._groups, self._replicas = groups, replicas
         # Detached, but in the shard's memory: AdamW's updates write the model's parameters.
         mains = {shard.name: shard.local.requires_grad_() for shard in shards}
-        super().__init__({name: (main, main) for name, main in mains.items()}, adam, schedule, precision)
+        slices = {shard.name: TensorSlices(shard.shape, torch.float32) for shard in shards}
+        for shard in shards:
+            if shard.local.numel():
+                slices[shard.name].add(shard.offsets, shard.local.detach())
+        super().__init__(
+            {name: (main, main) for name, main in mains.items()}, adam, schedule, precision, slices, weights
+        )
 
     def gradients(self) -> list[Tensor]:
         """Assign the gradients, already reduced by the backward pass, to AdamW's parameters. Called once per step."""

@@ -58,7 +58,8 @@ from megascend.engines.megatron.named_weights import named_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
 from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
-from megascend.errors import CheckpointError
+from megascend.engines.weight_settings import SettingsByWeight
+from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo, linear_layers
 from megascend.lora.factors import merged
 from megascend.lora.registry import check_limits
@@ -204,8 +205,30 @@ class MegatronEngine(Engine):
         self.optimizer = MegatronOptimizer(
             self.chunks, self.adam, spec.schedule, spec.precision, self.groups, self.routers
         )
+        if self.adam.by_weight:
+            self._set_by_weight(self.optimizer, spec)
         self._connect_schedule(self.optimizer)
         self.trainable = FullModel(self.optimizer, reduces_while_running=self.adam.overlap_grad_reduce)
+
+    def _set_by_weight(self, optimizer: MegatronOptimizer, spec: EngineSpec) -> None:
+        """Apply settings of single weights to the optimizer. Collective."""
+        try:
+            slices = self.hf_slices()
+        except CheckpointError as error:
+            raise ConfigError(
+                f"optimizer.groups, optimizer.kind: muon: the model's weights have no names: {error}"
+            ) from error
+        problem, parameters = None, []
+        try:
+            by_weight = SettingsByWeight(self.adam, self.info, spec.vision_tower)
+            entries = list(state.entries(self.bare_chunks, self.groups))
+            for parameter in state.main_parameters(entries, optimizer, slices):
+                weights = {weight for weight, *_ in parameter.slices}
+                parameters.append((parameter, by_weight.common(weights, self.kind)))
+        except (CheckpointError, ConfigError) as error:  # on the ranks that hold such a parameter
+            problem = error
+        raise_on_all_ranks(problem, self.groups, "the optimizer's settings by weight")
+        optimizer.set_by_weight(parameters, self.info, self.precision)
 
     def _build_chunks(self, spec: EngineSpec) -> list[Any]:
         """Build this rank's model chunks and fill them from the checkpoint. Collective."""

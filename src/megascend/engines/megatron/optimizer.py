@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
 
 from megascend.batch.gradient_scaling import INITIAL_LOSS_SCALE
 from megascend.batch.results import StepResult
@@ -21,6 +23,12 @@ from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron.routers import Routers
+from megascend.engines.muon import Muon
+from megascend.engines.weight_settings import MainParameter, WeightSettings
+from megascend.huggingface.info import ModelInfo
+
+BY_WEIGHT = "megascend_weight_settings"
+"""Key of the :class:`WeightSettings` in a parameter group of Megatron's Adam."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,8 @@ class ParameterState:
         parameter: the model's.
         start: index in the flattened parameter at which the state begins.
         divided: the state is sharded over data parallel ranks, each with a run of it.
-        tensors: ``exp_avg``, ``exp_avg_sq`` and, for 16-bit parameters, ``param``, the float32 main parameter.
+        tensors: ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer`` of Muon, and for 16-bit parameters ``param``, the
+            float32 main parameter.
     """
 
     parameter: torch.nn.Parameter
@@ -41,7 +50,7 @@ class ParameterState:
 
 
 class MegatronOptimizer:
-    """AdamW over the model chunks of this rank: one step for all ranks, or none.
+    """AdamW, and Muon, over the model chunks of this rank: one step for all ranks, or none.
 
     Attributes:
         skipped_in_a_row: steps skipped since the last update.
@@ -61,7 +70,45 @@ class MegatronOptimizer:
         self._routers = routers
         self._scales_loss = precision == "fp16"
         self.megatron = get_megatron_optimizer(optimizer_config(adam, precision), chunks)
+        self._muon: Muon | None = None
+        self._muon_mains: list[tuple[Any, Tensor]] = []  # (one of Megatron's optimizers, main parameter)
         self.skipped_in_a_row = 0
+
+    @cached_property
+    def _mains(self) -> list[tuple[Any, torch.nn.Parameter, int, Tensor]]:
+        """List (Megatron's optimizer, model's parameter, start of its run, main parameter) of this rank."""
+        return [(part, *names) for part in self._parts() for names in _main_parameters(part)]
+
+    def mains(self) -> Iterator[tuple[torch.nn.Parameter, int, Tensor]]:
+        """Yield (model's parameter, start of its run, main parameter) of every parameter of which this rank has a part."""
+        for _, parameter, start, main in self._mains:
+            yield parameter, start, main
+
+    def set_by_weight(
+        self, parameters: Sequence[tuple[MainParameter, WeightSettings]], info: ModelInfo, precision: Precision
+    ) -> None:
+        """Apply settings of single weights. Collective; before the first step.
+
+        Args:
+            parameters: those of :meth:`mains`, with their settings.
+        """
+        settings_of = {id(parameter.main): settings for parameter, settings in parameters}
+        mains = self._mains  # found by Megatron's parameter groups, which are divided now
+        for part in self._parts():
+            divided: list[dict[str, Any]] = []
+            for group in part.optimizer.param_groups:
+                by_settings: dict[WeightSettings | None, list[Tensor]] = {}
+                for main in group["params"]:
+                    by_settings.setdefault(settings_of[id(main)], []).append(main)
+                # A group without parameters stays: other ranks may have some.
+                for settings, members in (by_settings or {None: []}).items():
+                    divided.append({**group, "params": members, BY_WEIGHT: settings})
+            part.optimizer.param_groups[:] = divided
+        if self._adam.kind == "muon":
+            trained = [(parameter, settings) for parameter, settings in parameters if settings.muon]
+            self._muon = Muon(trained, self._adam.muon, self._groups, info, precision)
+            part_of = {id(main): (part, main) for part, _, _, main in mains}
+            self._muon_mains = [part_of[id(parameter.main)] for parameter, _ in trained]
 
     def scale_loss(self, loss: Any) -> Any:
         """Return ``loss`` times the fp16 loss scale (1 for other precisions)."""
@@ -91,6 +138,10 @@ class MegatronOptimizer:
         if finite:
             # After the check, since clipping by a norm that is not finite would write NaN into every gradient.
             self._clip(grad_norm)
+            if self._muon is not None:
+                self._muon.step([main.grad for _, main in self._muon_mains], lr)
+                for _, main in self._muon_mains:  # Adam leaves parameters without a gradient as they are
+                    main.grad = None
             self.megatron.step_with_ready_grads()
             self._routers.update_bias()
         else:
@@ -114,7 +165,8 @@ class MegatronOptimizer:
 
     def counters(self) -> dict[str, Any]:
         """Return updates so far, steps skipped in a row, and fp16's loss scaler."""
-        return {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": self.scaler_state}
+        counters = {"updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row, "scaler": self.scaler_state}
+        return counters | self._adam.kind_counter
 
     def restore(self, counters: dict[str, Any]) -> None:
         """Continue from :meth:`counters`; moments have been loaded."""
@@ -122,21 +174,25 @@ class MegatronOptimizer:
         self.skipped_in_a_row = counters["skipped_in_a_row"]
 
     def create_state(self) -> None:
-        """Allocate Adam's moments, as the first step would; a no-op if they exist."""
+        """Allocate the state of all parameters, as the first step would; a no-op if it exists."""
+        for number, (part, main) in enumerate(self._muon_mains):
+            assert self._muon is not None
+            # Moments are allocated for parameters that have no state.
+            part.optimizer.state[main]["momentum_buffer"] = self._muon.momentum[number]
         for optimizer in self._parts():
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
 
     def parameter_states(self) -> Iterator[ParameterState]:
         """Yield the state of every parameter of which this rank has a part; created if it does not exist yet."""
         self.create_state()
-        for optimizer in self._parts():
-            for parameter, start, main in _main_parameters(optimizer):
-                moments = optimizer.optimizer.state[main]
-                tensors = {name: moments[name] for name in ("exp_avg", "exp_avg_sq")}
-                # An fp32 parameter is its own main parameter, and is in the checkpoint already.
-                if parameter.dtype != torch.float32:
-                    tensors["param"] = main.detach()
-                yield ParameterState(parameter, start, hasattr(optimizer, "gbuf_ranges"), tensors)
+        for part, parameter, start, main in self._mains:
+            state = part.optimizer.state[main]
+            names = ("momentum_buffer",) if "momentum_buffer" in state else ("exp_avg", "exp_avg_sq")
+            tensors = {name: state[name] for name in names}
+            # An fp32 parameter is its own main parameter, and is in the checkpoint already.
+            if parameter.dtype != torch.float32:
+                tensors["param"] = main.detach()
+            yield ParameterState(parameter, start, hasattr(part, "gbuf_ranges"), tensors)
 
     @property
     def updates(self) -> int:
@@ -160,7 +216,8 @@ class MegatronOptimizer:
             for group in optimizer.optimizer.param_groups:
                 if not by_parameter:
                     group["step"] = provider.adam_count(optimizer.optimizer, count)
-                for parameter in group["params"] if by_parameter else []:
+                adams = [main for main in group["params"] if "momentum_buffer" not in optimizer.optimizer.state[main]]
+                for parameter in adams if by_parameter else []:
                     optimizer.optimizer.state[parameter]["step"] = torch.tensor(float(count))
 
     @property
@@ -185,10 +242,12 @@ class MegatronOptimizer:
 
     def _set_hyperparameters(self, lr: float) -> None:
         """Set learning rate and weight decay of all parameter groups, as Megatron's own scheduler would, which is not used."""
+        default = WeightSettings(1.0, self._adam.weight_decay)
         for group in self.megatron.param_groups:
+            settings = group.get(BY_WEIGHT) or default
             # Groups keep Megatron's factors: no weight decay on biases and norms is a wd_mult of 0.
-            group["lr"] = lr * group.get("lr_mult", 1.0)
-            group["weight_decay"] = self._adam.weight_decay * group.get("wd_mult", 1.0)
+            group["lr"] = lr * settings.lr_scale * group.get("lr_mult", 1.0)
+            group["weight_decay"] = settings.weight_decay * group.get("wd_mult", 1.0)
 
     def _clip(self, grad_norm: float) -> None:
         if self._adam.max_grad_norm == 0:

@@ -7,7 +7,7 @@ that format gathers complete tensors on every save, while here each rank describ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
+from megascend.checkpoint.hf_slices import HfSlices, held_weights
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, plus, slices_of_run
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron.optimizer import MegatronOptimizer
+from megascend.engines.weight_settings import MainParameter
 from megascend.errors import CheckpointError
 
 Entry = ShardedTensor | ShardedTensorFactory | ShardedObject
@@ -69,23 +71,15 @@ def model_state(entries: Sequence[Entry], *, everything: bool) -> dict[str, Any]
 def optimizer_state(
     entries: Sequence[Entry], optimizer: MegatronOptimizer, *, everything: bool
 ) -> dict[str, TensorSlices]:
-    """Return Adam's moments and, for 16-bit parameters, the float32 main parameters. Live tensors, not copies.
+    """Return Adam's moments, Muon's momentum and, for 16-bit parameters, the float32 main parameters. Live tensors, not copies.
 
     Args:
         everything: include replicas that another rank writes, as needed to load.
     """
-    runs: dict[int, list[NamedRun]] = {}
-    for entry in entries:
-        if not isinstance(entry, ShardedObject) and isinstance(entry.data, torch.nn.Parameter):
-            # By identity: Adam's state knows parameters, not names.
-            runs.setdefault(id(entry.data), []).extend(_runs(entry))
     tensors: dict[str, TensorSlices] = {}
+    runs = _runs_by_parameter(entries)
     for state in optimizer.parameter_states():
-        if id(state.parameter) not in runs:
-            raise CheckpointError(
-                f"a trained parameter of shape {tuple(state.parameter.shape)} has no name in the checkpoint"
-            )
-        for run in runs[id(state.parameter)]:
+        for run in _runs_of(state.parameter, runs):
             # The state of a distributed optimizer is sharded over data parallel ranks: it has no replicas along that axis,
             # the last one of the id.
             replica_id = run.tensor.replica_id
@@ -98,9 +92,40 @@ def optimizer_state(
     return tensors
 
 
+def main_parameters(entries: Sequence[Entry], optimizer: MegatronOptimizer, slices: HfSlices) -> list[MainParameter]:
+    """Return this rank's main parameters with the Hugging Face weights that they consist of.
+
+    Args:
+        slices: the model's, of all ranks.
+    """
+    runs = _runs_by_parameter(entries)
+    parameters = []
+    for parameter, start, main in optimizer.mains():
+        tensors: dict[str, TensorSlices] = {}
+        for run in _runs_of(parameter, runs):
+            _add_run(_slices(tensors, run.tensor.key, run.tensor, main.dtype), run, start, main.detach())
+        parameters.append(MainParameter(main, list(held_weights(tensors, slices))))
+    return parameters
+
+
 def tensors_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     """Return the tensors of an entry: a factory splits a fused parameter (such as gate and up)."""
     return [entry] if isinstance(entry, ShardedTensor) else list(nested_values(entry.build()))
+
+
+def _runs_by_parameter(entries: Sequence[Entry]) -> dict[int, list[NamedRun]]:
+    runs: dict[int, list[NamedRun]] = {}
+    for entry in entries:
+        if not isinstance(entry, ShardedObject) and isinstance(entry.data, torch.nn.Parameter):
+            # By identity: Adam's state knows parameters, not names.
+            runs.setdefault(id(entry.data), []).extend(_runs(entry))
+    return runs
+
+
+def _runs_of(parameter: torch.nn.Parameter, runs: Mapping[int, list[NamedRun]]) -> list[NamedRun]:
+    if id(parameter) not in runs:
+        raise CheckpointError(f"a trained parameter of shape {tuple(parameter.shape)} has no name in the checkpoint")
+    return runs[id(parameter)]
 
 
 def _runs(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[NamedRun]:

@@ -91,7 +91,8 @@ class SingleEngine(TransformersEngine):
         if spec.adapters is not None:
             self.trainable = self.adapters = PeftAdapters(self.model, spec, context)
         else:
-            self.optimizer = ModelAdamW(self.model, spec.optimizer, spec.schedule, spec.precision)
+            weights = self.weight_map(spec)
+            self.optimizer = ModelAdamW(self.model, spec.optimizer, spec.schedule, spec.precision, weights)
             self.trainable = FullModel(self.optimizer)
         # from_pretrained returns a model in evaluation mode.
         self.model.train()

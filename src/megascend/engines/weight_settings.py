@@ -1,0 +1,101 @@
+"""Optimizer settings by weight: parameter groups by pattern, and the choice between Muon and AdamW.
+
+Patterns and choices are of Hugging Face's weights, on every engine: each maps its parameters to slices of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from megascend.config import Adam, VisionTower
+from megascend.errors import ConfigError
+from megascend.huggingface.hidden_matrices import is_hidden_matrix
+from megascend.huggingface.info import ModelInfo
+
+
+@dataclass(frozen=True)
+class WeightSettings:
+    """Optimizer settings of a weight.
+
+    Attributes:
+        lr_scale: factor of the learning rate.
+        weight_decay: of a weight that is decayed at all.
+        muon: Muon trains it, not AdamW.
+    """
+
+    lr_scale: float
+    weight_decay: float
+    muon: bool = False
+
+
+@dataclass(frozen=True)
+class MainParameter:
+    """An fp32 main parameter of this rank, or its part of one.
+
+    Attributes:
+        main: what the optimizer updates; contiguous, perhaps empty.
+        slices: (name of a Hugging Face weight, offsets in it, view of ``main``) of the slices that it consists of.
+    """
+
+    main: Tensor
+    slices: Sequence[tuple[str, tuple[int, ...], Tensor]]
+
+
+class SettingsByWeight:
+    """Settings of every trained weight of a checkpoint.
+
+    Args:
+        adam: the run's settings.
+        vision_tower: ``train`` if a vision tower is trained.
+
+    Raises:
+        ConfigError: a group has no weight, or the optimizer does not fit the checkpoint.
+    """
+
+    def __init__(self, adam: Adam, info: ModelInfo, vision_tower: VisionTower) -> None:
+        self._default = WeightSettings(1.0, adam.weight_decay)
+        images = info.architecture.inputs
+        tower = None if images is None else images.tower
+        if adam.kind == "muon" and info.transposed_experts:
+            raise ConfigError(
+                f"optimizer.kind: muon is not supported for {info.architecture.model_type}, whose checkpoint stores experts as "
+                "[experts, in, out]: set adamw"
+            )
+        self._settings: dict[str, WeightSettings] = {}
+        used = set()
+        for name, header in info.tensors.items():
+            if tower is not None and vision_tower == "frozen" and name.startswith(tower):
+                continue
+            group = next((group for group in adam.groups if fnmatchcase(name, group.match)), None)
+            decay = adam.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+            muon = adam.kind == "muon" and is_hidden_matrix(name, header.shape, tower)
+            self._settings[name] = WeightSettings(1.0 if group is None else group.lr_scale, decay, muon)
+            used.add(None if group is None else group.match)
+        for number, group in enumerate(adam.groups):
+            if group.match not in used:
+                matching = any(fnmatchcase(name, group.match) for name in self._settings)
+                reason = "earlier groups match all of its weights" if matching else "no trained weight has such a name"
+                raise ConfigError(
+                    f"optimizer.groups.{number}.match: {group.match!r}: {reason}; names are those of the Hugging Face "
+                    f"checkpoint, for example {next(iter(self._settings))}"
+                )
+
+    def common(self, weights: Iterable[str], engine: str) -> WeightSettings:
+        """Return the common settings of a parameter that consists of ``weights``.
+
+        Raises:
+            ConfigError: they differ in their settings.
+        """
+        by_settings = {self._settings[name]: name for name in sorted(weights)}
+        if len(by_settings) > 1:
+            first, second, *_ = by_settings.values()
+            setting = "kind: muon" if len({settings.muon for settings in by_settings}) > 1 else "groups"
+            raise ConfigError(
+                f"optimizer.{setting}: engine {engine} has {first} and {second} in one parameter, and "
+                "their settings differ: use patterns that match both, or another engine"
+            )
+        return next(iter(by_settings), self._default)
