@@ -14,7 +14,7 @@ from megascend.app.preflight import check_lora
 from megascend.app.run import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
 from megascend.config.run_file import read_settings
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
@@ -79,8 +79,13 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     from megascend.huggingface.described import describe_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="megascend-plan-") as folder:
-        # An fp8 checkpoint is trained in 16 bits.
-        yield describe_checkpoint(Path(folder), {k: v for k, v in config.items() if k != "quantization_config"})
+        try:
+            # An fp8 checkpoint is trained in 16 bits.
+            yield describe_checkpoint(Path(folder), {k: v for k, v in config.items() if k != "quantization_config"})
+        except MegascendError as error:
+            # The user knows nothing of this directory.
+            text = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(model))
+            raise type(error)(text) from error
 
 
 def settings(model: Path, length: int, batch: int, data: Path | None, overrides: Sequence[str]) -> RunConfig:
