@@ -64,7 +64,7 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     """Yield a checkpoint directory for a model that may be only its ``config.json``: tensors are then named, and have no data.
 
     Raises:
-        ConfigError: there is no ``config.json``, or it is not valid JSON.
+        ConfigError: there is no ``config.json``, it is not valid JSON, or transformers refuses its values.
     """
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
@@ -79,9 +79,17 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     from megascend.huggingface.described import describe_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="megascend-plan-") as folder:
+        # An fp8 checkpoint is trained in 16 bits.
+        described = {key: value for key, value in config.items() if key != "quantization_config"}
         try:
-            # An fp8 checkpoint is trained in 16 bits.
-            yield describe_checkpoint(Path(folder), {k: v for k, v in config.items() if k != "quantization_config"})
+            try:
+                checkpoint = describe_checkpoint(Path(folder), described)
+            except MegascendError:
+                raise
+            except Exception as error:  # transformers checks values with errors of several classes
+                text = " ".join(str(error).split())
+                raise ConfigError(f"{path}: transformers cannot describe this model: {text}") from error
+            yield checkpoint
         except MegascendError as error:
             # The user knows nothing of this directory.
             text = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(model))
