@@ -1,4 +1,4 @@
-"""Work and memory of one rank of a large world, computed for real in one process: groups, routes, exchanges, sockets.
+"""Work and memory of one rank of a large world, computed for real in one process: groups, exchanges, errors, plans, sockets.
 
     python scripts/simulate_ranks.py [--ranks 1024 4096 16384] [--json FILE]
 
@@ -12,22 +12,39 @@ import argparse
 import json
 import pickle
 import platform
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch.distributed import HashStore
+
 from megascend.batch.agreement import RankReport, reconcile
 from megascend.batch.results import TokenCounts
 from megascend.config import Parallel
+from megascend.diagnostics import survey
+from megascend.diagnostics.collective_sequence import CollectiveCounts
+from megascend.diagnostics.diagnosis import PeerStatus, PhaseFailure, RankRecord
 from megascend.distributed import frames
-from megascend.distributed.process_groups import gloo_sockets
+from megascend.distributed.process_groups import LAZY_CONNECTIONS_ABOVE, carrier_sockets, gloo_sockets
+from megascend.distributed.rendezvous import Arrivals
 from megascend.topology.topology import Topology, participants, plan, rank_lists, route
+from weightwire.liveness import Identity
+from weightwire.manifest import TensorSpec
+from weightwire.plan import Region
+from weightwire.plan import plan as plan_transfer
 
 T = TypeVar("T")
 
 PARALLEL = Parallel(tensor=8, pipeline=16, expert=64, expert_tensor=1)
 REPEATS = 3
+HOST = 8
+"""Ranks of a host, of which one is lost in the simulated errors."""
+ADDRESS_BYTES = 192
+"""Bytes that Gloo stores for a rank of a group: measured with a FileStore on 4, 8 and 16 ranks."""
+WIDTH, EXPERTS, EXPERT_WIDTH, TENSOR = 4096, 128, 1024, 8
+"""Of the layers whose weights are planned to be sent, one on each pipeline stage, to engines of TP8, one for every 64 ranks."""
 
 
 def main() -> None:
@@ -37,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [figures(plan(PARALLEL, ranks)) for ranks in options.ranks]
     for name in rows[0]:
-        print(f"{name:40}", *(f"{row[name]:>12,}" for row in rows))
+        print(f"{name:60}", *(f"{row[name]:>12,}" for row in rows))
     if options.json is not None:
         content = {"device": f"one core, {platform.machine()}", "layout": "TP8 PP16 EP64", "rows": rows}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -45,32 +62,137 @@ def main() -> None:
 
 def figures(topology: Topology) -> dict[str, Any]:
     """Return counts, bytes and milliseconds of the last rank."""
-    rank = topology.world_size - 1
+    size = topology.world_size
+    rank = size - 1
     groups, groups_ms = timed(lambda: rank_lists(topology))
     _, routes_ms = timed(lambda: [route(topology, rank, {0}, expert=expert) for expert in (False, True)])
     _, participants_ms = timed(lambda: participants(topology, {0}))
-    received = [report_frame(topology, rank) for rank in range(topology.world_size)]
+    received = [report_frame(topology, number) for number in range(size)]
 
     def agree() -> None:
         assert not frames.pending_of(received)
-        members = frames.contents(received, range(topology.world_size), rank)
+        members = frames.aligned_frames(received, range(size), rank)
         reconcile([pickle.loads(frame.content) for frame in members], topology)
 
     _, agree_ms = timed(agree)
-    # What Gloo stores for its connections: measured with a FileStore on 4, 8 and 16 ranks.
-    eager, lazy = (topology.world_size**2 * (192 + size) for size in (8 * topology.world_size, 0))
+    sockets = carrier_sockets(rank, range(size))
+    addresses, infos = (sockets, ADDRESS_BYTES) if size > LAZY_CONNECTIONS_ABOVE else (size, ADDRESS_BYTES + 8 * size)
+    statuses = statuses_without_host(size)
+    summary, summary_ms = timed(lambda: survey.encode(statuses))
+    _, summary_read_ms = timed(lambda: survey.decode(summary, survey.Pace(size)))
+    records = sum(len(status.record.encode()) for status in statuses.values() if status is not None)
+    pace = survey.Pace(size)
+    looks = pace.silent_s / pace.look_s + 1
+    transfer, transfer_ms = timed(lambda: transfer_plan(topology), 1)
     return {
-        "ranks": topology.world_size,
+        "ranks": size,
         "groups that every rank creates": len(groups),
         "their ranks, ms": groups_ms,
         "routes of weights, ms": routes_ms,
         "participants of an export, ms": participants_ms,
-        "sockets of Gloo groups": gloo_sockets(topology, rank, device_groups=False),
-        "bytes of a world's exchange, sent": frames.SIZE * topology.world_size,
+        "sockets of Gloo groups, on the last rank": gloo_sockets(topology, rank, device_groups=False),
+        "the same, on rank 0": gloo_sockets(topology, 0, device_groups=False),
+        "store traffic of a world's Gloo group, MB": size * addresses * infos // 10**6,
+        "requests of a rank for the names of a missing host's": missing_requests(size),
+        "bytes of a world's exchange, received": frames.SIZE * size,
         "reading a step's exchange, ms": agree_ms,
-        "store traffic of a world's Gloo group, MB": eager // 10**6,
-        "the same, connected lazily, MB": lazy // 10**6,
+        "summary of the ranks' records after an error, bytes": len(summary),
+        "writing it on one rank, ms": summary_ms,
+        "reading it on every other, ms": summary_read_ms,
+        "store traffic of the error, MB": round((looks * records + size * len(summary)) / 10**6),
+        "limit of the wait for it, s": round(pace.answer_s, 1),
+        "plan of a transfer of weights, ms": transfer_ms,
+        "its messages": transfer,
+        "peak memory of all this, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
+
+
+def statuses_without_host(size: int) -> dict[int, PeerStatus | None]:
+    """Return the statuses of all ranks when the host of the middle one is gone: half of the others have failed already."""
+    waiting = RankRecord(
+        label="the check for finite gradients",
+        outer="optimizer step",
+        counts={"forward and backward": 70, "optimizer step": 70},
+        open=["optimizer step"],
+        collectives=CollectiveCounts({"world": 400, "tp": 12}, "world"),
+        waiting=True,
+    )
+    statuses: dict[int, PeerStatus | None] = {}
+    for rank in range(size):
+        text = f"PeerLostError: rank {rank}: the check for finite gradients failed after {rank % 100 / 10} s"
+        failure = PhaseFailure("optimizer step of step 70", "optimizer step", text, secondary=True)
+        record = RankRecord(
+            **{
+                **vars(waiting),
+                "heartbeat": rank,
+                "seconds": rank % 100 / 10,
+                "frame": "_wait (channels.py:171)",
+                "process": Identity(f"node-{rank // HOST}", f"boot-{rank // HOST}", 1000 + rank, 5),
+                "failure": failure if rank % 2 else None,
+            }
+        )
+        absent = rank // HOST == size // 2 // HOST
+        statuses[rank] = (
+            PeerStatus(RankRecord(**{**vars(record), "failure": None}), 60.0) if absent else PeerStatus(record)
+        )
+    return statuses
+
+
+class CountedStore:
+    """A store that counts its requests."""
+
+    def __init__(self) -> None:
+        self._store, self.requests = HashStore(), 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.requests += 1
+        return self._store.add(key, amount)
+
+
+def missing_requests(size: int) -> int:
+    """Count the requests by which a rank learns, after a start-up's timeout, which ranks of a host did not arrive."""
+    store: Any = CountedStore()
+    arrivals = Arrivals(store, "started", size)
+    missing = range(size // 2, size // 2 + HOST)
+    for rank in range(size):
+        if rank not in missing:
+            arrivals.announce(rank)
+    store.requests = 0
+    assert arrivals.missing() == [*missing]
+    return store.requests
+
+
+def transfer_plan(topology: Topology) -> int:
+    """Plan, as rank 0 does, which rank sends which slices to which worker; return the number of messages."""
+    names = ["up", "down"]
+    layer = [("qkv", (2 * WIDTH, WIDTH)), ("o", (WIDTH, 2 * WIDTH))]
+    layer += [(f"{expert}.{name}", (2 * EXPERT_WIDTH, WIDTH)) for expert in range(EXPERTS) for name in names]
+    specs = [
+        TensorSpec(f"{stage}.{name}", "bfloat16", shape) for stage in range(topology.pipeline) for name, shape in layer
+    ]
+    experts = EXPERTS // topology.expert
+    holdings = []
+    for rank in range(topology.world_size):
+        coordinates = topology.coordinates(rank)
+        first = coordinates.pipeline * len(layer)
+        rows = 2 * WIDTH // topology.tensor
+        pieces = [
+            Region(first, (coordinates.tensor * rows, 0), (rows, WIDTH)),
+            Region(first + 1, (0, coordinates.tensor * rows), (WIDTH, rows)),
+        ]
+        start = first + 2 + 2 * experts * coordinates.expert
+        pieces += [Region(number, (0, 0), specs[number].shape) for number in range(start, start + 2 * experts)]
+        holdings.append(pieces)
+    kinds = []
+    for part in range(TENSOR):
+        pieces = []
+        for number, spec in enumerate(specs):
+            rows = spec.shape[0] // TENSOR
+            pieces.append(Region(number, (part * rows, 0), (rows, spec.shape[1])))
+        kinds.append(pieces)
+    workers = [kinds[worker % TENSOR] for worker in range(topology.world_size // TENSOR)]
+    result = plan_transfer(specs, holdings, workers, chunk_bytes=2**28)
+    return sum(len(share.operations) for share in result.shares()) // 2
 
 
 def report_frame(topology: Topology, rank: int) -> bytes:
@@ -84,13 +206,13 @@ def report_frame(topology: Topology, rank: int) -> bytes:
     return frames.encode(position, pickle.dumps(RankReport(None, 4, {"": counts}, checksums)))
 
 
-def timed(function: Callable[[], T]) -> tuple[T, float]:
+def timed(function: Callable[[], T], repeats: int = REPEATS) -> tuple[T, float]:
     """Return a result, and the shortest of the durations in ms."""
     durations = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
+    for _ in range(repeats):
+        start = time.process_time()
         result = function()
-        durations.append(time.perf_counter() - start)
+        durations.append(time.process_time() - start)
     return result, round(1000 * min(durations), 1)
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from megascend.app.layout_plan import GAIN, suggestion
+from megascend.app.dry_run import suggested
+from megascend.app.layout_plan import GAIN, Suggestion, model_checkpoint, suggestion
 from megascend.cli.dry_run_text import suggestion_lines
 from megascend.config import RunConfig
 from megascend.config.data import Data
 from megascend.config.training import Batching, Parallel
+from megascend.errors import MegascendError
 from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.planning.hardware import load, matching
+from megascend.planning.search import Model, Request, run_candidate, search
 from megascend.topology.topology import plan
 
 CONFIG = {
@@ -69,6 +76,46 @@ def test_fast_layout_has_none(checkpoint: Path) -> None:
     assert suggestion(slow, info, plan(slow.parallel, 8, info.shape), 4096, hardware) is None
     one_device = run(checkpoint, Parallel(), 4096)
     assert suggestion(one_device, info, plan(one_device.parallel, 1, info.shape), 4096, hardware) is None
+
+
+def test_layouts_are_mentioned_from_ten_percent(checkpoint: Path) -> None:
+    info, hardware = inspect_checkpoint(checkpoint), load("h100")
+    model = Model.from_checkpoint(info, CONFIG)
+    mentioned = {}
+    for tensor in (1, 2, 4, 8):
+        config = run(checkpoint, Parallel(tensor=tensor), 8192)
+        topology = plan(config.parallel, 8, info.shape)
+        request = Request(8, 4096, 64, config)
+        seconds = run_candidate(model, request, topology, hardware).time.seconds
+        best = search(model, request, hardware, best=1).candidates[0].time.seconds
+        mentioned[tensor] = suggestion(config, info, topology, 4096, hardware) is not None
+        assert mentioned[tensor] == (seconds >= 1.1 * best), (tensor, seconds, best)
+    assert set(mentioned.values()) == {False, True}
+
+
+def test_dry_run_compares_on_the_devices_of_this_machine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, info = run(checkpoint, Parallel(tensor=8), 4096), inspect_checkpoint(checkpoint)
+    run_plan: Any = SimpleNamespace(info=info, topology=plan(config.parallel, 8, info.shape))
+
+    def result(kind: str, device: str) -> Suggestion | None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: device)
+        runtime: Any = SimpleNamespace(platform=SimpleNamespace(device_type=kind))
+        return suggested(config, runtime, run_plan, 4096)
+
+    assert result("cuda", "NVIDIA H100 80GB HBM3") == suggestion(config, info, run_plan.topology, 4096, load("h100"))
+    assert result("cuda", "NVIDIA H200") == suggestion(config, info, run_plan.topology, 4096, load("h200"))
+    assert result("cuda", "NVIDIA A100-SXM4-80GB") is None
+    assert result("cpu", "") is None
+
+
+@pytest.mark.parametrize("described", [{"model_type": "mamba", "vocab_size": 100}, CONFIG | {"hidden_size": None}])
+def test_errors_name_the_file_of_a_described_model(tmp_path: Path, described: dict[str, Any]) -> None:
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(described), encoding="utf-8")
+    with pytest.raises(MegascendError) as caught, model_checkpoint(path) as folder:
+        inspect_checkpoint(folder)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert "megascend-plan-" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from megascend.diagnostics.diagnosis import (
     shorten,
 )
 from megascend.diagnostics.hang_monitor import HangMonitor
-from megascend.diagnostics.heartbeat import Observer
+from megascend.diagnostics.survey import Observer
 from megascend.diagnostics.upstream_errors import is_secondary, library_of
 from megascend.diagnostics.watchdog import EXIT_PEER_LOST
 from megascend.distributed.launch import Launch
@@ -216,15 +216,15 @@ def test_silence_is_measured_by_the_observer() -> None:
     observer, record = Observer(), RankRecord(heartbeat=1, clock=100.0)
     observer.poll({1: record, 2: None}, now=10.0, clock=100.5, timeout_s=5)
     assert observer.statuses([1, 2]) == {1: PeerStatus(record, 0.0, 0.5), 2: None}
-    assert observer.undecided(since=9.0), "one poll is not enough"
+    assert not observer.certain(observer.statuses([1, 2]), since=9.0), "one poll is not enough"
     observer.poll({1: record, 2: None}, now=12.0, clock=102.5, timeout_s=5)
     assert observer.statuses([1])[1] == PeerStatus(record, 2.0, 2.5)
     observer.poll({1: record}, now=13.5, clock=104.0, timeout_s=5)
     assert observer.statuses([1])[1].gone  # type: ignore[union-attr]
-    assert not observer.undecided(since=9.0)
+    assert observer.certain(observer.statuses([1]), since=9.0)
     observer.poll({1: replace(record, heartbeat=2)}, now=14.0, clock=104.5, timeout_s=5)
     assert not observer.statuses([1])[1].gone  # type: ignore[union-attr]
-    assert not observer.undecided(since=9.0), "its heartbeat has advanced"
+    assert observer.certain(observer.statuses([1]), since=9.0), "its heartbeat has advanced"
 
 
 def test_observer_that_was_stopped_blames_no_rank() -> None:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import megascend
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
+from megascend.distributed import channels
 from megascend.distributed.objects import (
     agree,
     all_reduce_numbers,
@@ -105,8 +107,12 @@ PLANS = (("world", "tp", "world", "world"), ("world", "tp", "world", "tp"), ("tp
 """Groups that the four ranks call collectives on; tp is ranks 0, 1 and 2, 3, dp is 0, 2 and 1, 3."""
 
 
-def test_deadlock_over_several_groups_raises_on_all_ranks(runtime: Runtime) -> None:
+@pytest.mark.parametrize("relayed_above", [channels.RELAYED_ABOVE, 1])
+def test_deadlock_over_several_groups_raises_on_all_ranks(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, relayed_above: int
+) -> None:
     """Let rank 0 wait for rank 1 in one group and rank 1 for rank 0 in another, which would deadlock."""
+    monkeypatch.setattr(channels, "RELAYED_ABOVE", relayed_above)
 
     def work() -> list[str]:
         groups = initialize(plan(Parallel(tensor=2), 4), runtime.platform, TIMEOUT_S)
@@ -205,6 +211,16 @@ def test_objects_of_every_size(runtime: Runtime, size: int) -> None:
     results = run_distributed(work, 4, init=False, timeout_s=DEADLINE_S)
     assert [result[:2] + result[3:] for result in results] == [(True, True, True)] * 4
     assert [result[2] for result in results] == [[size, 2 * size], [], [3 * size, 4 * size], []]
+
+
+def test_large_objects_of_few_ranks_are_not_padded_for_all(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_gather", None)
+
+    def work() -> list[bytes]:
+        groups = initialize(plan(Parallel(), 4), runtime.platform, TIMEOUT_S)
+        return gather_objects(b"x" * 300_000 * (groups.rank == 2), "world", groups)
+
+    assert run_distributed(work, 4, init=False, timeout_s=DEADLINE_S) == [[b"", b"", b"x" * 300_000, b""]] * 4
 
 
 def test_every_collective_of_the_package_names_its_purpose() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -17,9 +18,9 @@ import torch.distributed as dist
 
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import Parallel
-from megascend.distributed import process_groups
+from megascend.distributed import channels, process_groups
 from megascend.distributed.launch import Launch
-from megascend.distributed.objects import all_reduce_numbers
+from megascend.distributed.objects import all_reduce_numbers, gather_objects
 from megascend.distributed.process_groups import (
     CARRIERS,
     OTHER_FILES,
@@ -28,8 +29,14 @@ from megascend.distributed.process_groups import (
     gloo_sockets,
     initialize,
 )
-from megascend.distributed.rendezvous import wait_for_all
-from megascend.errors import CollectiveTimeoutError, DistributedTestError, ProcessGroupError, TopologyError
+from megascend.distributed.rendezvous import Arrivals, wait_for_all
+from megascend.errors import (
+    CollectiveTimeoutError,
+    DistributedTestError,
+    PeerLostError,
+    ProcessGroupError,
+    TopologyError,
+)
 from megascend.testing import run_distributed
 from megascend.topology.topology import GROUP_AXES, plan
 from support.forked_programs import environment
@@ -216,6 +223,79 @@ except ProcessGroupError as error:
 else:
     print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
+
+
+def test_relayed_frames_connect_few_ranks(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_groups, "LAZY_CONNECTIONS_ABOVE", 3)
+
+    def sockets(relayed_above: int) -> list[int]:
+        channels.RELAYED_ABOVE = relayed_above  # a rank is a fork
+        groups = open_groups(runtime, 8)
+        dist.barrier()
+        before = open_sockets()
+        dist.barrier()  # of the default group, connected by now: others would connect while this rank counts
+        assert all_reduce_numbers([2.0**groups.rank], "world", groups) == [255.0]
+        counts = [open_sockets() - before]
+        bound = process_groups.carrier_sockets(groups.rank, range(8)) - 1  # without the one that listens
+        for size in (3, 3000):  # in the frame, and in a second round
+            objects = [bytes([rank]) * size for rank in range(8)]
+            assert gather_objects(objects[groups.rank], "world", groups) == objects
+        counts += [open_sockets() - before, bound]
+        dist.barrier()  # a peer that ends would close its side
+        groups.destroy()
+        return counts
+
+    # Start-up has a barrier, which connects a rank to those 1, 2 and 4 before and after it: five of the seven others.
+    for relayed, gathered, bound in run_distributed(sockets, 8, 3, init=False):
+        assert (relayed, gathered) == (0, 0)
+        assert bound >= 5
+    for direct, gathered, _ in run_distributed(sockets, 8, 100, init=False):
+        assert (direct, gathered) == (2, 2)
+
+
+def test_lost_rank_is_named_where_frames_are_relayed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "RELAYED_ABOVE", 3)
+
+    def wait() -> str:
+        groups = open_groups(runtime, 5)
+        if groups.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLostError) as caught:
+            gather_objects(groups.rank, "world", groups)
+        return str(caught.value)
+
+    results = run_distributed(wait, 5, init=False, expect_lost={3})
+    results.pop(3)
+    for message in results:
+        assert "ank 3 is gone: its process has ended" in message
+
+
+class CountedRequests:
+    """A store that counts its requests."""
+
+    def __init__(self) -> None:
+        self._store, self.requests = dist.HashStore(), 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.requests += 1
+        return self._store.add(key, amount)
+
+
+def test_missing_ranks_cost_few_requests() -> None:
+    store: Any = CountedRequests()
+    missing = {5, 1000, *range(4096, 4104), 9999}
+    arrivals = Arrivals(store, "started", 10_000)
+    for rank in range(10_000):
+        if rank not in missing:
+            arrivals.announce(rank)
+    arrivals.announce(0)  # a second time
+    assert arrivals.count() == 10_000 - len(missing)
+    store.requests = 0
+    assert arrivals.missing() == sorted(missing)
+    assert store.requests < 400
+    for rank in missing:
+        arrivals.announce(rank)
+    assert (arrivals.count(), arrivals.missing()) == (10_000, [])
 
 
 def with_limits(folder: Path, soft: int, hard: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,12 +16,16 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megascend import Adapters, Lora, Sample
+from megascend import Adapters, Lora, Parallel, Sample
+from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.activations import CHUNK, LayerKind, linear_attention_bytes, norm_bytes
+from megascend.memory.parameters import stages
 from megascend.models.base import LinearAttention
+from megascend.planning.search import joined_experts
 from megascend.reference_fla import delta_rule
 from megascend.testing import run_distributed, tiny_config, write_tiny_checkpoint
 from megascend.testing.parity import Case, case_backend, case_checkpoint
+from megascend.topology.topology import plan
 from support.covering import first_stack_required
 from support.prediction_head import add_prediction_head
 
@@ -58,6 +63,40 @@ def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType
     ranks = run_distributed(script.measure, case.ranks, case, "cpu", model, init=False)
     peak = max(rank.peak for rank in ranks)
     assert script.LOWEST <= expected.tensors / peak - 1 <= script.HIGHEST, (expected.items, peak)
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes", "parallel", "shape"),
+    [
+        # Experts are the largest: EP divides their number, not their matrices.
+        ("qwen3_moe", {"moe_intermediate_size": 256}, Parallel(expert=2), (512, 64)),
+        ("qwen3_moe", {"moe_intermediate_size": 256}, Parallel(tensor=2, expert=2), (256, 64)),
+        ("qwen3", {"intermediate_size": 256}, Parallel(tensor=2), (256, 64)),
+    ],
+    ids=["ep2", "ep2 etp2", "tp2"],
+)
+def test_largest_matrix_of_a_layer_is_the_engine_s(
+    megatron_imported,
+    parity_folder: Path,
+    arch: str,
+    sizes: dict[str, Any],
+    parallel: Parallel,
+    shape: tuple[int, int],
+) -> None:
+    checkpoint = case_checkpoint(parity_folder, arch, **sizes)
+    world = parallel.tensor * parallel.expert
+    case = Case("matrix", world, parallel, arch=arch)
+
+    def largest() -> tuple[int, ...]:
+        with case_backend(case, checkpoint) as backend:
+            weights = [w for chunk in backend.engine.bare_chunks for w in chunk.decoder.layers.parameters()]
+            return tuple(max(weights, key=torch.numel).shape)
+
+    assert run_distributed(largest, world, init=False) == [shape] * world
+    info = inspect_checkpoint(checkpoint)
+    for tensors in (info.tensors, joined_experts(info.tensors)):
+        [stage] = stages(tensors, plan(parallel, world, info.shape), info.shape.num_layers, info.shape.tied)
+        assert stage.layer_matrix == math.prod(shape)
 
 
 HYBRIDS = {

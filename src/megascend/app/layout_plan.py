@@ -14,7 +14,7 @@ from megascend.app.preflight import check_lora
 from megascend.app.run import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
 from megascend.config.run_file import read_settings
-from megascend.errors import CheckpointError, ConfigError
+from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
@@ -64,7 +64,7 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
     """Yield a checkpoint directory for a model that may be only its ``config.json``: tensors are then named, and have no data.
 
     Raises:
-        ConfigError: there is no ``config.json``, or it is not valid JSON.
+        ConfigError: there is no ``config.json``, it is not valid JSON, or transformers refuses its values.
     """
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
@@ -80,7 +80,20 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix="megascend-plan-") as folder:
         # An fp8 checkpoint is trained in 16 bits.
-        yield describe_checkpoint(Path(folder), {k: v for k, v in config.items() if k != "quantization_config"})
+        described = {key: value for key, value in config.items() if key != "quantization_config"}
+        try:
+            try:
+                checkpoint = describe_checkpoint(Path(folder), described)
+            except MegascendError:
+                raise
+            except Exception as error:  # transformers checks values with errors of several classes
+                text = " ".join(str(error).split())
+                raise ConfigError(f"{path}: transformers cannot describe this model: {text}") from error
+            yield checkpoint
+        except MegascendError as error:
+            # The user knows nothing of this directory.
+            text = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(model))
+            raise type(error)(text) from error
 
 
 def settings(model: Path, length: int, batch: int, data: Path | None, overrides: Sequence[str]) -> RunConfig:

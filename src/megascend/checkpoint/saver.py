@@ -26,7 +26,7 @@ from megascend.checkpoint import hf_slices, manifest
 from megascend.checkpoint.manifest import CheckpointManifest
 from megascend.checkpoint.staging import Staging
 from megascend.checkpoint.torch_io import ChunkWriter, SliceSavePlanner, raising_system_errors
-from megascend.distributed.objects import broadcast_object, from_rank_0, gather_objects, raise_on_all_ranks
+from megascend.distributed.objects import broadcast_object, collect_objects, from_rank_0, raise_on_all_ranks
 from megascend.errors import CheckpointError
 from megascend.io.atomic import is_replaceable, replace_directory, stage, staging
 from megascend.io.paths import followed, remove
@@ -327,11 +327,13 @@ class Saver:
         """Move the checkpoint into place if every rank has written its files; return the reason if not."""
         step = contents.manifest.step
         # Over the writers' channel: training exchanges objects on its own thread at the same time.
-        everyone = gather_objects((files, problem), CHANNEL, self._groups, f"files of {path}", step)
-        problems = [text for _, text in everyone if text is not None]
-        verdict = f"save: {path} could not be written: {problems[0]}" if problems else None
-        if self._groups.rank == 0:
-            if not problems:
+        everyone = collect_objects((files, problem), CHANNEL, self._groups, f"files of {path}", step)
+        verdict = None
+        if everyone is not None:  # rank 0
+            problems = [text for _, text in everyone if text is not None]
+            if problems:
+                verdict = f"save: {path} could not be written: {problems[0]}"
+            else:
                 all_files = {name: entry for part, _ in everyone for name, entry in sorted(part.items())}
                 verdict = _put_in_place(path, target, temporary, replace(contents.manifest, files=all_files), after)
             if verdict is not None:

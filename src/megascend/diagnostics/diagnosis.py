@@ -16,7 +16,7 @@ from weightwire.liveness import Identity
 
 SILENT_S = 3.0
 """Seconds without a new heartbeat after which a rank counts as gone, unless its process is known to run; heartbeats are sent
-every second."""
+every second. Large worlds have longer ones (:class:`megascend.diagnostics.survey.Pace`)."""
 MAX_LISTED = 16
 """Maximum number of ranks whose positions a message lists."""
 TEXT_LIMIT = 400
@@ -109,18 +109,20 @@ class PeerStatus:
         silent: seconds since the reader last saw the heartbeat advance.
         age: age of the record in seconds, as far as the two hosts' clocks agree; used in messages only.
         state: ``running``, ``stopped`` or ``ended``, if the process is on this host and its state can be read.
+        limit: seconds of silence after which it counts as gone.
     """
 
     record: RankRecord
     silent: float = 0.0
     age: float = 0.0
     state: str | None = None
+    limit: float = SILENT_S
 
     @property
     def gone(self) -> bool:
         """Check whether the peer disappeared without publishing its end or a failure."""
         # A process of a starved machine, or one whose GIL is held by a long call, is silent and comes back.
-        silent = (self.silent >= SILENT_S and self.state != "running") or self.state == "ended"
+        silent = (self.silent >= self.limit and self.state != "running") or self.state == "ended"
         return silent and not self.record.ended and self.record.failure is None
 
     @property
@@ -254,7 +256,9 @@ def _describe_late(peer: int, local: RankRecord, status: PeerStatus | None) -> s
     if status is None:
         return f"rank {peer} has sent no heartbeat"
     frame = f", at {status.record.frame}" if status.record.frame else ""
-    silence = f"; its process runs and has been silent for {status.silent:.0f} s" if status.silent >= SILENT_S else ""
+    silence = (
+        f"; its process runs and has been silent for {status.silent:.0f} s" if status.silent >= status.limit else ""
+    )
     return f"{name(peer, local, status)} has not arrived: {_describe_location(status)}{frame}{silence}"
 
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from megascend.diagnostics.collective_sequence import CollectiveCounts, CollectiveSequence
 from megascend.diagnostics.diagnosis import (
     LOST,
-    SILENT_S,
     Diagnosis,
     PeerStatus,
     PeerVerdict,
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ANSWER_S = 2.5 * SILENT_S
-"""Seconds that the explanation of an error waits for the store."""
 PUBLISH_S = 1.0
 """Seconds that a failure waits to be published."""
 PUBLICATION = "_megascend_publication"
@@ -317,7 +314,8 @@ class HangMonitor:
         stack = self._stack()
         phase = stack.phases[-1]
         # Without a mark: if a caller raises the original error again, it has to be explained again.
-        self._publish_failure(phase, error, mark=False)
+        # Secondary, whatever its class: Gloo's wait for a part of the timeout raises a plain RuntimeError.
+        self._publish_failure(phase, error, mark=False, secondary=True)
         # After the failure is published: peers that fail at the same moment read each other's.
         peers = self._poll_peers()
         suspects = suspected(peers or {})
@@ -348,7 +346,7 @@ class HangMonitor:
             return None
         self._explaining = True
         try:
-            return self._heartbeat.poll_until_certain(ANSWER_S)
+            return self._heartbeat.poll_until_certain()
         finally:
             self._explaining = False
 
@@ -372,16 +370,21 @@ class HangMonitor:
         heartbeat = self._heartbeat
         # This rank's own counts come from memory: the published record may be a tick behind.
         peers = [rank for rank in ranks if rank != self._rank]
-        records = heartbeat.read(peers, ANSWER_S) if heartbeat is not None and peers else None
+        records = heartbeat.read(peers) if heartbeat is not None and peers else None
         counts = {rank: record.collectives for rank, record in (records or {}).items() if record is not None}
         return {rank: counts.get(rank, CollectiveCounts()) for rank in peers} | (
             {self._rank: self.sequence.counts} if self._rank in ranks else {}
         )
 
-    def _publish_failure(self, phase: Phase, error: BaseException, *, mark: bool = True) -> None:
+    def _publish_failure(
+        self, phase: Phase, error: BaseException, *, mark: bool = True, secondary: bool = False
+    ) -> None:
         stack = self._stack()
         self._failure = PhaseFailure(
-            phase_text(phase.label, self.step), stack.phases[0].name, _summarize(error), is_secondary(error)
+            phase_text(phase.label, self.step),
+            stack.phases[0].name,
+            _summarize(error),
+            secondary or is_secondary(error),
         )
         self._published = Publication(stack, stack.generation, self._failure)
         if mark:  # not by setattr: the exception's class may have a __setattr__ that refuses

@@ -5,12 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet  # not the built-in before Python 3.11
 from typing import TYPE_CHECKING, TypeVar
 
-from megascend.diagnostics.diagnosis import SILENT_S, PeerStatus, RankRecord
+from megascend.diagnostics.diagnosis import PeerStatus, RankRecord
+from megascend.diagnostics.survey import TICK_S, Observer, Pace, Survey
 from weightwire import liveness
 
 if TYPE_CHECKING:
@@ -18,44 +19,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HEARTBEAT_S = 1.0
-"""Seconds between two records of a rank that makes no progress."""
-TICK_S = 0.2
-"""Seconds between two checks for progress of this rank; a change is published at once."""
-POLL_S = 0.25
-"""Seconds between two polls of the peers while a caller waits for a diagnosis."""
-
-
-class Observer(liveness.HeartbeatObserver[RankRecord]):
-    """Last heartbeats of the ranks, and their statuses as of the last poll."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock = float("-inf")
-
-    def poll(self, records: Mapping[int, RankRecord | None], now: float, clock: float, timeout_s: float) -> None:
-        """Update the records as of ``now``, which is ``clock`` in ``time.time()``."""
-        self.update(records, now, timeout_s)
-        self._clock = clock
-
-    def statuses(self, peers: Iterable[int]) -> dict[int, PeerStatus | None]:
-        """Return the statuses of ``peers`` as of the last poll."""
-        statuses: dict[int, PeerStatus | None] = dict.fromkeys(peers)
-        for rank in statuses.keys() & self.records.keys():
-            record = self.records[rank]
-            state = record.process.state() if record.process is not None else None
-            statuses[rank] = PeerStatus(record, self.silent_s(rank), max(0.0, self._clock - record.clock), state)
-        return statuses
-
-    def undecided(self, since: float) -> bool:
-        """Check whether to poll on: some peer sent no heartbeat after ``since``, but is not silent long enough to be gone."""
-        return any(
-            not self.has_advanced(rank, since)
-            and self.silent_s(rank) < SILENT_S
-            and record.failure is None
-            and not record.ended
-            for rank, record in self.records.items()
-        )
+SURVEY_ABOVE = 64
+"""Ranks above which one rank reads the records for all (:mod:`megascend.diagnostics.survey`)."""
 
 
 class HeartbeatThread:
@@ -83,10 +48,10 @@ class HeartbeatThread:
         self.store_address = _address(store)
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._snapshot, self._changed, self._attend = snapshot, changed, attend
-        # Ticks and polls grow with the world, since each poll reads all ranks' records from one server.
-        self._tick = TICK_S * max(1.0, world_size / 512)
-        self.poll_s = max(HEARTBEAT_S, world_size / 64)
-        self._observer = Observer()
+        self.pace = Pace(world_size)
+        self._observer = Observer(self.pace)
+        keys = [_key(number) for number in range(world_size)]
+        self._survey = Survey(store, rank, keys, self.pace) if world_size > SURVEY_ABOVE else None
         self._count, self._published, self._last_change, self._polled = 0, -1e9, object(), -1e9
         # Requests of other threads, with a future for the answer; None ends the thread.
         self._tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
@@ -109,16 +74,24 @@ class HeartbeatThread:
         """Publish this rank's record at once; return when it is stored, or after ``limit_s``."""
         self._ask(self._publish, limit_s)
 
-    def poll_until_certain(self, limit_s: float) -> dict[int, PeerStatus | None] | None:
-        """Poll the peers until each has sent a heartbeat or has been silent for :data:`SILENT_S`; return their statuses.
+    def poll_until_certain(self) -> dict[int, PeerStatus | None] | None:
+        """Poll the peers until each has sent a heartbeat or has been silent for long; return their statuses.
 
-        Every status describes the time of the call or later. None if the store does not answer within ``limit_s``.
+        Every status describes the time of the call or later. None if there is no answer within ``pace.answer_s``.
         """
-        return self._ask(self._observe, limit_s)
+        return self._ask(self._observe, self.pace.answer_s)
 
-    def read(self, peers: Sequence[int], limit_s: float) -> dict[int, RankRecord | None] | None:
-        """Return the current records of ``peers``; None if the store does not answer within ``limit_s``."""
-        return self._ask(lambda: self._read(peers), limit_s)
+    def read(self, peers: Sequence[int]) -> dict[int, RankRecord | None] | None:
+        """Return records of ``peers``: the current ones, or for many peers those of the last survey, if there is one.
+
+        None if the store does not answer within ``pace.answer_s``.
+        """
+        if self._survey is None or len(peers) <= SURVEY_ABOVE:
+            return self._ask(lambda: self._read(peers), self.pace.answer_s)
+        statuses = self._ask(self.poll, self.pace.answer_s)
+        if statuses is None:
+            return None
+        return {peer: None if (status := statuses.get(peer)) is None else status.record for peer in peers}
 
     def close(self, limit_s: float = 2.0) -> None:
         """Publish a last record and end the thread."""
@@ -145,8 +118,11 @@ class HeartbeatThread:
             self._publish()
             while self._next():
                 now = time.monotonic()
-                if self._changed() != self._last_change or now - self._published >= HEARTBEAT_S:
+                if self._changed() != self._last_change or now - self._published >= self.pace.heartbeat_s:
                     self._publish()
+                if self._survey is not None:
+                    with self.io:
+                        self._survey.step()
                 self._attend(self)
         except RuntimeError as error:  # the store's server is gone: at the end of a run, or with its host
             self.lost = str(error)
@@ -154,11 +130,14 @@ class HeartbeatThread:
     def _next(self) -> bool:
         """Run a task of another thread, or wait a tick; return False to end the thread."""
         try:
-            item = self._tasks.get(timeout=self._tick)
+            item = self._tasks.get(timeout=self.pace.tick_s)
         except queue.Empty:
             return True
         if item is None:
             self._publish()
+            if self._survey is not None:
+                with self.io:
+                    self._survey.close()
             return False
         task, answer = item
         try:
@@ -178,15 +157,28 @@ class HeartbeatThread:
         self._published = time.monotonic()
 
     def poll(self) -> dict[int, PeerStatus | None]:
-        """Return the peers' statuses; read their records at most every ``poll_s`` seconds. For ``attend``."""
-        if time.monotonic() - self._polled >= self.poll_s:
-            self._poll()
-        return self._observer.statuses(self._peers)
+        """Return the peers' statuses; read their records at most every ``pace.poll_s`` seconds. For ``attend``.
+
+        In a large world these are of the last survey, none at first, and a new one is asked for.
+        """
+        due = time.monotonic() - self._polled >= self.pace.poll_s
+        if self._survey is None:
+            if due:
+                self._poll()
+            return self._observer.statuses(self._peers)
+        if due and not self._survey.pending:
+            self._polled = time.monotonic()
+            with self.io:
+                self._survey.request()
+        return self._surveyed_peers(self._survey)
+
+    def _surveyed_peers(self, survey: Survey) -> dict[int, PeerStatus | None]:
+        return {peer: status for peer, status in survey.statuses.items() if peer != self._rank}
 
     def _poll(self) -> None:
         records = self._read(self._peers)
         self._polled = time.monotonic()
-        self._observer.poll(records, self._polled, time.time(), timeout_s=3 * self.poll_s + SILENT_S)
+        self._observer.poll(records, self._polled, time.time(), 3 * self.pace.poll_s + self.pace.silent_s)
 
     def _read(self, peers: Sequence[int]) -> dict[int, RankRecord | None]:
         with self.io:
@@ -195,19 +187,27 @@ class HeartbeatThread:
             peer: None if value is None else RankRecord.decode(value) for peer, value in zip(peers, values, strict=True)
         }
 
-    def _observe(self) -> dict[int, PeerStatus | None]:
+    def _observe(self) -> dict[int, PeerStatus | None] | None:
         start = time.monotonic()
         self._publish()
+        if self._survey is not None:
+            with self.io:
+                self._survey.request()
         while True:
-            self._poll()
-            statuses = self._observer.statuses(self._peers)
-            conclusive = any(status is not None and status.conclusive for status in statuses.values())
-            # A rank publishes its progress within a tick, so records read two ticks later are up to date.
-            certain = conclusive and self._polled - start > 2 * self._tick
-            if certain or not self._observer.undecided(start) or self._polled - start > SILENT_S + 2 * HEARTBEAT_S:
-                return statuses
-            time.sleep(max(POLL_S, self.poll_s / 8))
-            if time.monotonic() - self._published >= HEARTBEAT_S:
+            if self._survey is None:
+                self._poll()
+                statuses = self._observer.statuses(self._peers)
+                if self._observer.certain(statuses, start):
+                    return statuses
+            else:
+                with self.io:
+                    self._survey.step()
+                if not self._survey.pending:
+                    return self._surveyed_peers(self._survey)
+                if time.monotonic() - start > self.pace.answer_s:  # the caller waits no longer
+                    return None
+            time.sleep(min(self.pace.look_s, TICK_S) if self._survey is not None else self.pace.look_s)
+            if time.monotonic() - self._published >= self.pace.heartbeat_s:
                 self._publish()
 
 

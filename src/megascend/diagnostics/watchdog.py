@@ -104,7 +104,7 @@ class Watchdog:
         stack, generation, now = self._stack, self._stack.generation, time.monotonic()
         seconds = now - stack.since
         # The thread ticks more often than records change.
-        if not stack.phases or seconds < self.check_after_s or now - self._checked_at < heartbeat.poll_s:
+        if not stack.phases or seconds < self.check_after_s or now - self._checked_at < heartbeat.pace.poll_s:
             return
         self._checked_at = now
         record = self._record()

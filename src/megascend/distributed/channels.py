@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,81 @@ from megascend.distributed import frames
 from megascend.errors import ProcessGroupError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
+RELAYED_ABOVE = 256
+"""Ranks above which frames are relayed, in log2(n) rounds. Below, each rank sends its frame to every other one: that is faster,
+and connects every pair of ranks, with a socket on each side and a read of the store."""
 LOOK_S = 1.0
 """Seconds that a rank waits before its first check for a deadlock between groups."""
 MAX_PAUSE_S = 30.0
 """Longest pause between two checks, in seconds: each reads the store once for every rank of the group."""
 MARGIN_S = 1.0
 """Seconds that a rank waits past the group's timeout, so that Gloo's own error, which says more, arrives first."""
+
+
+class ExchangeWork(Protocol):
+    """Handle of an exchange under way, as ``torch.distributed.Work``."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Return once the exchange has completed. RuntimeError: it failed, or the time has elapsed."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Check whether the exchange has completed or failed."""
+        ...
+
+
+class RelayedExchange:
+    """An all-gather in which a rank communicates with 2 log2(n) others (Bruck et al., 1997), on a thread of its own.
+
+    In round k a rank sends all that it has to the rank 2^k before it, and receives as much from the rank 2^k after it.
+
+    Args:
+        buffer: rows of all ranks, to be received; row 0 is this rank's. Rows are in group order, beginning with this rank.
+        ranks: global ranks, in group order.
+        tag: number that the messages of no other exchange under way have.
+    """
+
+    def __init__(self, buffer: torch.Tensor, ranks: Sequence[int], rank: int, group: ProcessGroup, tag: int) -> None:
+        self._buffer, self._ranks, self._group, self._tag = buffer, ranks, group, tag
+        self._position = list(ranks).index(rank)
+        self._completed, self._error = threading.Event(), None
+        # A daemon: a rank may end while others have not come, and its other work need not wait for them.
+        threading.Thread(target=self._run, name="megascend-exchange", daemon=True).start()
+
+    def wait(self, timeout: timedelta = timedelta.max) -> None:
+        """See :class:`ExchangeWork`."""
+        if not self._completed.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX)):
+            raise RuntimeError("the exchange has not completed in time")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """See :class:`ExchangeWork`."""
+        return self._completed.is_set()
+
+    def _run(self) -> None:
+        try:
+            self._relay()
+        except RuntimeError as error:  # Gloo's, for lost peers and after the group's timeout
+            self._error = error
+        self._completed.set()
+
+    def _relay(self) -> None:
+        size, distance, sends = len(self._ranks), 1, []
+        while distance < size:
+            rows = min(distance, size - distance)
+            before = self._ranks[(self._position - distance) % size]
+            after = self._ranks[(self._position + distance) % size]
+            sends.append(dist.isend(self._buffer[:rows], before, self._group, self._tag))
+            received = dist.irecv(self._buffer[distance : distance + rows], after, self._group, self._tag)
+            assert received is not None, "this rank is in the group"
+            received.wait()
+            distance *= 2
+        for work in sends:
+            assert work is not None, "this rank is in the group"
+            work.wait()
 
 
 class Channel:
@@ -43,7 +111,8 @@ class Channel:
             )
         self.name, self.ranks, self.rank, self.group, self.timeout_s = name, list(ranks), rank, group, timeout_s
         # Gloo writes into the receive buffer after the call returns, so both are held until the work has completed.
-        self._unfinished: list[tuple[torch.Tensor, Work]] = []
+        self._unfinished: list[tuple[torch.Tensor, ExchangeWork]] = []
+        self._exchanges = 0
 
     @property
     def is_single(self) -> bool:
@@ -63,6 +132,8 @@ class Channel:
             return [frame]
         received, work = self._send(frame)
         self._wait(work, self.timeout_s + MARGIN_S if timeout_s is None else timeout_s, on_slow)
+        if isinstance(work, RelayedExchange):
+            received = received.roll(self.ranks.index(self.rank), 0)
         data = received.numpy().tobytes()
         return [data[start : start + frames.SIZE] for start in range(0, len(data), frames.SIZE)]
 
@@ -71,8 +142,16 @@ class Channel:
         self._unfinished = [entry for entry in self._unfinished if not entry[1].is_completed()]
         self._unfinished.append(self._send(frame))
 
-    def _send(self, frame: bytes) -> tuple[torch.Tensor, Work]:
+    def _send(self, frame: bytes) -> tuple[torch.Tensor, ExchangeWork]:
         """Start an exchange; return the receive buffer and the work handle."""
+        self._exchanges += 1
+        if len(self.ranks) > RELAYED_ABOVE:
+            assert self.group is not None, "several ranks have a group"
+            rows = torch.empty(len(self.ranks), len(frame), dtype=torch.uint8, device="cpu")
+            rows[0] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+            # Equal on all ranks, each of which takes part in every exchange.
+            tag = self._exchanges % 2**20
+            return rows, RelayedExchange(rows, self.ranks, self.rank, self.group, tag)
         # An all-to-all of equal frames, not an all-gather: Gloo passes an all-gather from rank to rank around a ring.
         outgoing = torch.frombuffer(bytearray(frame * len(self.ranks)), dtype=torch.uint8)
         received = torch.empty_like(outgoing)
@@ -80,7 +159,7 @@ class Channel:
         assert work is not None, "this rank is in the group"
         return received, work
 
-    def _wait(self, work: Work, limit_s: float, on_slow: Callable[[], None] | None) -> None:
+    def _wait(self, work: ExchangeWork, limit_s: float, on_slow: Callable[[], None] | None) -> None:
         deadline, pause = time.monotonic() + limit_s, LOOK_S
         while True:
             left = deadline - time.monotonic()

@@ -278,6 +278,13 @@ class _Collective:
             return [frame.content for frame in members]
         # All ranks know the lengths from the frames, so they decide alike on a second round and on its size.
         size = max(frame.length for frame in members)
+        larger = [number for number, frame in enumerate(members) if not frame.complete]
+        if sum(members[number].length for number in larger) < len(members) * size // 2:
+            # Few ranks have more than a frame holds: padding all to the largest would take memory for the others' nothing.
+            contents = [frame.content for frame in members]
+            for number in larger:
+                contents[number] = self._broadcast(content, number, members[number].length, timeout_s)
+            return contents
         received = list(torch.empty(len(members), size, dtype=torch.uint8, device="cpu"))
         with self._naming_missing_ranks(timeout_s):
             dist.all_gather(received, _padded(content, size), group=self._channel.group)
@@ -308,8 +315,14 @@ class _Collective:
         frame = self.exchange(content)[source]
         if frame.complete:
             return frame.content
-        box = _padded(content, frame.length)
-        with self._naming_missing_ranks():
+        return self._broadcast(content, source, frame.length)
+
+    def _broadcast(self, content: bytes, source: int, size: int, timeout_s: float | None = None) -> bytes:
+        """Return the ``size`` bytes of the group's rank ``source``, on every rank; ``content``: this rank's."""
+        channel = self._channel
+        is_source = channel.rank == channel.ranks[source]
+        box = _padded(content if is_source else b"", size)
+        with self._naming_missing_ranks(timeout_s):
             dist.broadcast(box, src=channel.ranks[source], group=channel.group)
         return box.numpy().tobytes()
 

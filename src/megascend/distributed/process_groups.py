@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megascend.diagnostics.hang_monitor import HangMonitor
-from megascend.distributed.channels import Channel
+from megascend.distributed.channels import RELAYED_ABOVE, Channel
 from megascend.distributed.engine_groups import GroupFactory, PlainGroups
 from megascend.distributed.groups import CARRIERS, ProcessGroups
 from megascend.distributed.launch import Launch, reconnect
@@ -36,9 +37,9 @@ from megascend.topology.topology import GROUP_AXES, Topology, axes_of, rank_list
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-LAZY_CONNECTIONS_ABOVE = 2048
-"""Ranks above which Gloo connects two ranks when they first communicate. Before that each rank stores something for every other,
-and reads what all have stored: 8 n^3 bytes for a group of n ranks, 70 GB for 2048."""
+LAZY_CONNECTIONS_ABOVE = RELAYED_ABOVE
+"""Ranks above which Gloo connects two ranks when they first communicate. Below, each rank stores something for every other, and
+reads what all have stored: 8 n^3 bytes for a group of n ranks, 134 MB for 256 and 9 GB for 1024."""
 WORLD_GROUPS = 3
 """Further Gloo groups of all ranks, which are created when they are needed: of checkpoints, and of one more thread."""
 OTHER_FILES = 256
@@ -139,16 +140,31 @@ def initialize(
 
 
 def gloo_sockets(topology: Topology, rank: int, *, device_groups: bool) -> int:
-    """Count the sockets of a rank's Gloo groups, each of which connects it to every member and has one that listens. Pure.
+    """Count the sockets of a rank's Gloo groups: one to each member that it communicates with, and one that listens. Pure.
 
     Args:
         device_groups: those for tensors are on Gloo, too.
     """
-    kinds = [CARRIERS, tuple(GROUP_AXES)] if device_groups else [CARRIERS]
-    distinct = [{tuple(topology.group_of(rank, *axes_of(name))) for name in names} for names in kinds]
-    return WORLD_GROUPS * topology.world_size + sum(
-        len(ranks) for groups in distinct for ranks in groups if len(ranks) > 1
+    carriers, axes = (
+        {tuple(topology.group_of(rank, *axes_of(name))) for name in names} for names in (CARRIERS, GROUP_AXES)
     )
+    total = sum(carrier_sockets(rank, ranks) for ranks in carriers)
+    total += WORLD_GROUPS * carrier_sockets(rank, range(topology.world_size))
+    if device_groups:
+        total += sum(len(ranks) for ranks in axes if len(ranks) > 1)
+    return total
+
+
+def carrier_sockets(rank: int, ranks: Sequence[int]) -> int:
+    """Count the sockets of a rank's Gloo group that carries objects. Pure."""
+    size = len(ranks)
+    if size == 1:
+        return 0
+    # The first rank collects objects that do not fit into frames from each of the others.
+    if size <= LAZY_CONNECTIONS_ABOVE or rank == ranks[0]:
+        return size
+    # Barriers, relayed frames, rings and trees connect a rank to those 2^k before and after it; one more is the first rank.
+    return min(size, 2 * (size - 1).bit_length() + 2)
 
 
 def _check_open_files(topology: Topology, rank: int, platform: CommunicationPlatform) -> None:
@@ -159,8 +175,8 @@ def _check_open_files(topology: Topology, rank: int, platform: CommunicationPlat
     limit = open_file_limit(required)
     if limit < required:
         raise ProcessGroupError(
-            f"rank {rank}: in a world of {topology.world_size} ranks a process has up to {required} open files and sockets, as "
-            f"Gloo connects all ranks of a group with each other, and {socket.gethostname()} allows {limit} (ulimit -Hn): "
+            f"rank {rank}: in a world of {topology.world_size} ranks a process has up to {required} open files and sockets, most "
+            f"of them of Gloo groups, and {socket.gethostname()} allows {limit} (ulimit -Hn): "
             "raise the hard limit (limits.conf, LimitNOFILE of systemd, docker run --ulimit nofile)"
         )
 

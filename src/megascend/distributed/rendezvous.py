@@ -8,7 +8,6 @@ name for it instead.
 from __future__ import annotations
 
 import ipaddress
-import json
 import secrets
 import socket
 import time
@@ -22,6 +21,50 @@ if TYPE_CHECKING:
 
 POLL_S = 0.05
 """Seconds between two reads of the store while ranks agree."""
+BRANCHES = 32
+"""Branches of a node of the tree in which ranks are counted."""
+
+
+class Arrivals:
+    """Ranks that have announced themselves in the store, counted in a tree: no rank asks for every other one.
+
+    Args:
+        name: prefix of the keys.
+    """
+
+    def __init__(self, store: Store, name: str, world_size: int) -> None:
+        self._store, self._name, self._world_size = store, name, world_size
+        spans = [1]
+        while spans[-1] < world_size:
+            spans.append(BRANCHES * spans[-1])
+        self._spans = spans
+
+    def announce(self, rank: int) -> None:
+        """Count ``rank``, once."""
+        if self._store.add(self._key(1, rank), 1) == 1:
+            for span in self._spans[1:]:
+                self._store.add(self._key(span, rank), 1)
+
+    def count(self) -> int:
+        """Return how many ranks have announced themselves."""
+        return min(self._store.add(self._key(self._spans[-1], 0), 0), self._world_size)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not; costs some requests for each of them, and few for all others."""
+        return self._missing(0, len(self._spans) - 1)
+
+    def _missing(self, first: int, level: int) -> list[int]:
+        """Return the missing ones of the ``self._spans[level]`` ranks from ``first``."""
+        ranks = range(first, min(first + self._spans[level], self._world_size))
+        if self._store.add(self._key(self._spans[level], first), 0) >= len(ranks):
+            return []
+        if level == 0:
+            return [first]
+        parts = range(first, ranks.stop, self._spans[level - 1])
+        return [rank for start in parts for rank in self._missing(start, level - 1)]
+
+    def _key(self, span: int, rank: int) -> str:
+        return f"{self._name}/{span}/{rank // span}"
 
 
 def wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> list[int]:
@@ -30,19 +73,22 @@ def wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> 
     Returns:
         The ranks that did not arrive within ``timeout_s``.
     """
-    # Counted, not looked up key by key: every rank of a large world asking for every key would occupy the store's server.
-    # A rank that waits a second time has been counted.
-    count = store.add("started", 1 if store.add(f"started/{rank}", 1) == 1 else 0)
+    arrivals = Arrivals(store, "started", world_size)
+    arrivals.announce(rank)
     deadline = time.monotonic() + timeout_s
     # Polled: whenever Store.wait() times out, torch writes two warnings to the terminal.
-    pause_s, longest_s = 0.002, max(0.05, world_size / 20_000)  # bounds the load of the rank that serves the store
-    while count < world_size:
+    pause_s, longest_s = 0.002, _pause(world_size)
+    while arrivals.count() < world_size:
         if time.monotonic() >= deadline:
-            return [number for number in range(world_size) if not store.check([f"started/{number}"])]
+            return arrivals.missing()
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, longest_s)
-        count = store.add("started", 0)
     return []
+
+
+def _pause(world_size: int) -> float:
+    """Return the seconds between two reads of a waiting rank, which bound the load of the store's server."""
+    return max(POLL_S, world_size / 20_000)
 
 
 def did_not_arrive(rank: int, label: str, missing: Sequence[int], expected: int, timeout_s: float) -> str:
@@ -64,17 +110,19 @@ def did_not_arrive(rank: int, label: str, missing: Sequence[int], expected: int,
 def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
     """Return a name for this start, the same on all ranks and different from that of any earlier start. Collective.
 
-    Every rank stores a random number. Rank 0 proposes a name together with all the numbers it reads; a rank accepts a proposal
-    that holds its number; rank 0 confirms the name when all have accepted. A proposal with a number left over from an earlier
-    start is never accepted by all, and is replaced as soon as the new number is stored.
+    Every rank stores a random number. Rank 0 proposes a name to each, together with the number it has read; a rank accepts a
+    proposal that has its number; rank 0 confirms the name when all have accepted. A proposal with a number left over from an
+    earlier start is never accepted by all, and is replaced as soon as the new number is stored.
     """
     number = secrets.token_hex(8)
     store.set(f"number/{rank}", number)
+    arrivals = Arrivals(store, "numbered", world_size)
+    arrivals.announce(rank)
     deadline = time.monotonic() + timeout_s
     decide = _Proposer(store, world_size).decide if rank == 0 else _Follower(store, rank, number).decide
     while (name := decide()) is None:
         if time.monotonic() >= deadline:
-            missing = [other for other in range(world_size) if not store.check([f"number/{other}"])]
+            missing = arrivals.missing()
             if not missing:
                 # Every rank has a number, but some are of an earlier start, and this rank cannot tell which.
                 raise CollectiveTimeoutError(
@@ -83,7 +131,7 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout_s: float) -
                     "output on every host"
                 )
             raise CollectiveTimeoutError(did_not_arrive(rank, "start-up", missing, world_size, timeout_s))
-        time.sleep(POLL_S)
+        time.sleep(_pause(world_size))
     return name
 
 
@@ -103,7 +151,11 @@ class _Proposer:
         # A rank has replaced the number of an earlier start: the old proposal can no longer be accepted by all.
         if numbers != self._numbers:
             self._numbers, self._name = numbers, secrets.token_hex(8)
-            self._store.set("proposal", json.dumps([self._name, numbers]))
+            # To each rank its own: one proposal for all would hold n numbers, and n ranks would read it.
+            self._store.multi_set(  # type: ignore[reportAttributeAccessIssue]  torch's stub lacks it
+                [f"proposal/{rank}" for rank in range(self._world_size)],
+                [f"{self._name} {number}" for number in numbers],
+            )
         accepted = [f"accepted/{self._name}/{rank}" for rank in range(1, self._world_size)]
         if not self._store.check(accepted):
             return None
@@ -112,16 +164,17 @@ class _Proposer:
 
 
 class _Follower:
-    """Every other rank's side of the agreement: accept a proposal that holds its number."""
+    """Every other rank's side of the agreement: accept a proposal that has its number."""
 
     def __init__(self, store: Store, rank: int, number: str) -> None:
         self._store, self._rank, self._number = store, rank, number
 
     def decide(self) -> str | None:
-        if not self._store.check(["proposal"]):
+        proposal = f"proposal/{self._rank}"
+        if not self._store.check([proposal]):
             return None
-        name, numbers = json.loads(self._store.get("proposal"))
-        if self._rank >= len(numbers) or numbers[self._rank] != self._number:
+        name, number = self._store.get(proposal).decode().split()
+        if number != self._number:
             return None  # the proposal is of an earlier start
         self._store.set(f"accepted/{name}/{self._rank}", "")
         return name if self._store.check([f"confirmed/{name}"]) else None

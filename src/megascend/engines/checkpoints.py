@@ -21,7 +21,7 @@ from megascend.checkpoint.manifest import CheckpointManifest
 from megascend.checkpoint.saver import CheckpointState
 from megascend.checkpoint.slices import TensorSlices
 from megascend.checkpoint.torch_io import ChunkReader, SliceLoadPlanner, stored_tensors
-from megascend.distributed.objects import gather_objects, raise_on_all_ranks
+from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.engines.base import Engine
 from megascend.errors import CheckpointError, ConfigError
 
@@ -193,7 +193,10 @@ def _require_all_used(
     purpose = f"the entries required of {directory}"
     raise_on_all_ranks(None if problem is None else CheckpointError(refusal(problem)), engine.groups, purpose)
     # A rank reads its own slices only, so only the union over ranks shows what nobody has read.
-    unused = sorted(set(stored).difference(*gather_objects(used, "world", engine.groups, purpose)))
+    # As numbers in the order of the names: all ranks read the same checkpoint, and its names from each of them would be many.
+    names, local = sorted(stored), set(used)
+    flags = all_reduce_numbers([float(name in local) for name in names], "world", engine.groups, "max", purpose)
+    unused = [name for name, flag in zip(names, flags, strict=True) if not flag]
     if unused:
         raise CheckpointError(refusal(f"unexpected key in checkpoint: {unused[0]}"))
 

@@ -76,7 +76,17 @@ class AdapterManager(MixedAdapters):
         check_untied(settings.limits.targets, layout.prefix, tied=tied)
         targets = find_target_modules(chunks, layout) + tower[0]
         # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
-        local_names = sorted({fused_slice.name for target in targets for fused_slice in target.slices})
+        coordinates = groups.coordinates
+        # Of a replica, the names are another rank's, but for those of experts.
+        replica = coordinates.tensor or coordinates.data or coordinates.context
+        local_names = sorted(
+            {
+                fused_slice.name
+                for target in targets
+                if not (coordinates.expert_tensor or coordinates.expert_data if target.is_expert else replica)
+                for fused_slice in target.slices
+            }
+        )
         parts = gather_objects((local_names, tower[1]), "world", groups, "layers")
         all_names = sorted({name for names, _ in parts for name in names})
         refused_targets = next((names for _, names in parts if names is not None), None)

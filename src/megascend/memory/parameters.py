@@ -24,6 +24,8 @@ REPLICATED = (
     "q_a_proj.weight",
 )
 """Matrices that are replicated on tensor parallel ranks."""
+FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}
+"""Projections that Megatron fuses."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class StageParameters:
         experts: parameters of the rank's routed experts.
         vocabulary: rows of the output layer on the rank, 0 without it.
         embedding: elements of the larger of embedding and output layer on the rank; 0 without them.
-        layer_matrix: elements of the largest matrix of a layer on the rank, counting experts separately.
+        layer_matrix: elements of the largest matrix of a layer on the rank: of one expert, with what the engine fuses.
         layers: indices of the layers; a head for multi-token prediction follows the last one.
         tower: elements of a vision tower, which is not divided; 0 on later stages.
         dense_matrices, expert_matrices: elements among ``dense`` and ``experts`` that Muon would train.
@@ -69,11 +71,13 @@ def stages(
     *,
     prediction_head: bool = False,
     images: Images | None = None,
+    fused: bool = True,
 ) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage, as Megatron divides them.
 
     Args:
         images: declaration of a model's pictures; None: it takes none.
+        fused: projections of one input are one matrix, as in Megatron.
     """
     tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
     rest = {name: header for name, header in headers.items() if name not in tower}
@@ -83,7 +87,7 @@ def stages(
         # Heads that are named beside the layers are numbered from 0.
         by_layer.setdefault(layers if ".mtp." in f".{name}" else layer_of(name), []).append((name, header))
     parameters = [
-        _stage(by_layer, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)
+        _stage(by_layer, topology, layers, tied, stage, prediction_head, fused) for stage in range(topology.pipeline)
     ]
     return [replace(parameters[0], tower=elements(tower)), *parameters[1:]]
 
@@ -101,6 +105,7 @@ def _stage(
     tied: bool,
     stage: int,
     prediction_head: bool,
+    fused: bool,
 ) -> StageParameters:
     """Return a stage's parameters; ``by_layer``: tensors by the index of their layer, None for those outside layers."""
     stage_layers = set(layers_of_stage(stage, layers, topology))
@@ -110,19 +115,23 @@ def _stage(
     # Megatron has a copy of a tied embedding on the last stage, where it is the output layer; a head for multi-token
     # prediction embeds tokens there.
     embeds = first or (last and (tied or prediction_head))
-    dense = experts = vocabulary = embedding = matrix = dense_matrices = expert_matrices = 0
+    dense = experts = vocabulary = embedding = dense_matrices = expert_matrices = 0
+    matrices: dict[str, int] = {}
     for name, header in (tensor for layer in stage_layers for tensor in by_layer.get(layer, ())):
+        hidden = is_hidden_matrix(name, header.shape)
         if ".experts." in name:
             count = _shard_size(header.shape, topology.expert_tensor * topology.expert)
             experts += count
-            expert_matrices += count if is_hidden_matrix(name, header.shape) else 0
-            # A fused weight of all experts counts as one matrix per expert.
-            matrix = max(matrix, count // (header.shape[0] // topology.expert if len(header.shape) == 3 else 1))
+            expert_matrices += count if hidden else 0
+            # An expert is on one expert parallel rank, whether or not one tensor of the checkpoint has all experts.
+            count = _shard_size(header.shape[-2:], topology.expert_tensor)
         else:
             count = local_elements(name, header.shape, topology.tensor)
             dense += count
-            dense_matrices += count if is_hidden_matrix(name, header.shape) else 0
-            matrix = max(matrix, count)
+            dense_matrices += count if hidden else 0
+        prefix, _, kind = name.removesuffix(".weight").rpartition(".")
+        key = f"{prefix}.{FUSED.get(kind, kind)}" if fused else name
+        matrices[key] = matrices.get(key, 0) + count
     for name, header in by_layer.get(None, ()):
         count = local_elements(name, header.shape, topology.tensor)
         is_embedding = name.endswith(("embed_tokens.weight", "wte.weight"))
@@ -138,7 +147,7 @@ def _stage(
         experts,
         vocabulary,
         embedding,
-        matrix,
+        max(matrices.values(), default=0),
         tuple(sorted(stage_layers)),
         dense_matrices=dense_matrices,
         expert_matrices=expert_matrices,
@@ -179,8 +188,6 @@ def _shard_size(shape: tuple[int, ...], parts: int) -> int:
 RANK_MULTIPLE = 8
 """Multiple to which layers pad the ranks of factors. A copy of the constant of :mod:`megascend.lora.stacked_adapters`, which
 imports torch."""
-FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}
-"""Projections that Megatron fuses."""
 
 
 def adapter_bytes(

@@ -40,7 +40,7 @@ def items(
     """Return the bytes of each item of a rank."""
     kind = LayerKind.of(config, workload, kernels)
     images = info.architecture.inputs
-    [parameters] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied, images=images)
+    [parameters] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied, images=images, fused=False)
     tokens = workload.tokens / topology.context
     layers = [
         layer_bytes(sizes, kind, with_experts=with_experts, single=config.engine == "single", linear=linear)
