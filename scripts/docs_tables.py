@@ -244,9 +244,11 @@ def families() -> str:
         parts = [
             "latent attention" if LatentAttention.from_config(tiny) else "",
             "sparse attention" if IndexedAttention.from_config(tiny_config(model_type)) else "",
+            "state spaces" if tiny.get("mamba_num_heads") else "",
             "window" if tiny.get("sliding_window") else "",
             "sinks" if model_type == "gpt_oss" else "",
             f"experts ({architecture.router or 'softmax'} scores)" if expert_count(tiny) else "",
+            "latent experts" if tiny.get("moe_latent_size") else "",
             "head for multi-token prediction" if architecture.prediction_head else "",
             "vision tower" if architecture.inputs is not None else "",
         ]

@@ -191,6 +191,7 @@ def model(**settings: object) -> SimpleNamespace:
         ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1: from which random stream"),
         ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant='gated_delta_net'"),
+        ({"is_hybrid_model": True}, "layers with state spaces (Mamba-2): the kernels of mamba_ssm"),
         ({"context_parallel_size": 4, "cp_window_size": 2}, "cp_window_size=2: MindSpeed reads them from"),
         ({"context_parallel_size": 2, "use_cp_send_recv_overlap": True}, "use_cp_send_recv_overlap=True"),
     ],

@@ -12,10 +12,14 @@ from pathlib import Path
 import megascend
 from megascend.testing.parity import LR, MAX_GRAD_NORM, WEIGHT_DECAY, causal_samples, token_lists
 
+REFUSED_PACKED = ("nemotron_h",)
+"""Families whose packed samples engine fsdp refuses."""
+
 
 def main(engine: str, checkpoint: str, steps: str, result: str) -> None:
     samples = causal_samples(token_lists())
-    packed = engine == "fsdp"
+    model_type = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    packed = engine == "fsdp" and model_type not in REFUSED_PACKED
     with megascend.make_backend(
         engine,
         model=Path(checkpoint),

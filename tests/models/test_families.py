@@ -53,6 +53,8 @@ IN_CI = (
     "minimax_m2: TP2 + SP",
     "mistral: single",
     "mixtral: EP2",
+    "nemotron_h: TP2 x EP2 + SP",
+    "nemotron_h: CP2",
     "seed_oss: TP2 + SP",
 )
 """Each particular of a family once, and each way in which a layout divides it; the others are nightly."""
@@ -60,10 +62,10 @@ ADAPTERS_IN_CI = ("deepseek_v3", "gpt_oss", "hy_v3")
 """Latent attention, interleaved experts, renamed modules."""
 ALL = [architecture.model_type for architecture in proven()]
 NEW = [name for name in ALL if name not in ("llama", "qwen2", "qwen3", "qwen3_moe")]
-CACHED = [name for name in NEW if name not in ("deepseek_v32", "glm_moe_dsa")]
+CACHED = [name for name in NEW if name not in ("deepseek_v32", "glm_moe_dsa", "nemotron_h")]
 """Families for which the sampler keeps keys and values."""
 CASES = family_matrix()
-ADAPTER_SEED = {"ernie4_5_moe": 8}
+ADAPTER_SEED = {"ernie4_5_moe": 8, "nemotron_h": 8}
 """With the usual adapter, two experts of a token are closer than rounding, and peft chooses the other one."""
 
 

@@ -61,7 +61,7 @@ TIED_LAYOUTS = (
 ADAPTER_LAYOUTS = ("TP2 + SP", "TP2 x EP2 + SP", "EP2", "PP2", "CP2")
 ADAPTERS_IN_CI = ("deepseek_v3: TP2 x EP2 + SP",)
 """Adapters of projections that are replicated over tensor parallel ranks, and of ones that are not."""
-ADAPTER_SEED = {"ernie4_5_moe": 8}
+ADAPTER_SEED = {"ernie4_5_moe": 8, "nemotron_h": 8}
 """With the usual adapter, two experts of a token are closer than rounding, and peft chooses the other one."""
 IN_CI = ("deepseek_v3: TP2 x EP2 + SP", "gpt_oss: TP2 x EP2 + SP", "qwen3: TP2 x PP2 + SP tied")
 """Latent attention, shared experts and a router; sinks and biases of experts; norms of heads, and tied embeddings."""

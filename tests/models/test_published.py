@@ -18,7 +18,7 @@ from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint
 from megascend.memory.estimate import Estimate
 from megascend.memory.parameters import elements, stages
 from megascend.models import architecture_of, expert_layers, text_config
-from megascend.models.base import LatentAttention, LinearAttention
+from megascend.models.base import LatentAttention, LinearAttention, StateSpace, single_mixers
 from megascend.models.registry import BUILT_IN
 from megascend.topology.topology import Topology
 from support.described import published_plan
@@ -138,9 +138,10 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def test_tensors_are_as_many_as_in_the_published_files(describe: Any) -> None:
-    # DeepSeek-V3's main model without scales, and OLMoE's, by public audits of their files.
+    # DeepSeek-V3's main model without scales, OLMoE's and Nemotron 3 Nano's, by public audits of their files.
     assert len(inspect_checkpoint(describe("deepseek-v3")).tensors) == 45_395
     assert len(inspect_checkpoint(describe("olmoe-1b-7b-0924")).tensors) == 3_219
+    assert len(inspect_checkpoint(describe("nemotron-3-nano-30b-a3b")).tensors) == 6_243
 
 
 @pytest.mark.parametrize("name", [name for name in INDEX if INDEX[name]["layout"]])
@@ -175,6 +176,8 @@ def _meaning(config: dict[str, Any], info: ModelInfo) -> dict[str, Any]:
         "shape": ModelShape.from_hf_config({"tie_word_embeddings": info.shape.tied, **config}),
         "latent": LatentAttention.from_config(text),
         "linear": LinearAttention.from_config(text),
+        "state space": StateSpace.from_config(text),
+        "mixers": single_mixers(text),
         "expert layers": None if layers is None or all(layers) else layers,
         "experts of a token": text.get("num_experts_per_tok"),
         "attention width": architecture.attention_width(text),

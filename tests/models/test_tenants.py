@@ -53,7 +53,8 @@ def test_tenants_of_a_batch_equal_peft_on_each_alone(case: Case, parity_folder: 
         trajectory = ranks[0][number]
         assert all(rank[number].losses == trajectory.losses for rank in ranks)
         assert all(rank[number].grad_norms == trajectory.grad_norms for rank in ranks)
-        if expert_count(architecture_named(case.arch).tiny):
+        fixed = architecture_named(case.arch).without_adapters
+        if expert_count(architecture_named(case.arch).tiny) and ".experts.down_proj" not in fixed:
             assert any(".experts." in name for name in trajectory.factors)
         tokens = share_of(number, len(adapters))
         difference = adapter_differences(

@@ -239,8 +239,8 @@ def bootstrap(
       :mod:`megascend.platforms.cpu_products`; on the simulated NPU as well). ``cuda``: ``NVIDIA_TF32_OVERRIDE=0``, or with
       ``tf32`` torch's own switch (see :mod:`megascend.platforms.cuda`). ``npu``: ``HCCL_IF_BASE_PORT`` if no
       port is set. With ``affinity="numa"``: the CPUs of its threads.
-    - ``cpu``, and provider ``reference`` on ``cuda``: ``fla`` and ``causal_conv1d`` in ``sys.modules`` become
-      :mod:`megascend.reference_fla`.
+    - ``cpu``, and provider ``reference`` on ``cuda``: ``fla``, ``causal_conv1d`` and, for Megatron, ``mamba_ssm`` in
+      ``sys.modules`` become :mod:`megascend.reference_fla`.
     - ``HOME`` and ``USER`` if the user has neither (see :mod:`megascend.surroundings`).
     - For an engine without Megatron (``single``, ``fsdp``), nothing else. For Megatron:
     - stubs of a few leaf modules that upstream imports unconditionally, if they cannot be imported here (see
@@ -324,7 +324,7 @@ def _change_process(runtime: Runtime) -> None:
         record(provider.before_megatron())
     record(platform.prepare())
     if platform.device_type == "cpu":
-        record(reference_fla.install())
+        record(reference_fla.install(state_spaces=provider is not None))
     # Before the large imports: threads that they start inherit the binding.
     if runtime.affinity == "numa":
         record([_bind_to_numa_node(platform)])

@@ -27,6 +27,7 @@ from megascend import reference_fla
 from megascend.changes import patch, patched
 from megascend.engines.key_values import DecodeStep, Prefill
 from megascend.kernels.host_copy import to_device
+from megascend.models.nemotron import step_limits
 from megascend.reference_fla.convolution import causal_conv1d_fn, causal_conv1d_update
 from megascend.reference_fla.delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
@@ -44,6 +45,8 @@ BORDERS_KEYWORD = "cu_seq_lens_q"
 """Keyword of a module's forward pass that becomes the delta rule's ``cu_seqlens``; ``seq_idx`` keeps its name."""
 KERNEL_PACKAGES = ("fla", "causal_conv1d")
 """Packages whose functions run on accelerators only."""
+STEP_LIMITS = "time_step_limit"
+"""Attribute of transformers' state spaces with the smallest and largest step."""
 STATES_ARE_KEPT = "sampling: states of linear attention are kept"
 
 
@@ -116,6 +119,20 @@ def compute_fp32_exactly(model: nn.Module) -> None:
         implementation = (_replacement(before) or {}).get("implementation")
         if getattr(implementation, "__module__", "").split(".")[0] in KERNEL_PACKAGES:
             patch(owner, DELTA_RULE, _exact_in_fp32(before), "fp32 is computed in fp32, not in TF32")
+
+
+def correct_steps(model: nn.Module) -> None:
+    """Let the state spaces of a Nemotron-H model limit their steps by ``time_step_limit``, as its authors do.
+
+    transformers takes ``time_step_min`` for the smallest step (huggingface/transformers#48989).
+    """
+    config: Any = model.config
+    if config.model_type != "nemotron_h":
+        return
+    limits = step_limits(config.to_dict())
+    for module in model.modules():
+        if hasattr(module, STEP_LIMITS):
+            patch(module, STEP_LIMITS, limits, "steps of state spaces are those of the configuration")
 
 
 def _exact_in_fp32(before: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascend.huggingface.files import DERIVED, TensorHeader
+from megascend.models import architecture_of
 from weightwire.manifest import in_prediction_head
 
 HALVES = re.compile(r"^(?P<mlp>.*\.)(?P<half>gate|up)_proj\.weight$")
@@ -23,7 +24,8 @@ def derived_tensors(names: Iterable[str]) -> list[str]:
 def prediction_tensors(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Return the tensors of heads for multi-token prediction (:func:`weightwire.manifest.in_prediction_head`)."""
     text = config.get("text_config", config)
-    layers = text.get("num_hidden_layers") or 0
+    # Some configurations have a list of layers only, of which a family's declaration knows.
+    layers = text.get("num_hidden_layers") or architecture_of(text).normalise(text).get("num_hidden_layers") or 0
     heads = range(layers, layers + (text.get("num_nextn_predict_layers") or 0))
     return [name for name in names if in_prediction_head(name, heads) and not name.endswith(DERIVED)]
 

@@ -25,11 +25,14 @@ from megascend.models import (
     proven,
     text_config,
 )
-from megascend.models.base import LinearAttention
+from megascend.models.base import ATTENTION_LAYERS, LINEAR, LinearAttention, StateSpace, single_mixers
 from weightwire.manifest import LAYER
 
 if TYPE_CHECKING:
     from megascend.config import Mtp, VisionTower
+
+EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
+"""Ends of names of embeddings."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class ModelShape:
         ffn = optional_size(config, "intermediate_size", "ffn_hidden_size", "n_inner")
         hidden_size = required_size(config, "hidden_size", "n_embd", "d_model")
         moe_ffn = optional_size(config, "moe_intermediate_size", "expert_intermediate_size") or ffn
-        shared = optional_size(config, "shared_expert_intermediate_size")
+        shared = optional_size(config, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
         shared_count = optional_size(config, "n_shared_experts", "num_shared_experts")
         # DeepSeek counts its shared experts, which are computed as one wide MLP; Qwen gives that MLP's width.
         if shared is None and shared_count and moe_ffn:
@@ -157,6 +160,8 @@ class ModelInfo:
             model has one of the two, and an export writes it under both names.
         architecture: the declaration of its family.
         linear: sizes of linear attention; None if all layers have softmax attention.
+        state_space: sizes of state spaces; None if no layer is one.
+        mixers: kind of each layer of a model whose layers have one thing each; empty for other models.
         image_layout: sizes of its pictures; None for a model of text.
         transposed_experts: fused experts in the checkpoint are [experts, in, out].
     """
@@ -172,6 +177,8 @@ class ModelInfo:
     copies: Mapping[str, str] = field(default_factory=dict)
     architecture: Architecture = field(default_factory=lambda: architecture_named(""))
     linear: LinearAttention | None = None
+    state_space: StateSpace | None = None
+    mixers: tuple[str, ...] = ()
     image_layout: ImageLayout | None = None
     transposed_experts: bool = False
 
@@ -194,6 +201,8 @@ class ModelInfo:
     @property
     def attention_layers(self) -> int:
         """Return the number of layers that compute softmax attention, a trained head for multi-token prediction included."""
+        if self.mixers:
+            return sum(kind in ATTENTION_LAYERS for kind in self.mixers)
         linear = 0 if self.linear is None else sum(self.linear.layers)
         return self.shape.num_layers - linear + (self.mtp == "train")
 
@@ -203,11 +212,14 @@ class ModelInfo:
         6 per matmul parameter (Kaplan et al. 2020, section 2.1): 2 forward, 2 for the gradient of its input, 2 for its own, which
         ``frozen`` weights lack. For attention 12 * layers * heads * head dim * length / 2, the half because of the causal mask
         (PaLM, appendix B). For linear attention, whose cost does not depend on the length, 18 per element of the state: the key's
-        product with it, the correction that is written, and the query's product. Recomputation and adapters are not counted.
+        product with it, the correction that is written, and the query's product; for a state space 12, it has no such correction.
+        Recomputation and adapters are not counted.
         """
         # Frozen weights still pass the gradient on to their input.
         weight_flops = (4 if frozen else 6) * self.active_matmul_parameters
         state_flops = 0 if self.linear is None else 18 * sum(self.linear.layers) * self.linear.state_size
+        if self.state_space is not None:
+            state_flops += 12 * self.mixers.count(LINEAR) * self.state_space.state_size
         return weight_flops + state_flops + 6 * self.attention_layers * self.attention_width * length
 
 
@@ -285,7 +297,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
     for name, dims in shapes.items():
         size = math.prod(dims)
         # A tied embedding counts, since it is also the output projection.
-        if len(dims) < 2 or (name.endswith("embed_tokens.weight") and not tied):
+        if len(dims) < 2 or (name.endswith(EMBEDDINGS) and not tied):
             continue
         if architecture.inputs is not None and name.startswith(architecture.inputs.tower):
             continue  # multiplies patches, not tokens
@@ -303,6 +315,8 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         extra=extra,
         mtp=mtp,
         linear=LinearAttention.from_config(text),
+        state_space=StateSpace.from_config(text),
+        mixers=single_mixers(text),
         copies=copies,
         architecture=architecture,
         image_layout=image_layout,
@@ -396,7 +410,7 @@ def check_vocabulary(sizes: ModelShape, shapes: dict[str, tuple[int, ...]]) -> N
     """Compare the vocabulary size with the configuration: mcore-bridge silently pads a short embedding with zeros."""
     expected = (sizes.vocab_size, sizes.hidden_size)
     for name, shape in shapes.items():
-        if name.endswith(("embed_tokens.weight", "lm_head.weight")) and len(shape) == 2 and shape != expected:
+        if name.endswith((*EMBEDDINGS, "lm_head.weight")) and len(shape) == 2 and shape != expected:
             raise CheckpointError(
                 f"{name} has shape {shape}, config.json says {expected}: they are of different models"
             )

@@ -215,6 +215,40 @@ def layer_targets_of_hybrids(layer: Any, number: int, layout: ModelLayout) -> It
     yield from layer_mlp(layer, number, layout)
 
 
+def layer_targets_of_single_mixers(layer: Any, number: int, layout: ModelLayout) -> Iterator[TargetModule]:
+    """Yield the target modules of a layer of Nemotron-H: its ``mixer`` is a state space, attention, an MLP or experts."""
+
+    def target(module: Any, split: Split, *path: str) -> TargetModule:
+        return linear(module, split, layout, [layout.name(number, "mixer", *path)])
+
+    if hasattr(layer, "mixer"):
+        yield state_space_input(layer.mixer, number, layout)
+    elif hasattr(layer.self_attention, "linear_qkv"):
+        yield query_key_value(layer.self_attention.linear_qkv, number, layout, "mixer")
+        yield target(layer.self_attention.linear_proj, "row", "o_proj")
+    else:
+        mlp, path = layer.mlp, []
+        if hasattr(mlp, "experts"):
+            if layout.config.moe_latent_size:
+                for name in ("fc1_latent_proj", "fc2_latent_proj"):
+                    rows = torch.arange(weight_shape(getattr(mlp, name))[0])
+                    weight = FusedSlice(layout.name(number, "mixer", name), len(rows), rows, rows)
+                    yield TargetModule.of(getattr(mlp, name), "none", layout, [weight])
+            mlp, path = mlp.shared_experts, ["shared_experts"]
+        yield target(mlp.linear_fc1, "column", *path, "up_proj")
+        yield target(mlp.linear_fc2, "row", *path, "down_proj")
+
+
+def state_space_input(mixer: Any, number: int, layout: ModelLayout) -> TargetModule:
+    """Build the input projection of a state space, of which each rank has a part of gate, input, B, C and steps."""
+    rank, size = layout.tensor_rank(expert=False)
+    blocks = mixer.in_proj.weight.partition_sizes
+    starts = [size * start for start in itertools.accumulate(blocks, initial=0)]
+    rows = torch.cat([start + rank * width + torch.arange(width) for start, width in zip(starts, blocks, strict=False)])
+    weight = FusedSlice(layout.name(number, "mixer", "in_proj"), len(rows) * size, torch.arange(len(rows)), rows)
+    return TargetModule.of(mixer.in_proj, "column", layout, [weight])
+
+
 def linear_attention(module: Any, number: int, layout: ModelLayout, folder: str = "linear_attn") -> TargetModule:
     """Build the fused input projection of a gated delta net, of which checkpoints have two parts or four.
 

@@ -18,8 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megascend.config import TrainerConfig
-from megascend.memory.sizes import ELEMENT_BYTES, Kernels, ModelSizes, TeacherSizes, Workload
-from megascend.models.base import IndexedAttention, LatentAttention, LinearAttention
+from megascend.memory.sizes import ELEMENT_BYTES, Kernels, LayerKey, ModelSizes, TeacherSizes, Workload
+from megascend.models.base import (
+    LINEAR,
+    SINGLE_MIXERS,
+    IndexedAttention,
+    LatentAttention,
+    LinearAttention,
+    StateSpace,
+)
 from megascend.topology.topology import Topology
 
 FP32 = 4
@@ -85,13 +92,19 @@ class LayerBytes:
         return self.attention + self.mlp
 
 
-def layer_bytes(
-    sizes: ModelSizes, topology: Topology, kind: LayerKind, *, with_experts: bool, linear: bool = False
-) -> LayerBytes:
-    """Return the bytes that one layer saves without recomputation; ``linear``: it has linear attention."""
+def layer_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind, key: LayerKey) -> LayerBytes:
+    """Return the bytes that one layer of a kind saves without recomputation."""
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
-    mlp = _experts(sizes, topology, kind) if with_experts else _mlp(sizes, topology, kind)
-    if linear and sizes.linear is not None:
+    attention = mlp = 0.0
+    if key.mixer in ("", *SINGLE_MIXERS):
+        mlp = _experts(sizes, topology, kind) if key.with_experts else _mlp(sizes, topology, kind)
+    if key.mixer in SINGLE_MIXERS:
+        pass
+    elif key.mixer == LINEAR and sizes.state_space is not None:
+        attention = _norm_and_input(sizes.hidden, topology, kind)
+        attention += state_space_bytes(sizes.state_space, kind) / topology.tensor
+        attention += _adapted(kind, slices=2)
+    elif key.linear and sizes.linear is not None:
         attention = _norm_and_input(sizes.hidden, topology, kind)
         attention += linear_attention_bytes(sizes.linear, kind) / topology.tensor
         attention += _adapted(kind, slices=5)
@@ -252,6 +265,33 @@ def _delta_rule_bytes(linear: LinearAttention) -> float:
     return FP32 * elements
 
 
+def state_space_bytes(space: StateSpace, kind: LayerKind) -> float:
+    """Return the bytes that a state space saves between its projections, on all TP ranks together.
+
+    mamba_ssm's kernels save their input and output, and compute the rest again; the norm saves its input and output. With the
+    reference in plain PyTorch, tests compare the terms below with the tensors that autograd saves.
+    """
+    b, heads = kind.bytes, space.heads
+    if kind.fused:
+        return b * (space.projected + 3 * space.width) + FP32 * space.groups
+    total = b * space.channels  # input of the convolution's activation
+    # Its output and the projection, of which fp32 saves views, and 16 bits the copies below.
+    total += 0 if kind.wide else b * (space.projected + space.channels)
+    # The convolution's inputs in fp32, once for each tap, saved for the weights' gradient.
+    total += 0.0 if kind.frozen else FP32 * space.channels * (space.taps - (0 if kind.wide else 1))
+    # Inputs, B, C and the gate in fp32; B and C repeated for the heads of their group.
+    total += FP32 * (space.channels + space.width if kind.wide else 0)
+    total += FP32 * 2 * heads * space.state
+    # As wide as a chunk: products of B and C, decays between tokens, and both multiplied; which tokens are later.
+    total += FP32 * 3 * heads * CHUNK + CHUNK
+    total += FP32 * space.state_size / CHUNK * 2  # before each chunk
+    # As wide as an input: what is written, what is carried on, the state's output, the gate's activation, and its input.
+    total += FP32 * 5 * space.width
+    total += FP32 * 6 * heads  # steps and decays
+    # The norm: its input, the normalised, and its output.
+    return total + FP32 * space.width * (1 if kind.frozen else 2) + b * space.width + FP32 * space.groups
+
+
 def probability_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     """Return the bytes that attention saves only without a flash kernel."""
     if not kind.keeps_probabilities:
@@ -294,13 +334,16 @@ def _experts(sizes: ModelSizes, topology: Topology, kind: LayerKind) -> float:
     # Tokens dispatched to this rank: topk copies of those of all ranks that share its experts' weights.
     rows = sizes.topk / sequence_shards * topology.expert_tensor
     width = sizes.expert_ffn / topology.expert_tensor
-    row_bytes = b * sizes.hidden + _gated(width, sizes, kind) + (0 if kind.fused else b * width)
+    row_bytes = (
+        b * (sizes.latent_experts or sizes.hidden) + _gated(width, sizes, kind) + (0 if kind.fused else b * width)
+    )
     row_bytes += _adapted(kind, slices=3)
     shared = 0.0
     if sizes.shared_ffn:
         shared = _gated(sizes.shared_ffn / topology.tensor, sizes, kind) + _adapted(kind, slices=3)
         shared += 0 if sequence_shards == 1 or kind.fused else b * sizes.hidden
-    return norm + router + rows * row_bytes + shared
+    latent = b * sizes.latent_experts / sequence_shards  # the input of the projection back to the hidden size
+    return norm + router + rows * row_bytes + shared + latent
 
 
 def _adapted(kind: LayerKind, slices: int) -> float:

@@ -22,7 +22,7 @@ from megascend.memory.parameters import (
     stages,
     state_bytes,
 )
-from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload
+from megascend.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload
 from megascend.topology.topology import Topology
 
 WORKSPACES = 96 * 2**20
@@ -49,13 +49,9 @@ def stage_items(
         prediction_head=sizes.prediction_head,
         images=info.architecture.inputs,
     )
-    saved_bytes = {
-        (experts, linear): layer_bytes(sizes, topology, kind, with_experts=experts, linear=linear)
-        for experts, linear in {
-            *zip(sizes.with_experts, sizes.linear_layers, strict=True),
-            (sizes.with_experts[-1], False),
-        }
-    }
+    # A head for multi-token prediction has softmax attention.
+    keys = {*sizes.layer_keys, sizes.layer_keys[-1]._replace(linear=False)}
+    saved_bytes = {key: layer_bytes(sizes, topology, kind, key) for key in keys}
     return [
         _stage_items(config, sizes, topology, workload, kind, stage_parameters, stage, info, saved_bytes)
         for stage, stage_parameters in enumerate(parameters)
@@ -71,14 +67,14 @@ def _stage_items(
     parameters: StageParameters,
     stage: int,
     info: ModelInfo,
-    saved_bytes: Mapping[tuple[bool, bool], LayerBytes],
+    saved_bytes: Mapping[LayerKey, LayerBytes],
 ) -> Items:
     tokens = workload.tokens / topology.context
     layers = len(sizes.with_experts)
     # A head for multi-token prediction has a layer like the last one.
-    with_experts = [sizes.with_experts[min(layer, layers - 1)] for layer in parameters.layers]
-    linear = [layer < layers and sizes.linear_layers[layer] for layer in parameters.layers]
-    layer_sizes = [saved_bytes[key] for key in zip(with_experts, linear, strict=True)]
+    keys = [*sizes.layer_keys, sizes.layer_keys[-1]._replace(linear=False)]
+    with_experts = [keys[layer].with_experts for layer in parameters.layers]
+    layer_sizes = [saved_bytes[keys[layer]] for layer in parameters.layers]
     predicts = layers in parameters.layers
     saved, recomputed = _saved(config, layer_sizes, with_experts, kind, sizes, topology, predicts=predicts)
     in_flight = _in_flight(stage, topology, workload.micro_batches)
@@ -216,10 +212,10 @@ def _saved(
     norm = kind.bytes * sizes.hidden / (topology.tensor if topology.sequence_parallel else 1)
     for layer, with_experts in zip(layers, layers_with_experts, strict=True):
         attention, mlp = layer.attention, layer.mlp
-        if "core_attn" in recompute.modules:
+        if "core_attn" in recompute.modules and attention:
             probabilities = probability_bytes(sizes, topology, kind)
             recomputed, attention = max(recomputed, probabilities), attention - probabilities
-        if ("moe" if with_experts else "mlp") in recompute.modules:
+        if ("moe" if with_experts else "mlp") in recompute.modules and mlp:
             recomputed, mlp = (
                 max(recomputed, mlp),
                 layer.entry + (norm_bytes(sizes.hidden, kind) if with_experts else 0.0),
@@ -239,6 +235,7 @@ def _backward(
     width = max(
         sizes.ffn / topology.tensor,
         sizes.expert_ffn / topology.expert_tensor * sizes.topk if any(sizes.with_experts) else 0.0,
+        0.0 if sizes.state_space is None else sizes.state_space.projected / topology.tensor,
     )
     rows = sizes.topk if any(sizes.with_experts) else 1
     # Gradients of the two products of gate and up, of the layer's input, and of the rows that its experts compute.

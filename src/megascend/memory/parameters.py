@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megascend.config import Adam, Lora, VisionTower
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, is_hidden_matrix
-from megascend.huggingface.info import NO_TARGETS
+from megascend.huggingface.info import EMBEDDINGS, NO_TARGETS
 from megascend.memory.sizes import layer_of
 from megascend.models import Images
 from megascend.topology.topology import Topology
@@ -22,6 +22,7 @@ REPLICATED = (
     "shared_expert_gate.weight",
     "kv_a_proj_with_mqa.weight",
     "q_a_proj.weight",
+    "latent_proj.weight",
 )
 """Matrices that are replicated on tensor parallel ranks."""
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}
@@ -134,7 +135,7 @@ def _stage(
         matrices[key] = matrices.get(key, 0) + count
     for name, header in by_layer.get(None, ()):
         count = local_elements(name, header.shape, topology.tensor)
-        is_embedding = name.endswith(("embed_tokens.weight", "wte.weight"))
+        is_embedding = name.endswith((*EMBEDDINGS, "wte.weight"))
         is_head = name.endswith("lm_head.weight")
         if (is_embedding and embeds) or (is_head and last) or not (is_embedding or is_head or not last):
             dense += count

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megascend.huggingface.info import ModelInfo
 from megascend.models import architecture_of, expert_layers, text_config
-from megascend.models.base import IndexedAttention, LatentAttention, LinearAttention
+from megascend.models.base import ATTENTION_LAYERS, IndexedAttention, LatentAttention, LinearAttention, StateSpace
 
 Items = dict[str, int]
 """Bytes by purpose."""
@@ -62,6 +62,20 @@ class Workload:
     teacher: TeacherSizes | None = None
 
 
+class LayerKey(NamedTuple):
+    """Kind of a layer.
+
+    Attributes:
+        with_experts: its MLP is one of experts.
+        linear: its attention is linear.
+        mixer: the only thing that it has; empty if it has attention and an MLP.
+    """
+
+    with_experts: bool
+    linear: bool
+    mixer: str
+
+
 LAYER = re.compile(r"\.layers\.(\d+)\.|\.h\.(\d+)\.")
 
 
@@ -79,6 +93,9 @@ class ModelSizes:
         latent: sizes of multi-head latent attention; None for another attention.
         linear: sizes of linear attention; None if all layers have softmax attention.
         indexed: sizes of the indexer of sparse attention; None for attention to all keys.
+        state_space: sizes of state spaces; None if no layer is one.
+        mixers: kind of each layer of a model whose layers have one thing each; empty for other models.
+        latent_experts: width of the rows that experts compute, where it is not the hidden size; 0: it is.
         output_gate: softmax attention's output is multiplied by a gate of its width.
         with_experts: True for each layer that has experts.
         prediction_head: a head for multi-token prediction is trained, with a layer like the last one.
@@ -104,6 +121,22 @@ class ModelSizes:
     linear: LinearAttention | None = None
     output_gate: bool = False
     indexed: IndexedAttention | None = None
+    state_space: StateSpace | None = None
+    mixers: tuple[str, ...] = ()
+    latent_experts: int = 0
+
+    @property
+    def layer_keys(self) -> list[LayerKey]:
+        """Return the kind of each layer."""
+        mixers = self.mixers or ("",) * len(self.with_experts)
+        return [LayerKey(*key) for key in zip(self.with_experts, self.linear_layers, mixers, strict=True)]
+
+    @property
+    def attention_layers(self) -> int:
+        """Return the number of layers with softmax attention."""
+        if self.mixers:
+            return sum(kind in ATTENTION_LAYERS for kind in self.mixers)
+        return sum(not linear for linear in self.linear_layers)
 
     @property
     def linear_layers(self) -> tuple[bool, ...]:
@@ -142,6 +175,9 @@ class ModelSizes:
             linear=info.linear,
             output_gate=info.linear is not None,
             indexed=IndexedAttention.from_config(text),
+            state_space=info.state_space,
+            mixers=info.mixers,
+            latent_experts=int(text.get("moe_latent_size") or 0),
         )
 
 

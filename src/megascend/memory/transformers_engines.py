@@ -11,7 +11,14 @@ from dataclasses import replace
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
-from megascend.memory.activations import FP32, LayerBytes, LayerKind, head_bytes, linear_attention_bytes
+from megascend.memory.activations import (
+    FP32,
+    LayerBytes,
+    LayerKind,
+    head_bytes,
+    linear_attention_bytes,
+    state_space_bytes,
+)
 from megascend.memory.parameters import (
     StageParameters,
     adapter_bytes,
@@ -20,7 +27,8 @@ from megascend.memory.parameters import (
     stages,
     state_bytes,
 )
-from megascend.memory.sizes import Items, Kernels, ModelSizes, Workload, layer_of
+from megascend.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload, layer_of
+from megascend.models.base import LINEAR, SINGLE_MIXERS
 from megascend.topology.topology import Topology
 
 ADAM_TEMPORARIES = 2
@@ -42,10 +50,7 @@ def items(
     images = info.architecture.inputs
     [parameters] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied, images=images, fused=False)
     tokens = workload.tokens / topology.context
-    layers = [
-        layer_bytes(sizes, kind, with_experts=with_experts, single=config.engine == "single", linear=linear)
-        for with_experts, linear in zip(sizes.with_experts, sizes.linear_layers, strict=True)
-    ]
+    layers = [layer_bytes(sizes, kind, key, single=config.engine == "single") for key in sizes.layer_keys]
     saved, recomputed = _saved(config, layers, sizes, kind)
     activations = tokens * (saved + _norm(sizes.hidden, kind) + kind.bytes * sizes.hidden)
     head = head_bytes(sizes.hidden, parameters.vocabulary, tokens, kind, trained=not kind.frozen)
@@ -94,10 +99,7 @@ def second_model(
     """Return the bytes of a frozen model beside the trained one, and those of its forward pass."""
     kind = replace(LayerKind.of(config, workload, kernels), frozen=True, rank=0, teacher=None)
     tokens = workload.tokens / topology.context
-    layers = [
-        layer_bytes(sizes, kind, with_experts=with_experts, single=config.engine == "single", linear=linear)
-        for with_experts, linear in zip(sizes.with_experts, sizes.linear_layers, strict=True)
-    ]
+    layers = [layer_bytes(sizes, kind, key, single=config.engine == "single") for key in sizes.layer_keys]
     # Without gradients a layer's results are freed as the next ones are computed: attention's before those of the MLP.
     passing = max(max(layer.attention, layer.mlp) for layer in layers) + kind.bytes * sizes.hidden
     head = head_bytes(sizes.hidden, sizes.vocabulary, tokens, kind, trained=False)
@@ -110,18 +112,19 @@ def second_model(
     return 0 if config.fsdp.offload else sharded, int(gathered + max(tokens * passing, head))
 
 
-def layer_bytes(
-    sizes: ModelSizes, kind: LayerKind, *, with_experts: bool, single: bool, linear: bool = False
-) -> LayerBytes:
-    """Return a layer's saved bytes per token, without recomputation.
+def layer_bytes(sizes: ModelSizes, kind: LayerKind, key: LayerKey, *, single: bool) -> LayerBytes:
+    """Return the saved bytes per token of a kind of layer, without recomputation.
 
     Args:
         single: transformers' experts save outputs too.
-        linear: the layer has linear attention.
     """
     b = kind.bytes
     attention = _norm(sizes.hidden, kind)
-    if linear and sizes.linear is not None:
+    if key.mixer in SINGLE_MIXERS:
+        attention = 0.0
+    elif key.mixer == LINEAR and sizes.state_space is not None:
+        attention += state_space_bytes(sizes.state_space, kind)
+    elif key.linear and sizes.linear is not None:
         attention += linear_attention_bytes(sizes.linear, kind)
     else:
         if sizes.qk_norm:
@@ -130,8 +133,10 @@ def layer_bytes(
         attention += b * sizes.query * (2 if kind.packed and not kind.fused else 1) + FP32 * sizes.heads  # the output
         attention += 2 * b * sizes.query if sizes.output_gate else 0
     mlp = _norm(sizes.hidden, kind)
-    if with_experts:
-        row_bytes = b * (sizes.hidden * (2 if single else 1) + 4 * sizes.expert_ffn)
+    if key.mixer not in ("", *SINGLE_MIXERS):
+        mlp = 0.0
+    elif key.with_experts:
+        row_bytes = b * ((sizes.latent_experts or sizes.hidden) * (2 if single else 1) + 4 * sizes.expert_ffn)
         mlp += sizes.topk * row_bytes + b * 4 * sizes.shared_ffn + 16 * sizes.experts
     else:
         mlp += b * (4 if sizes.gated else 2) * sizes.ffn

@@ -157,7 +157,7 @@ class Architecture:
     def normalise(self, config: Config) -> dict[str, Any]:
         """Return a configuration with the keys that this package reads, whichever version of transformers or author wrote it.
 
-        Keys are added, never removed or replaced.
+        Keys are added, never removed or replaced, except a number of experts of a model without experts.
         """
         aliases = {
             name: next((config[alias] for alias in spellings if config.get(alias) is not None), None)
@@ -215,6 +215,15 @@ class Architecture:
     def unstaged(self, config: Config, stages: int) -> list[str]:
         """Return why the Megatron engine cannot divide the layers into that many stages of equal size; empty if it can."""
         return []
+
+    def sliced(self, config: Config, layers: int) -> dict[str, Any]:
+        """Return settings of the self-check's small model that it does not find by their names.
+
+        Args:
+            config: normalised.
+            layers: number of its layers, the first ones of the model.
+        """
+        return {}
 
     def transposes_experts(self, shapes: Mapping[str, tuple[int, ...]], config: Config) -> bool:
         """Check whether fused experts of a checkpoint are [experts, in, out].
@@ -460,6 +469,61 @@ class LinearAttention:
     def state_size(self) -> int:
         """Return the elements of a layer's state: a [key width, value width] matrix for each value head."""
         return self.value_heads * self.key_head_dim * self.value_head_dim
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Sizes of Mamba-2's state spaces (Dao and Gu, arXiv:2405.21060).
+
+    Attributes:
+        heads, head_dim: heads of inputs and outputs, and the width of one.
+        groups, state: groups of consecutive heads that share B and C, and the width of these.
+        taps: tokens that the convolution of inputs, B and C sums.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    taps: int
+
+    @classmethod
+    def from_config(cls, config: Config) -> StateSpace | None:
+        """Read the sizes of a normalised configuration; None if no layer is a state space."""
+        if config.get("mamba_num_heads") is None or LINEAR not in (config.get("layer_types") or []):
+            return None
+        names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel")
+        return cls(*(config[name] for name in names))
+
+    @property
+    def width(self) -> int:
+        """Return the width of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Return the channels of the convolution: inputs, B and C."""
+        return self.width + 2 * self.groups * self.state
+
+    @property
+    def projected(self) -> int:
+        """Return the width of the input projection's output: the gate, the convolution's channels and the steps."""
+        return self.width + self.channels + self.heads
+
+    @property
+    def state_size(self) -> int:
+        """Return the elements of a layer's state."""
+        return self.width * self.state
+
+
+SINGLE_MIXERS = ("mlp", "moe")
+"""Entries of ``layer_types`` of models whose layers have one thing each, that is attention or an MLP, not both."""
+
+
+def single_mixers(config: Config) -> tuple[str, ...]:
+    """Return the kind of each layer of a model whose layers have one thing each; empty for other models."""
+    kinds = tuple(config.get("layer_types") or ())
+    return kinds if set(kinds) & set(SINGLE_MIXERS) else ()
 
 
 def text_config(config: Config) -> Config:

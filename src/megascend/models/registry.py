@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import Any
 
 from megascend.errors import ConfigError
-from megascend.models import decoders, deepseek, glm, mixtures, qwen3_vl, qwen_hybrid, sparse_attention
+from megascend.models import decoders, deepseek, glm, mixtures, nemotron, qwen3_vl, qwen_hybrid, sparse_attention
 from megascend.models.base import Architecture, Config, text_config
 
 BUILT_IN = {
     model_type: architecture
-    for module in (decoders, deepseek, glm, mixtures, qwen_hybrid, qwen3_vl, sparse_attention)
+    for module in (decoders, deepseek, glm, mixtures, nemotron, qwen_hybrid, qwen3_vl, sparse_attention)
     for architecture in module.FAMILIES
     for model_type in architecture.model_types
 }

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from megascend.memory.sizes import ModelSizes
+from megascend.models.base import LINEAR, SINGLE_MIXERS
 from megascend.planning.hardware import PASSES, Hardware, Pass, collective_seconds, nodes_of
 from megascend.topology.topology import Topology
 
@@ -277,10 +278,14 @@ class Cost:
         """Return the costs of the model's layer ``index``; a head for multi-token prediction has one like the last."""
         sizes = self.sizes
         index = min(index, len(sizes.with_experts) - 1)
-        layer = _Layer()
-        self._norms(layer, sizes.with_experts[index])
-        kernels = [22, 33]
-        if sizes.linear_layers[index]:
+        layer, mixer = _Layer(), sizes.layer_keys[index].mixer
+        self._norms(layer, 2 if not mixer else 1)
+        kernels = [22, 33] if not mixer else [11, 17]
+        if mixer in SINGLE_MIXERS:
+            pass
+        elif mixer == LINEAR:
+            self._state_space(layer)
+        elif sizes.linear_layers[index]:
             self._linear_attention(layer)
             kernels = [kernels[0] + 25, kernels[1] + 35]
         elif sizes.latent is not None:
@@ -288,7 +293,9 @@ class Cost:
             kernels = [kernels[0] + 8, kernels[1] + 12]
         else:
             self._attention(layer, index)
-        if sizes.with_experts[index]:
+        if mixer not in ("", *SINGLE_MIXERS):
+            pass
+        elif sizes.with_experts[index]:
             self._experts(layer)
             kernels = [kernels[0] + 30, kernels[1] + 35]
         else:
@@ -302,12 +309,12 @@ class Cost:
         layer.add("rest", "gaps", kernels[0] * gap, kernels[1] * gap)
         return LayerSeconds(layer.forward, layer.backward, (kernels[0], kernels[1]))
 
-    def _norms(self, layer: _Layer, with_experts: bool) -> None:
-        """Add two norms and two additions to the residual."""
+    def _norms(self, layer: _Layer, norms: int) -> None:
+        """Add norms, and as many additions to the residual."""
         width = BF16 * self.rows * self.sizes.hidden
         h = self.hardware
-        layer.add("layernorm", "element-wise", 2 * h.moved(2 * width), 2 * h.moved(3 * width))
-        layer.add("rest", "element-wise", 2 * h.moved(3 * width), 2 * h.moved(3 * width))
+        layer.add("layernorm", "element-wise", norms * h.moved(2 * width), norms * h.moved(3 * width))
+        layer.add("rest", "element-wise", norms * h.moved(3 * width), norms * h.moved(3 * width))
 
     def _activation(self, layer: _Layer, module: str, tokens: float, width: float) -> None:
         """Add SwiGLU: reads two and writes one forward, reads three and writes two backward; without a gate, fewer."""
@@ -402,10 +409,23 @@ class Cost:
         layer.add("core_attn", "attention", seconds, 2 * seconds)
         self.linear(layer, "rest", linear.value_width, sizes.hidden, divided="rows")
 
+    def _state_space(self, layer: _Layer) -> None:
+        sizes, space, t = self.sizes, self.sizes.state_space, self.topology.tensor
+        assert space is not None
+        self.linear(layer, "rest", sizes.hidden, space.projected, slices=1)
+        # Convolution with its activation, gate and norm.
+        unit = BF16 * self.local / t
+        forward, backward = 2 * space.channels + 4 * space.width, 3 * space.channels + 7 * space.width
+        layer.add("rest", "element-wise", self.hardware.moved(unit * forward), self.hardware.moved(unit * backward))
+        # A chunk's products and those with its state; nothing was measured, and the share is the delta rule's.
+        seconds = 4 * space.state_size * self.local / t / (self.hardware.peak * DELTA_RULE_SHARE)
+        layer.add("core_attn", "attention", seconds, 2 * seconds)
+        self.linear(layer, "rest", space.width, sizes.hidden, divided="rows")
+
     def _experts(self, layer: _Layer) -> None:
         """Add router, dispatch, grouped products, combination, and shared experts."""
         sizes, topology, h = self.sizes, self.topology, self.hardware
-        hidden, ep, etp = sizes.hidden, topology.expert, topology.expert_tensor
+        hidden, ep, etp = sizes.latent_experts or sizes.hidden, topology.expert, topology.expert_tensor
         layer.add("moe", "products", *self._router())
         copies = self.rows * sizes.topk  # rows that this rank sends
         received = copies * etp
@@ -428,10 +448,14 @@ class Cost:
             self._grouped(layer, local, received / local, inputs, outputs)
         self._activation(layer, "moe_act", received, width)
         if sizes.shared_ffn:
-            self.linear(layer, "shared_experts", hidden, gate * sizes.shared_ffn, slices=gate)
+            self.linear(layer, "shared_experts", sizes.hidden, gate * sizes.shared_ffn, slices=gate)
             self._activation(layer, "shared_experts", self.local, sizes.shared_ffn / topology.tensor)
-            self.linear(layer, "shared_experts", sizes.shared_ffn, hidden, divided="rows")
-            layer.add("shared_experts", "element-wise", h.moved(3 * unit * self.rows), h.moved(2 * unit * self.rows))
+            self.linear(layer, "shared_experts", sizes.shared_ffn, sizes.hidden, divided="rows")
+            added = BF16 * sizes.hidden * self.rows
+            layer.add("shared_experts", "element-wise", h.moved(3 * added), h.moved(2 * added))
+        if sizes.latent_experts:
+            for inputs, outputs in ((sizes.hidden, hidden), (hidden, sizes.hidden)):
+                self.linear(layer, "moe", inputs, outputs, divided="no", tokens=self.rows)
 
     def _exchange(self, size: float) -> float:
         """Return the seconds of an all-to-all of experts' rows."""

@@ -59,7 +59,7 @@ class Split:
 
 def cache_bytes(sizes: ModelSizes) -> int:
     """Return the bytes of keys and values that an engine keeps of a token."""
-    layers = sum(not linear for linear in sizes.linear_layers)
+    layers = sizes.attention_layers
     width = 2 * sizes.key_value
     if sizes.latent is not None:
         width = sizes.latent.key_value_latent + sizes.latent.rotated

@@ -10,7 +10,7 @@ from typing import Any
 
 from megascend.config.training import Recompute
 from megascend.memory.parameters import StageParameters
-from megascend.memory.sizes import ModelSizes
+from megascend.memory.sizes import LayerKey, ModelSizes
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
 from megascend.planning.layers import ALL_LAYERS, BF16, FP32, Cost, Costs, Execution, scaled, total
@@ -159,8 +159,8 @@ class _Pass:
         return device + max(0.0, late)
 
 
-LayerKey = tuple[bool, bool, int | None]
-"""What layers of equal cost have in common: experts, linear attention, window."""
+CostKey = tuple[LayerKey, int | None]
+"""Kind and window of layers of equal cost."""
 
 
 def step_time(
@@ -214,7 +214,7 @@ def _passes(cost: Cost, work: Work) -> list[list[tuple[_Pass, _Pass]]]:
     sizes, topology = cost.sizes, cost.topology
     layers = len(sizes.with_experts)
     windows = cost.windows or (None,) * layers
-    keys: list[LayerKey] = list(zip(sizes.with_experts, sizes.linear_layers, windows, strict=True))
+    keys: list[CostKey] = list(zip(sizes.layer_keys, windows, strict=True))
     seconds = {key: cost.layer(keys.index(key)) for key in set(keys)}
     recompute = work.recompute
     modules = None if recompute.granularity == "full" else recompute.modules

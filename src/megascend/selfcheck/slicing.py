@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megascend.errors import ConfigError
+from megascend.models import architecture_named
 
 HIDDEN, FFN, EXPERT_FFN, SHARED_FFN, VOCABULARY = 64, 96, 32, 48, 128
 ORIGINAL_POSITIONS = 24
@@ -67,6 +68,8 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     """
     if isinstance(raw.get("vision_config"), Mapping):
         raise CannotSliceError(WITH_TOWER)
+    architecture = architecture_named(str(raw.get("model_type") or ""))
+    full = architecture.normalise(full)
     missing = [
         name for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size") if not full.get(name)
     ]
@@ -80,7 +83,7 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
         config["eos_token_id"] = 1  # some models compute with it, and cannot be built without
     layers, not_shown = _layers(full)
     config |= _per_layer(raw, full["num_hidden_layers"], layers) | {"num_hidden_layers": layers}
-    config |= _widths(raw, full)
+    config |= _widths(raw, full) | architecture.sliced(full, layers)
     positions, longest = _positions(raw, full, longest)
     config |= positions
     for name in WINDOWS if window_in_force else ():

@@ -51,10 +51,10 @@ def randomise(model: Any, seed: int) -> None:
             elif parameter.ndim == 1:
                 # Norms whose weight is an offset from 1 start at 0.
                 value = 0.2 * noise + (1.0 if parameter.any() else 0.0)
-            elif "embed_tokens" in name or "lm_head" in name:
+            elif any(part in name for part in ("embed_tokens", "embeddings", "lm_head")):
                 value = 0.2 * noise
             else:
-                gain = 2.0 if name.endswith("mlp.gate.weight") else 1.0
+                gain = 2.0 if name.endswith(("mlp.gate.weight", "mixer.gate.weight")) else 1.0
                 value = gain * noise / parameter.shape[-1] ** 0.5
             parameter.copy_(value.to(parameter.dtype))
         for name, buffer in model.named_buffers():

@@ -42,6 +42,11 @@ def reasons(config: Any) -> list[str]:
             f"experimental_attention_variant={value('experimental_attention_variant')!r}: its kernels are fla_npu's or "
             "MindSpeed's, which need a real NPU, and no test here has run them; train this model on CUDA or the CPU"
         )
+    if value("is_hybrid_model", False):
+        problems.append(
+            "layers with state spaces (Mamba-2): the kernels of mamba_ssm and causal_conv1d are CUDA's, and no test here has run "
+            "others; train this model on CUDA or the CPU"
+        )
     if context > 1 and (value("use_cp_send_recv_overlap", False) or int(value("cp_window_size", 1)) > 1):
         problems.append(
             f"use_cp_send_recv_overlap={value('use_cp_send_recv_overlap', False)} or "

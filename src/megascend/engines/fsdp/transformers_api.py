@@ -110,6 +110,7 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
         ) from error
     linear_attention.use_convolution_of_fla(model)
     linear_attention.compute_fp32_exactly(model)
+    linear_attention.correct_steps(model)
     model.tie_weights()
     without_bias(model, scalar_head)
     head = output_layer(model)

@@ -60,6 +60,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": squared_relu,
 }
 """Activation functions of gated MLPs by transformers' names (``transformers.activations.ACT2FN``)."""
+KERNEL_PACKAGES = {
+    "fla": ("flash-linear-attention, versions 0.4 and 0.5,", "megascend[linear-attention]"),
+    "mamba_ssm": ("mamba-ssm, from version 2.0 on,", "megascend[state-spaces]"),
+    "causal_conv1d": ("causal-conv1d, from version 1.4 on,", "megascend[state-spaces]"),
+}
+"""Distributions of kernels and extras that install them, by module."""
 SILU = ("silu", "swish")
 """The activation that mcore-bridge uses in all gated MLPs, regardless of ``hidden_act``."""
 
@@ -217,9 +223,10 @@ def check_packages(architecture: Architecture) -> None:
     for module in architecture.packages:
         package = module.partition(".")[0]
         if not is_installed(package) or not is_installed(module):
+            source, requirement = KERNEL_PACKAGES.get(package, (package, package))
             raise MissingDependencyError(
                 f"{architecture.model_type}: engine megatron computes its layers with {module}, which is not installed here "
-                "(flash-linear-attention 0.4 and 0.5 have it): pip install 'megascend[linear-attention]'"
+                f"({source} has it): pip install '{requirement}'"
             )
 
 
@@ -310,8 +317,15 @@ def check_output_layer(config: ModelConfig) -> None:
         if architecture_named(str(config.hf_model_type)).inputs is None:
             raise ConfigError(undeclared(str(config.hf_model_type)))
         kind = kind.language_model_cls
+    plain: list[Any] = [GPTModel]
+    with contextlib.suppress(ImportError):  # Megatron-Core has it from 0.18 on
+        from mcore_bridge.model.hybrid_model import HybridModel
+
+        plain.append(HybridModel)
+    # HybridModel has neither: its forward pass ends with the output layer.
+    base = next((base for base in plain if issubclass(kind, base)), GPTModel)
     for name in ("_forward_output_layer", "_postprocess"):
-        if getattr(kind, name, None) is not getattr(GPTModel, name, None):
+        if getattr(kind, name, None) is not getattr(base, name, None):
             raise ConfigError(
                 f"architecture {kind.__name__} computes its logits in its own way ({name}); megascend's chunked output "
                 "head would leave that out"

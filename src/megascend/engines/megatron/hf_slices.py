@@ -177,9 +177,11 @@ class _Probe:
         runs = [self.rows[index] for index in (numbers // _NUMBERS).unique().tolist()]
         if not runs[0].divided:  # ranks have other columns of the same rows
             return numbers
-        if len({rows.count for rows in runs}) != 1 or not all(rows.divided for rows in runs):
-            raise ValueError(f"{runs[0].key} is divided unevenly")
-        return torch.cat([numbers + (peer - rank) * runs[0].count for peer in range(size)], dim)
+        if not all(rows.divided for rows in runs):
+            raise ValueError(f"{runs[0].key} is divided in part")
+        # Runs of one parameter may differ in length (state spaces); a peer's is as long as this rank's.
+        counts = torch.tensor([rows.count for rows in self.rows])[numbers // _NUMBERS]
+        return torch.cat([numbers + (peer - rank) * counts for peer in range(size)], dim)
 
 
 def _memory_key(tensor: Tensor) -> tuple[int, int]:

@@ -73,6 +73,7 @@ class SingleEngine(TransformersEngine):
         self.check_slice(model_config(self.model_dir), SingleSubject(info.scalar_head), enabled=spec.self_check)
         self.model = load_model(self.model_dir, self.dtype, self.device, info, fresh)
         linear_attention.compute_fp32_exactly(self.model)
+        linear_attention.correct_steps(self.model)
         if info.scalar_head is None:
             check_plain_head(self.model, info.shape.vocab_size)
         self._rotary = RotaryByLength(self.model)

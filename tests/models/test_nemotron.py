@@ -1,0 +1,326 @@
+"""Nemotron-H: kinds of layers, state spaces that keep samples apart, steps of any size, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from packaging.version import Version
+from safetensors.torch import load_file, save_file
+
+from megascend.config import Parallel
+from megascend.errors import MissingDependencyError, VersionError
+from megascend.huggingface.exported import prediction_tensors
+from megascend.huggingface.info import ModelShape
+from megascend.memory.activations import LayerKind, state_space_bytes
+from megascend.models import architecture_named
+from megascend.models.base import StateSpace
+from megascend.models.nemotron import step_limits
+from megascend.testing import run_distributed
+from megascend.testing.parity import (
+    Case,
+    TrainingCurve,
+    bounds,
+    case_backend,
+    case_checkpoint,
+    causal_samples,
+    differences,
+    hf_reference,
+    token_lists,
+    train_case,
+)
+from megascend.testing.tiny_models import tiny_config
+from support.lora_parity import adapter_differences, case_adapter, peft_reference, train_adapter
+
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
+ON_STACK = Version(metadata.version("megatron-core")) >= Version("0.19")
+needs_stack = pytest.mark.skipif(not ON_STACK, reason="state spaces need megatron-core 0.19 (stack 0.19)")
+ENGINES = Path(__file__).with_name("engine_steps.py")
+NAMES = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+NANO = {"moe_latent_size": None}
+"""Experts of the hidden size, as in Nemotron 3 Nano."""
+DENSE = {"layers_block_type": [NAMES[symbol] for symbol in "M-M*-M"], "moe_latent_size": None}
+"""A model without experts, as Nemotron-H and Nemotron Nano 2."""
+
+
+def config(**overrides: Any) -> dict[str, Any]:
+    return tiny_config("nemotron_h", **overrides)
+
+
+def normalised(**settings: Any) -> dict[str, Any]:
+    raw = {name: value for name, value in config().items() if name not in ("layers_block_type", "num_hidden_layers")}
+    return architecture_named("nemotron_h").normalise(raw | settings)
+
+
+@pytest.mark.skipif(ON_STACK, reason="stack 0.19 has state spaces")
+def test_older_stack_is_refused_by_name(parity_folder: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "nemotron_h")
+
+    def on_rank() -> str:
+        with pytest.raises(VersionError) as caught:
+            case_backend(Case("single"), checkpoint)
+        return str(caught.value)
+
+    (message,) = run_distributed(on_rank, 1, init=False, timeout_s=60)
+    assert message.startswith("nemotron_h: Megatron-Core has its layers from 0.19 on, and ")
+    assert "megascend[stack-0-19]" in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hybrid_override_pattern": "ME*-M", "num_hidden_layers": 5},
+        {"layers_block_type": ["mamba", "moe", "attention", "mlp", "mamba"]},
+        {"layers_block_type": [NAMES[symbol] for symbol in "ME*-M"]},
+    ],
+)
+def test_layers_are_read_as_transformers_reads_them(settings: dict[str, Any]) -> None:
+    from transformers import NemotronHConfig
+
+    text = normalised(**settings)
+    assert text["layer_types"] == [NAMES[symbol] for symbol in "ME*-M"]
+    assert text["num_hidden_layers"] == 5
+    assert NemotronHConfig(**settings).layer_types == text["layer_types"]
+    assert architecture_named("nemotron_h").megatron_settings(text)["hybrid_layer_pattern"] == "ME*-M"
+
+
+def test_number_of_experts_of_a_model_without_experts_is_ignored() -> None:
+    text = normalised(hybrid_override_pattern="M-*", n_routed_experts=8)
+    assert ModelShape.from_hf_config(text).num_experts is None
+    assert architecture_named("nemotron_h").unsupported(text) == []
+    assert architecture_named("nemotron_h").megatron_settings(text)["num_moe_experts"] is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("conv_kernel", 3),
+        ("use_conv_bias", False),
+        ("mamba_hidden_act", "gelu"),
+        ("mlp_hidden_act", "silu"),
+        ("residual_in_fp32", True),
+        ("sliding_window", 64),
+        ("time_step_limit", [0.001, math.inf]),
+        ("time_step_limit", [0.0, 0.1]),
+    ],
+)
+def test_setting_that_megatron_core_does_not_compute_is_refused(setting: str, value: Any) -> None:
+    (reason,) = architecture_named("nemotron_h").unsupported(config(**{setting: value}))
+    assert reason.startswith(f"{setting}: ")
+
+
+def test_biases_and_unknown_layers_are_refused() -> None:
+    nemotron = architecture_named("nemotron_h")
+    assert "use_bias: true" in nemotron.unsupported(config(use_bias=True))[0]
+    assert "mlp_bias: true" in nemotron.unsupported(config(mlp_bias=True))[0]
+    assert "layer_types holds X" in nemotron.unsupported(normalised(hybrid_override_pattern="MX*"))[0]
+
+
+def test_limits_of_steps_are_read_in_both_spellings() -> None:
+    assert step_limits({}) == (0.0, math.inf)
+    assert step_limits({"time_step_limit": [0.5, {"__float__": "Infinity"}]}) == (0.5, math.inf)
+    assert step_limits({"time_step_limit": (0.0, 0.1)}) == (0.0, 0.1)
+
+
+def test_first_layer_is_no_head_for_multi_token_prediction() -> None:
+    settings = {"model_type": "nemotron_h", "num_nextn_predict_layers": 1, "layers_block_type": [NAMES["M"]] * 3}
+    names = ["backbone.layers.0.norm.weight", "backbone.layers.2.norm.weight", "mtp.layers.0.norm.weight"]
+    assert prediction_tensors(settings, names) == ["mtp.layers.0.norm.weight"]
+
+
+def test_heads_and_groups_that_ranks_cannot_divide_are_refused() -> None:
+    nemotron = architecture_named("nemotron_h")
+    text = normalised(hybrid_override_pattern="ME*", mamba_num_heads=8, n_groups=2)
+    assert nemotron.undivided(text, tensor=2, context=4) == []  # ranks share a group
+    (reason,) = nemotron.undivided(text, tensor=4, context=1)
+    assert "do not divide the 2 groups" in reason
+    assert "8 heads" in nemotron.undivided(text, tensor=2, context=8)[0]
+
+
+def test_missing_kernels_are_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megascend.engines.megatron import build
+
+    build.check_packages(architecture_named("nemotron_h"))
+    for missing in ("mamba_ssm", "causal_conv1d"):
+        monkeypatch.setattr(build, "is_installed", lambda name, missing=missing: name != missing)
+        with pytest.raises(MissingDependencyError, match=r"nemotron_h: .* pip install 'megascend\[state-spaces\]'"):
+            build.check_packages(architecture_named("nemotron_h"))
+
+
+@needs_stack
+@pytest.mark.parametrize(
+    ("case", "overrides"),
+    [
+        (Case("Nano"), NANO),
+        (Case("dense"), DENSE),
+        pytest.param(Case("Nano, TP2 + SP", 2, Parallel(tensor=2, sequence=True)), NANO, marks=pytest.mark.nightly),
+        pytest.param(Case("Nano, EP2", 2, Parallel(expert=2)), NANO, marks=pytest.mark.nightly),
+        (Case("dense, TP2", 2, Parallel(tensor=2)), DENSE),
+        (Case("dense, PP2", 2, Parallel(pipeline=2)), DENSE),
+        pytest.param(
+            Case("dense, VPP2", 2, Parallel(pipeline=2, virtual_pipeline=3)), DENSE, marks=pytest.mark.nightly
+        ),
+        (Case("epsilon"), {"layer_norm_epsilon": 0.05}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else "",
+)
+def test_other_members_equal_transformers(case: Case, overrides: dict[str, Any], parity_folder: Path) -> None:
+    checkpoint, tokens = case_checkpoint(parity_folder, "nemotron_h", **overrides), token_lists()
+    reference = hf_reference(parity_folder, checkpoint, tokens, steps=3)
+    difference = differences(train_case(case, checkpoint, tokens, steps=3), reference)
+    # Models without experts amplify rounding: transformers' own fp32 is 3e-4 away from its fp64.
+    loss_bound, norm_bound = bounds(replace(case, arch="nemotron_h"), parity_folder, checkpoint, tokens, 3)
+    assert difference.loss <= loss_bound, difference
+    assert difference.grad_norm <= norm_bound, difference
+    if difference.logits is not None:
+        assert difference.logits <= 2e-5, difference
+
+
+@pytest.fixture
+def small_steps(parity_folder: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Return a checkpoint with steps far below 0.001, and the same with that as the limit that transformers applies."""
+    source, folders = case_checkpoint(parity_folder, "nemotron_h"), []
+    for smallest in (1e-30, 0.001):
+        folder = tmp_path / f"steps-{smallest}"
+        shutil.copytree(source, folder)
+        tensors = load_file(folder / "model.safetensors")
+        changed = {name: x - 9 if name.endswith("dt_bias") else x for name, x in tensors.items()}
+        save_file(changed, folder / "model.safetensors", {"format": "pt"})
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps(settings | {"time_step_min": smallest}), encoding="utf-8")
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+@needs_stack
+def test_steps_have_no_limit_but_the_configured_one(small_steps: tuple[Path, Path], parity_folder: Path) -> None:
+    tokens = token_lists()
+    free, limited = (hf_reference(parity_folder, checkpoint, tokens, steps=2) for checkpoint in small_steps)
+    run = train_case(Case("small steps"), small_steps[1], tokens, steps=2)
+    difference = differences(run, free)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+    # transformers 5.24 takes time_step_min for the limit (huggingface/transformers#48989).
+    assert differences(run, limited).grad_norm > 1e-2
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "single"])
+def test_steps_have_no_limit_without_megatron(
+    engine: str, small_steps: tuple[Path, Path], parity_folder: Path, tmp_path: Path
+) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, ENGINES, engine, small_steps[1], "2", result]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    run = TrainingCurve(**json.loads(result.read_text(encoding="utf-8")), logits=[])
+    difference = differences(run, hf_reference(parity_folder, small_steps[0], token_lists(), steps=2))
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+
+
+@needs_stack
+def test_packed_samples_do_not_see_each_other(parity_folder: Path) -> None:
+    checkpoint, tokens = case_checkpoint(parity_folder, "nemotron_h"), token_lists()
+    changed = [*tokens[:1], [token % 299 + 1 for token in tokens[1]], *tokens[2:]]
+
+    def on_rank() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        with case_backend(Case("one row", micro_batch_tokens=4096), checkpoint) as backend:
+            return tuple(backend.forward(causal_samples(ids), logits=True).logits for ids in (tokens, changed))  # type: ignore[return-value]
+
+    ((before, after),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
+    assert not torch.equal(before[1], after[1])
+    assert all(torch.equal(before[index], after[index]) for index in range(len(tokens)) if index != 1)
+
+
+@needs_stack
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("TP2 + SP", 2, Parallel(tensor=2, sequence=True)),
+        pytest.param(Case("PP2", 2, Parallel(pipeline=2)), marks=pytest.mark.nightly),
+    ],
+    ids=lambda case: case.name,
+)
+def test_adapter_of_a_layout_equals_peft(case: Case, parity_folder: Path, tmp_path: Path) -> None:
+    checkpoint = case_checkpoint(parity_folder, "nemotron_h")
+    adapter = case_adapter(checkpoint, Case("single", arch="nemotron_h"), seed=8)  # as in tests of all families
+    run = train_adapter(case, checkpoint, adapter, tmp_path / "trained", steps=3)
+    reference = peft_reference(parity_folder, checkpoint, adapter, token_lists(), steps=3)
+    difference = adapter_differences(run, reference)
+    assert difference.loss <= 1e-5, difference
+    assert difference.grad_norm <= 1e-4, difference
+
+
+@needs_stack
+def test_sampler_recomputes_the_sequence_and_reports_the_reason(parity_folder: Path) -> None:
+    checkpoint, prompt = case_checkpoint(parity_folder, "nemotron_h"), list(range(11, 31))
+
+    def on_rank() -> tuple[list[int], str | None]:
+        from megascend.sampling.request import SampleRequest, SamplingParams
+        from megascend.sampling.sampler import Sampler
+
+        with case_backend(Case("single"), checkpoint) as backend:
+            sampler = Sampler(backend)
+            (result,) = sampler.generate([SampleRequest(prompt, SamplingParams(6, temperature=0.0))])
+            return list(result.samples[0].tokens), sampler.cache_unsupported_reason
+
+    def in_transformers(tokens: list[int]) -> torch.Tensor:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            return model(torch.tensor([tokens]), use_cache=False).logits[0]
+
+    ((tokens, reason),) = run_distributed(on_rank, 1, init=False, timeout_s=60)
+    assert reason == "a layer whose attention is MambaLayer"
+    (logits,) = run_distributed(in_transformers, 1, [*prompt, *tokens], init=False, timeout_s=60)
+    assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+@needs_stack
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_space_saves_the_counted_bytes(parity_folder: Path, precision: Literal["fp32", "bf16"]) -> None:
+    lengths = (256, 192)
+    checkpoint = case_checkpoint(parity_folder, "nemotron_h")
+    case = Case("saved", precision=precision, micro_batch_tokens=4096)
+
+    def saved_bytes() -> int:
+        with case_backend(case, checkpoint) as backend:
+            chunk = backend.engine.bare_chunks[0]  # type: ignore[reportAttributeAccessIssue]
+            weights = {parameter.untyped_storage().data_ptr() for parameter in chunk.parameters()}
+            module, saved = chunk.decoder.layers[0].mixer, {}
+            forward = module.forward
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                saved[tensor.untyped_storage().data_ptr()] = tensor  # kept, so that no later tensor has its address
+                return tensor
+
+            def watched(hidden: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    return forward(hidden.detach().requires_grad_(), *arguments, **options)
+
+            module.forward = watched
+            generator = torch.Generator().manual_seed(0)
+            ids = [torch.randint(0, 300, (length + 1,), generator=generator).tolist() for length in lengths]
+            backend.forward_backward(causal_samples(ids))
+            return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
+
+    (measured,) = run_distributed(saved_bytes, 1, init=False, timeout_s=60)
+    space = StateSpace.from_config(normalised(layers_block_type=config()["layers_block_type"]))
+    assert space is not None
+    width = {"bf16": 2, "fp32": 4}[precision]
+    kind = LayerKind(fused=False, bytes=width, packed=True, frozen=False, rank=0, longest=max(lengths))
+    expected = state_space_bytes(space, kind) + width * 64  # and the projection's input
+    assert sum(lengths) * expected == pytest.approx(measured, rel=0.03)
