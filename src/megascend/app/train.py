@@ -243,7 +243,7 @@ class SupervisedTraining(Training[RunConfig]):
         share = backend.shard(batch)
         # This rank's pictures only, on several threads: the checks in forward_backward would decode one after the other.
         decode_together([sample.images for sample in share])
-        share = objective.complete(backend, share)
+        share = objective.complete(backend, share, run.adapter)
         result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)
         # On a GPU the host runs ahead: this is the time to launch the kernels; the rest of the step waits for the device.
         dispatched = time.perf_counter() - self._step_start
@@ -305,11 +305,16 @@ class SupervisedTraining(Training[RunConfig]):
     def weights(self, config: RunConfig) -> dict[str, Path]:
         """Return the directories of base model and teacher, as far as they are not in the checkpoint."""
         weights = super().weights(config)
-        if config.dpo is not None:  # the reference is the model that training starts from
+        if self.objective.has_reference:  # the model that training starts from
             weights["model"] = config.model
         if config.distillation is not None and config.distillation.teacher is not None:
             weights["distillation.teacher"] = config.distillation.teacher
         return weights
+
+    def code(self, config: RunConfig) -> dict[str, str]:
+        """Return the names of plug-ins and of the loss function."""
+        functions = {} if config.loss is None or ":" not in config.loss else {"loss": config.loss}
+        return super().code(config) | functions
 
     def title(self, run: Run[RunConfig]) -> str:
         return f"{model_line(run.config, run.backend)}\n{self._trained(run)}"
@@ -319,7 +324,8 @@ class SupervisedTraining(Training[RunConfig]):
         config, backend = run.config, run.backend
         ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
         lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
-        steps = f"{config.steps} steps of {config.data.global_batch_size}{' pairs' if config.dpo is not None else ''}"
+        units = f" {self.samples.learned.unit}" if self.samples.learned.members > 1 else ""
+        steps = f"{config.steps} steps of {config.data.global_batch_size}{units}"
         precision = config.precision + (" with TF32 products" if config.tf32 else "")
         return f"{lora}{self.samples.describe()}, {steps}; {precision}; {ranks}"
 
@@ -369,7 +375,9 @@ class StepRecord(MetricsRecord):
         metrics: further metrics of the loss, by name; ``LOSS_METRICS`` declares those of built-in losses.
     """
 
-    loss: Annotated[float, Metric("nats", "mean loss per trained token (with dpo: per pair) before the update")]
+    loss: Annotated[
+        float, Metric("nats", "mean loss per trained token (of preference losses: per pair or labelled sample)")
+    ]
     grad_norm: Annotated[float, Metric("", "global gradient norm before clipping")]
     lr: Annotated[float, Metric("", "learning rate of the update")]
     tokens: Annotated[int, Metric("tokens", "tokens of the step that carry loss, over all ranks")]

@@ -7,7 +7,7 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 
 from __future__ import annotations
 
-from megascend.config.data import DATA_COLUMNS, Data, Distillation, Dpo, Pictures, Validation
+from megascend.config.data import DATA_COLUMNS, Data, Distillation, Dpo, Kto, Orpo, Pictures, Simpo, Validation
 from megascend.config.run import (
     Checkpoint,
     Generation,
@@ -60,10 +60,12 @@ __all__ = [
     "Dpo",
     "Fsdp",
     "Generation",
+    "Kto",
     "Lora",
     "ModuleName",
     "Moe",
     "Mtp",
+    "Orpo",
     "Parallel",
     "Parsed",
     "Pictures",
@@ -80,6 +82,7 @@ __all__ = [
     "Seconds",
     "Section",
     "Seed",
+    "Simpo",
     "Size",
     "TrainerConfig",
     "Validation",

@@ -88,11 +88,13 @@ class Data(Section):
 
 
 DATA_COLUMNS = (
-    "messages", "conversations", "system", "prompt", "completion", "instruction", "input", "output", "history",
+    "messages", "conversations", "system", "prompt", "completion", "label", "instruction", "input", "output", "history",
     "chosen", "rejected", "text", "token_ids", "prompt_length", "weights", "top_ids", "top_logprobs", "tools",
     "chat_template_kwargs", "images", "image",
 )  # fmt: skip
 """Columns of data files that are read."""
+PREFERENCE_LOSSES = ("dpo", "orpo", "simpo", "kto")
+"""Losses with a section of a run file of their own."""
 
 
 class Validation(Section):
@@ -151,3 +153,28 @@ class Dpo(Section):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) on preference pairs."""
 
     beta: float = Field(0.1, gt=0, description="strength of the penalty for moving away from the initial model")
+
+
+class Orpo(Section):
+    """Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691) on preference pairs, without a reference."""
+
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="weight of the odds ratio's term beside the chosen response's cross entropy (lambda in the paper)",
+    )
+
+
+class Simpo(Section):
+    """Simple preference optimisation (Meng et al. 2024, arXiv:2405.14734) on preference pairs, without a reference."""
+
+    beta: float = Field(2.0, gt=0, description="factor of a response's mean log-probability in its reward")
+    gamma: float = Field(1.0, ge=0, description="margin by which the chosen response's reward is to be larger")
+
+
+class Kto(Section):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306) on single responses with a label."""
+
+    beta: float = Field(0.1, gt=0, description="strength of the penalty for moving away from the initial model")
+    desirable_weight: float = Field(1.0, gt=0, description="weight of the loss of desirable responses")
+    undesirable_weight: float = Field(1.0, gt=0, description="weight of the loss of undesirable responses")
