@@ -176,8 +176,8 @@ def train(megascend, folder: Path, name: str, arguments: Sequence[str], *, nproc
         "train", "run.yaml", *launcher, *arguments, "--set", f"output={name}", "--set", "checkpoint.every=3", cwd=folder
     )
     assert first.returncode == 0, first.stderr
-    more = ["--set", f"output={name}-more", "--set", "steps=4", "--set", "export=false", "--resume", name]
-    second = megascend("train", "run.yaml", *launcher, *arguments, *more, cwd=folder)
+    resumed = ["--set", f"output={name}-more", "--set", "steps=4", "--set", "export=false", "--resume", name]
+    second = megascend("train", "run.yaml", *launcher, *arguments, *resumed, cwd=folder)
     assert second.returncode == 0, second.stderr
     return [*rows_of(folder / name), *rows_of(folder / f"{name}-more")]
 

@@ -190,12 +190,12 @@ def loss_values(
     if all(sample.ref_logprobs is not None for sample in samples):
         fields["ref_logprobs"] = joined([sample.ref_logprobs for sample in samples])
     if candidates is not None:
-        known = [sample.candidates for sample in samples if sample.candidates is not None]
-        fields["candidate_ids"] = torch.cat([entry.ids for entry in known])
-        fields["teacher_logprobs"] = joined([entry.logprobs for entry in known])
+        teacher = [sample.candidates for sample in samples if sample.candidates is not None]
+        fields["candidate_ids"] = torch.cat([entry.ids for entry in teacher])
+        fields["teacher_logprobs"] = joined([entry.logprobs for entry in teacher])
         # Wider, if another sample of the micro batch has more candidates.
         fields["candidate_logprobs"] = joined(
-            [part[:, : entry.ids.shape[1]] for part, entry in zip(candidates, known, strict=True)]
+            [part[:, : entry.ids.shape[1]] for part, entry in zip(candidates, teacher, strict=True)]
         )
     inputs = LossInputs(
         torch.cat([sample.target_ids for sample in samples]),

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megascend.config.section import Section, Size
+from megascend.config.section import Count, Section, Size
 
 
 class PictureLimits(Section):
@@ -111,6 +111,22 @@ class Validation(Section):
         0.0, ge=0, lt=1, description="fraction of the documents of data.path to hold out, drawn with the seed"
     )
     every: Size = Field(100, description="interval of measurements in steps; the last step is always measured")
+    at_start: bool = Field(False, description="also measure before the first step")
+    keep_best: bool = Field(
+        False,
+        description="save a checkpoint after each measurement with the lowest loss so far, keep the best one beside "
+        "checkpoint.keep_last others, and export it at the end in place of the last step",
+    )
+    patience: Count = Field(
+        0, description="end the run after this many measurements in a row without an improvement; 0: train all steps"
+    )
+    min_delta: float = Field(0.0, ge=0, description="smallest decrease of the loss that counts as an improvement")
+
+    @model_validator(mode="after")
+    def _min_delta_has_a_use(self) -> Validation:
+        if self.min_delta and not self.patience and not self.keep_best:
+            raise ValueError("validation.min_delta is set, and neither validation.patience nor validation.keep_best")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Validation:

@@ -336,8 +336,8 @@ class RunConfig(TrainerConfig):
         if self.loss is not None and sections not in ([], [self.loss]):
             raise ValueError(f"loss: {self.loss} and {sections[0]} are both set: a run has one loss")
         if self.loss_settings and (sections or self.loss in (None, "cross_entropy")):
-            place = f"set them in {sections[0]}" if sections else "the loss is cross_entropy, which has none"
-            raise ValueError(f"loss_settings are of a loss that is a function of yours or of a plug-in: {place}")
+            remedy = f"set them in {sections[0]}" if sections else "the loss is cross_entropy, which has none"
+            raise ValueError(f"loss_settings are of a loss that is a function of yours or of a plug-in: {remedy}")
         return self
 
     @property
