@@ -109,9 +109,9 @@ def test_answers_equal_those_of_transformers_on_every_engine(
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line.get("id") for line in lines] == [0, 1, None]
     assert [(line["response"], line["tokens"]) for line in lines] == greedy(small_model, [*CONVERSATIONS, TEXT])
-    again = megascend("generate", small_model, folder / "prompts.jsonl", "-o", out, *COMMON, *layout)
-    assert again.returncode == 2
-    assert "exists; choose another file" in again.stderr
+    repeated = megascend("generate", small_model, folder / "prompts.jsonl", "-o", out, *COMMON, *layout)
+    assert repeated.returncode == 2
+    assert "exists; choose another file" in repeated.stderr
 
 
 def test_adapters_answer_by_name_and_as_peft_does(megascend, folder: Path, small_model: Path, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
     megascend.bootstrap(settings.platform, parallel, False, settings.engine, settings.precision)
     loras = [peft_format.read(path)[0] for path in settings.adapters.values()]
     targets = {target for lora in loras if lora.targets != "all-linear" for target in lora.targets}
-    everything = not loras or any(lora.targets == "all-linear" for lora in loras)
+    all_linear = not loras or any(lora.targets == "all-linear" for lora in loras)
     context = int(read_config(settings.model).get("max_position_embeddings") or LONGEST_CONTEXT)
     values: dict[str, Any] = {
         "precision": settings.precision,
@@ -185,7 +185,7 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
         "adapters": Adapters(
             max_count=max(1, len(loras)),
             max_rank=max([1, *(lora.rank for lora in loras)]),
-            targets="all-linear" if everything else tuple(sorted(targets)),
+            targets="all-linear" if all_linear else tuple(sorted(targets)),
         ),
         "batching": Batching(micro_batch_tokens=min(context, LONGEST_CONTEXT)),
         "platform": settings.platform,
