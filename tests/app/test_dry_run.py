@@ -10,6 +10,7 @@ from megascend import Parallel, Sample
 from megascend.app.dry_run import StepPlan, plan_steps
 from megascend.app.objectives import PreferenceObjective, TokenObjective
 from megascend.app.run_samples import RunSamples
+from megascend.batch.losses import resolve
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.config import RunConfig
 from megascend.data.findings import Findings
@@ -33,7 +34,9 @@ def samples_of(folder: Path, *, pairs: bool = False) -> RunSamples:
 
 def make_plan(samples: RunSamples, budget: int, batch: int = 4, world: int = 2, **layout) -> StepPlan:
     config = RunConfig(model="m", output="o", data={"path": "d", "global_batch_size": batch, "shuffle": False}, steps=3)
-    objective = PreferenceObjective(0.1) if samples.learned.has_pairs else TokenObjective()
+    objective = (
+        PreferenceObjective(resolve("dpo")) if samples.learned.has_pairs else TokenObjective(resolve("cross_entropy"))
+    )
     return plan_steps(config, samples, objective, SequenceLayout(**layout), plan(Parallel(), world), budget)
 
 

@@ -11,7 +11,7 @@ from megascend.batch.results import TokenCounts
 from megascend.errors import DataError
 from megascend.topology.topology import Topology, plan
 
-TALLY = TokenCounts(weight=10.0, pairs=0, trained=12, tokens=20)
+TALLY = TokenCounts(weight=10.0, units=0, trained=12, tokens=20)
 
 
 def entry(checksum: int = 7, **changes) -> RankReport:
@@ -27,7 +27,7 @@ def test_sums_count_every_data_parallel_rank_once():
     topology = layout(8, tensor=2, context=2)  # data 2: ranks 0-3 and 4-7
     first, second = entry(checksum=1), entry(checksum=2, counts={"": TokenCounts(2.5, 3, 4, 5)}, micro_batches=4)
     agreed = reconcile([first] * 4 + [second] * 4, topology)
-    assert agreed.counts == {"": TokenCounts(weight=12.5, pairs=3, trained=16, tokens=25)}
+    assert agreed.counts == {"": TokenCounts(weight=12.5, units=3, trained=16, tokens=25)}
     assert agreed.micro_batches == 4
 
 
@@ -104,7 +104,7 @@ def test_report_counts_weights_and_tokens():
         Sample([9], [8], [1.0]),
     ]
     result = report(samples, 3, ["", ""], None)
-    count_ = TokenCounts(weight=3.5, pairs=0, trained=3, tokens=4, mtp_weight=2.5)
+    count_ = TokenCounts(weight=3.5, units=0, trained=3, tokens=4, mtp_weight=2.5)
     assert (result.problem, result.micro_batches, result.counts) == (None, 3, {"": count_})
     assert result.checksums.keys() == {"input_ids", "target_ids", "weights", "adapter"}
     assert report([], 0, [], None) == RankReport(None)
@@ -113,7 +113,7 @@ def test_report_counts_weights_and_tokens():
 def test_pair_counts_once_for_its_adapter():
     samples = [Sample([1], [2], [1.0], pair=pair, chosen=chosen) for pair in (1, 2) for chosen in (True, False)]
     counts = report(samples, 1, ["a", "a", "b", "b"], BUILT_IN["dpo"]).counts
-    assert {name: (count_.pairs, count_.tokens) for name, count_ in counts.items()} == {"a": (1, 2), "b": (1, 2)}
+    assert {name: (count_.units, count_.tokens) for name, count_ in counts.items()} == {"a": (1, 2), "b": (1, 2)}
 
 
 def test_report_sums_weights_in_float64():
@@ -187,6 +187,6 @@ def test_pairs_may_be_called_by_objects_of_this_process():
 
 @pytest.mark.parametrize(("weight", "name"), [(1e37, ""), (1e31, "alice"), (1e-38, "")])
 def test_weights_that_float32_cannot_sum_are_an_error(weight, name):
-    count_ = TokenCounts(weight=weight, pairs=0, trained=1, tokens=1)
+    count_ = TokenCounts(weight=weight, units=0, trained=1, tokens=1)
     with pytest.raises(DataError, match=rf"sum to {weight:g}.*float32".replace("+", r"\+")):
         reconcile([entry(counts={name: count_})], layout(1))

@@ -250,6 +250,7 @@ def test_token_of_weight_0_contributes_nothing(name: str, junk: float) -> None:
         scores, entropy, shift = by_name.pop("scores"), by_name.pop("entropy"), by_name.pop("shift")
         inputs = inputs_of(8, weights=weights, extra={"shift": shift}, **by_name, **PAIRS)
         inputs.last = torch.tensor([1, 3, 5, 7])
+        inputs.labels = torch.tensor([1, 0, 0, 1])
         inputs.entropy = entropy if loss.entropy else None
         return evaluate(loss, scores, inputs, entropy if loss.entropy else None)
 

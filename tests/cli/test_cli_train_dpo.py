@@ -141,12 +141,12 @@ def test_two_processes_learn_the_same_and_resume_keeps_the_reference(megascend, 
 def test_pairs_require_dpo_and_dpo_requires_pairs(megascend, folder: Path) -> None:
     completed = megascend("train", "run.yaml", "--set", "dpo=null", cwd=folder)
     assert completed.returncode == 2
-    assert "pairs.jsonl holds preference pairs: set dpo:" in completed.stderr
+    assert "pairs.jsonl holds preference pairs ('chosen' and 'rejected'): set dpo:" in completed.stderr
     (folder / "texts.jsonl").write_text('{"text": "abc"}\n{"text": "abd"}\n')
     texts = ("--set", "validation=null", "--set", "data.path=texts.jsonl")
     completed = megascend("train", "run.yaml", *texts, cwd=folder)
     assert completed.returncode == 2
-    assert "dpo is set, and texts.jsonl holds no preference pairs" in completed.stderr
+    assert "dpo is set, which learns from preference pairs" in completed.stderr
 
 
 @pytest.mark.nightly

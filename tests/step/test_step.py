@@ -184,6 +184,7 @@ def policy_fields(tokens):
             "ref_logprobs": (-6 + torch.randn(len(ids) - 1, generator=generator)).tolist(),
             "pair": index // 2,
             "chosen": index % 2 == 0,
+            "label": index % 3 % 2,
         }
         for index, ids in enumerate(tokens)
     ]
@@ -197,7 +198,7 @@ def policy_samples(tokens, fields):
 
 
 @every_layout
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "dpo"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "dpo", "orpo", "simpo", "kto"])
 def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, parity_folder, layout, loss):
     world_size, parallel = LAYOUTS[layout]
     tokens = token_lists()
@@ -218,6 +219,9 @@ def test_policy_and_preference_losses_equal_the_papers_formulas(checkpoint, pari
                 "importance_sampling": {"ratio"},
                 "ppo": {"ratio", "clip_fraction", "kl"},
                 "dpo": {"accuracy", "reward_chosen", "reward_rejected"},
+                "orpo": {"accuracy", "nll_chosen", "log_odds_ratio"},
+                "simpo": {"accuracy", "reward_chosen", "reward_rejected"},
+                "kto": {"accuracy", "reference_point"},
             }[loss]
         )
         assert all(math.isfinite(figure) for figure in metrics.values())

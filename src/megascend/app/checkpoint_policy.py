@@ -37,6 +37,7 @@ class CheckpointPolicy:
         progress: Callable[[], dict[str, Any]],
         before: Callable[[], object] = lambda: None,
         ready: Callable[[], bool] = lambda: True,
+        best: Callable[[], int | None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -44,9 +45,11 @@ class CheckpointPolicy:
             before: called on every rank before a save.
             ready: returns True, on every rank, once the run has something worth saving. Until then no checkpoint is due, because
                 files of an earlier run may still be in the output directory.
+            best: returns the step whose checkpoint is the best so far, which is saved at once and kept; None: there is none.
         """
         self._backend, self._config, self._settings = backend, config, config.checkpoint
         self._event_log, self._progress, self._before, self._ready = event_log, progress, before, ready
+        self._best = best
         self._series = Retention(
             config.output / CHECKPOINTS, keep_last=self._settings.keep_last, keep_every=self._settings.keep_every
         )
@@ -71,7 +74,7 @@ class CheckpointPolicy:
             self._settle()
         # Stopped while it waits for its next step, a run may have saved this one; of step 0 only a stop leaves a checkpoint.
         due = self._settings.every and step % self._settings.every == 0
-        if (stopping or due) and self._ready() and (self._last != step or step == 0):
+        if (stopping or due or self._best() == step) and self._ready() and (self._last != step or step == 0):
             self._save(step)
         return stopping
 
@@ -121,14 +124,22 @@ class CheckpointPolicy:
         except CheckpointError as error:
             self._failed(str(error))
 
+    def best_path(self) -> Path | None:
+        """Return the best checkpoint, or None if there is none."""
+        best = self._best()
+        path = None if best is None else self._series.path(best)
+        return path if self._backend.from_rank_0(lambda: path is not None and path.is_dir()) else None
+
     def _begin(self, step: int, hf: bool) -> PendingSave:
+        # As of this save: the one of a later best step may not be complete when this one is.
+        best = self._best()
         try:
             return self._backend.save(
                 self._series.path(step),
                 progress=self._progress(),
                 config=self._config.model_dump(mode="json"),
                 hf=hf,
-                after=self._committed,
+                after=lambda path: self._committed(path, best),
             )
         except CheckpointError as error:  # on every rank
             if not hf:
@@ -139,8 +150,8 @@ class CheckpointPolicy:
                 logger.warning("the checkpoint of step %d is without its hf directory (checkpoint.hf): %s", step, error)
             return self._begin(step, hf=False)
 
-    def _committed(self, path: Path) -> None:
-        self._series.committed(path)
+    def _committed(self, path: Path, best: int | None) -> None:
+        self._series.committed(path, best)
         self._event_log.event("saved", checkpoint=path.name)
 
     def _settle(self) -> None:

@@ -274,8 +274,11 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
 
     def example(index: int, pair: int | None) -> ShownSample:
         sample = samples.learned[index]
-        side = "chosen" if sample.chosen else "rejected"
-        name = f"sample {index + 1}" if pair is None else f"pair {pair + 1}, {side}"
+        name = f"sample {index // samples.learned.members + 1}"
+        if sample.label is not None:
+            name = f"{name}, {'desirable' if sample.label else 'undesirable'}"
+        if pair is not None:
+            name = f"pair {pair + 1}, {'chosen' if sample.chosen else 'rejected'}"
         return ShownSample(name, pieces(sample, decode))
 
     return DryRun(

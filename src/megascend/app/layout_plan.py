@@ -212,7 +212,8 @@ def suggestion(
         config: with a number for ``batching.micro_batch_tokens``.
         length: tokens that all samples are taken to have.
     """
-    unlike = config.dpo is not None or config.distillation is not None  # steps with further passes
+    # Steps with further passes, or with two samples of a unit.
+    unlike = config.preference is not None or config.distillation is not None or ":" in (config.loss or "")
     if config.engine != "megatron" or config.precision != "bf16" or topology.world_size == 1 or unlike:
         return None
     model = Model.from_checkpoint(info, read_config(config.model))

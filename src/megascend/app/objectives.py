@@ -1,19 +1,21 @@
-"""Objectives of supervised runs: tokens or preference pairs, each with its loss. Collective where a backend is used."""
+"""Objectives of supervised runs: tokens, preference pairs or labelled samples, each with its loss.
+
+Collective where a backend is used.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.nn.functional import logsigmoid
 
 from megascend.app.teacher_model import TeacherModel
-from megascend.batch.losses import BUILT_IN, Loss, LossInputs, dpo, split_output
+from megascend.batch.losses import BUILT_IN, Loss, LossInputs, LossUnit, resolve, split_output
 from megascend.batch.sample import Sample
 from megascend.config import Distillation, RunConfig
+from megascend.config.plugins import load_object
 from megascend.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -37,8 +39,17 @@ class LearningObjective(Protocol):
         """Compute what is needed of these units of ``samples`` before the first step; ``batch`` of them at a time."""
         ...
 
-    def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """Add to this rank's samples what the loss reads of another model; return them. Collective."""
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares with the model that training starts from."""
+        ...
+
+    def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
+        """Add to this rank's samples, or to the loss, what a step reads of another pass; return them. Collective.
+
+        Args:
+            adapter: the one that is trained.
+        """
         ...
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
@@ -59,45 +70,159 @@ class LearningObjective(Protocol):
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
-    """Make the objective that the settings ask for."""
-    if config.dpo is None and samples.has_pairs:
-        raise ConfigError(f"{config.data.path} holds preference pairs: set dpo: {{beta: 0.1}} to learn from them")
-    if config.dpo is not None and not samples.has_pairs:
+    """Make the objective that the settings ask for.
+
+    Raises:
+        ConfigError: the loss does not fit the data, or cannot be imported.
+    """
+    settings = config.distillation
+    if settings is not None and settings.teacher is not None:
+        _check_kind(config, samples, "token", "distillation")
+        if samples.has_candidates:
+            raise ConfigError(
+                f"distillation.teacher: {settings.teacher}, and {config.data.path} holds a teacher's distributions "
+                "('top_ids') too: remove teacher, or choose the columns to read with data.columns: {token_ids: token_ids}"
+            )
+        return TeacherObjective(settings)
+    setting, loss = run_loss(config, samples)
+    needs_labels = loss.per == "sample" and (samples.has_labels or "label" in loss.requires)
+    _check_kind(config, samples, "sample" if needs_labels else "pair" if loss.per == "pair" else "token", setting)
+    _check_fields(config, samples, setting, loss)
+    if samples.has_pairs:
+        return PreferenceObjective(loss)
+    if samples.has_labels:
+        return LabelledObjective(loss)
+    return TokenObjective(loss)
+
+
+def run_loss(config: RunConfig, samples: SampleSubset) -> tuple[str, Loss]:
+    """Return the setting that chooses the loss of a run, for messages, and the loss."""
+    if config.distillation is not None:
+        loss = BUILT_IN[config.distillation.loss]
+        beta = config.distillation.beta
+        return "distillation is set", loss.with_settings(beta=beta) if loss.name == "jsd" else loss
+    if config.preference is not None:
+        name, section = config.preference
+        return f"{name} is set", BUILT_IN[name].with_settings(**section.model_dump())
+    name = config.loss or "cross_entropy"
+    if ":" not in name:
+        loss = resolve(name)
+    else:
+        loss = load_object(name, "loss", lambda value: isinstance(value, Loss) or callable(value))
+    if not isinstance(loss, Loss):
+        # A plain function has one value for each unit of the data.
+        per: LossUnit = "pair" if samples.has_pairs else "sample" if samples.has_labels else "token"
+        loss = replace(resolve(loss), per=per, requires=("label",) if per == "sample" else ())
+    try:
+        loss = loss.with_settings(**config.loss_settings)
+    except ConfigError as error:
+        raise ConfigError(f"loss_settings: {error}") from None
+    return f"loss: {name}" if config.loss is not None else "no loss is set", loss
+
+
+KINDS: dict[LossUnit, str] = {
+    "token": "texts, conversations or completions without a label",
+    "pair": "preference pairs ('chosen' and 'rejected')",
+    "sample": "completions with a 'label'",
+}
+"""Data that losses of each unit learn from."""
+
+
+def _check_kind(config: RunConfig, samples: SampleSubset, needs: LossUnit, setting: str) -> None:
+    """Raise ConfigError if the data are not what a loss of this unit learns from."""
+    kind: LossUnit = "pair" if samples.has_pairs else "sample" if samples.has_labels else "token"
+    if kind == needs:
+        return
+    if setting == "no loss is set":
+        remedy, leave = "dpo: {beta: 0.1} (or orpo, simpo)", ""
+        if kind == "sample":
+            remedy = "kto: {beta: 0.1}"
+            leave = ", or choose the columns to read with data.columns: {prompt: prompt, completion: completion}"
+        raise ConfigError(f"{config.data.path} holds {KINDS[kind]}: set {remedy} to learn from them{leave}")
+    raise ConfigError(
+        f"{setting}, which learns from {KINDS[needs]}, and {config.data.path} holds {KINDS[kind]}: change the data or the loss"
+    )
+
+
+def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: Loss) -> None:
+    """Raise ConfigError if the loss requires what neither the data nor a reference gives, or leaves out what the data hold."""
+    available = {"ref_logprobs"} if samples.members > 1 else set()
+    available |= {"label"} if samples.has_labels else set()
+    available |= {"candidates"} if samples.has_candidates else set()
+    if "candidates" in loss.requires and not samples.has_candidates:
         raise ConfigError(
-            f"dpo is set, and {config.data.path} holds no preference pairs ('chosen' and 'rejected'): add them, or remove dpo"
+            f"{setting}, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' "
+            "and 'top_logprobs'): add them, name a teacher in distillation.teacher, or choose another loss"
         )
-    if config.distillation is None and samples.has_candidates:
+    if samples.has_candidates and "candidates" not in loss.requires:
         raise ConfigError(
             f"{config.data.path} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn "
             "them, or choose the columns to read with data.columns: {token_ids: token_ids}"
         )
-    if config.distillation is not None and config.distillation.teacher is not None:
-        if samples.has_candidates:
-            raise ConfigError(
-                f"distillation.teacher: {config.distillation.teacher}, and {config.data.path} holds a teacher's distributions "
-                "('top_ids') too: remove teacher, or choose the columns to read with data.columns: {token_ids: token_ids}"
-            )
-        return TeacherObjective(config.distillation)
-    if config.distillation is not None:
-        if not samples.has_candidates:
-            raise ConfigError(
-                f"distillation is set, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' "
-                "and 'top_logprobs'): add them, name a teacher in distillation.teacher, or remove distillation"
-            )
-        return DistillationObjective(distillation_loss(config.distillation))
-    return TokenObjective() if config.dpo is None else PreferenceObjective(config.dpo.beta)
+    if missing := [name for name in loss.requires if name not in available]:
+        raise ConfigError(
+            f"{setting}: the loss requires {', '.join(missing)}, which the samples of {config.data.path} do not have; they have: "
+            f"{', '.join(sorted(available)) or 'no further fields'}"
+        )
+    if loss.of == "values":
+        raise ConfigError(f"{setting}: a loss of a scalar head's values, and run files train causal language models")
 
 
-def distillation_loss(settings: Distillation) -> Loss:
-    """Return the loss of these settings."""
-    loss = BUILT_IN[settings.loss]
-    return loss.with_settings(beta=settings.beta) if settings.loss == "jsd" else loss
+def loss_values(
+    loss: Loss,
+    samples: Sequence[Sample],
+    logprobs: Sequence[torch.Tensor],
+    entropies: Sequence[torch.Tensor] | None = None,
+    candidates: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return the values of a loss without gradients, in float64: of each token, of each sample, or of the pair that they are.
+
+    Args:
+        samples: a few, chosen and rejected one of a pair.
+        logprobs: of each sample's targets [length], from the model; ``entropies`` likewise.
+        candidates: log-probabilities [length, K or more] of each sample's candidates.
+    """
+
+    def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([part.double().cpu() for part in parts])
+
+    fields: dict[str, Any] = {}
+    if all(sample.ref_logprobs is not None for sample in samples):
+        fields["ref_logprobs"] = joined([sample.ref_logprobs for sample in samples])
+    if candidates is not None:
+        teacher = [sample.candidates for sample in samples if sample.candidates is not None]
+        fields["candidate_ids"] = torch.cat([entry.ids for entry in teacher])
+        fields["teacher_logprobs"] = joined([entry.logprobs for entry in teacher])
+        # Wider, if another sample of the micro batch has more candidates.
+        fields["candidate_logprobs"] = joined(
+            [part[:, : entry.ids.shape[1]] for part, entry in zip(candidates, teacher, strict=True)]
+        )
+    inputs = LossInputs(
+        torch.cat([sample.target_ids for sample in samples]),
+        joined([sample.weights for sample in samples]),
+        torch.cat([torch.full_like(sample.target_ids, number) for number, sample in enumerate(samples)]),
+        len(samples),
+        torch.tensor([[0, 1]] if loss.per == "pair" else []).reshape(-1, 2).long(),
+        lambda values: values,
+        entropy=None if entropies is None else joined(entropies),
+        labels=torch.tensor([sample.label or 0 for sample in samples]) if "label" in loss.requires else None,
+        **fields,
+    )
+    count = {"token": len(inputs.targets), "sample": len(samples), "pair": 1}[loss.per]
+    return split_output(loss, loss(joined(logprobs), inputs), count)[0]
 
 
 class TokenObjective:
-    """Cross entropy, token by token."""
+    """A loss of texts, conversations and completions: one value per token, or per sample."""
 
-    loss: str | Loss = "cross_entropy"
+    has_reference = False
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
+    @property
+    def loss(self) -> Loss:
+        return self._loss
 
     def units(self, samples: SampleSubset) -> int:
         return len(samples)
@@ -105,7 +230,7 @@ class TokenObjective:
     def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         return None
 
-    def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
         return samples
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
@@ -118,11 +243,14 @@ class TokenObjective:
         return [samples[unit] for unit in units]
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Return the mean of :meth:`losses` over the weights of all samples."""
+        """Return the mean of :meth:`losses` over the weights of all samples, or over the samples."""
         total = weight = 0.0
         for start in range(0, len(samples), batch):
             shard = backend.shard(samples[start : start + batch])
             for sample, losses in zip(shard, self.losses(backend, shard, adapter), strict=True):
+                if self._loss.per == "sample":
+                    total, weight = total + float(losses.sum()), weight + 1
+                    continue
                 total += weighted_sum(losses, sample)
                 weight += float(sample.weights.double().sum())
         # The mean over tokens, not over ranks: ranks have different numbers of them.
@@ -130,39 +258,19 @@ class TokenObjective:
         return sum(totals) / sum(weights)
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
-        """Return the loss of every target, [length] for each sample, without gradients."""
-        return [-logprobs for logprobs in backend.forward(samples, adapter=adapter).logprobs]
-
-
-class DistillationObjective(TokenObjective):
-    """Divergence from a teacher's distributions, token by token."""
-
-    def __init__(self, loss: Loss) -> None:
-        self.loss: Loss = loss
-
-    def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
-        scores = backend.forward(samples, adapter=adapter, candidates=True)
-        assert scores.candidates is not None
+        """Return the loss of every target [length], or of the sample [1], for each sample, without gradients."""
+        candidates = "candidates" in self._loss.requires
+        scores = backend.forward(samples, entropy=self._loss.entropy, adapter=adapter, candidates=candidates)
         return [
-            self._values(sample, logprobs, student)
-            for sample, logprobs, student in zip(samples, scores.logprobs, scores.candidates, strict=True)
+            loss_values(
+                self._loss,
+                [sample],
+                [scores.logprobs[number]],
+                None if scores.entropy is None else [scores.entropy[number]],
+                None if scores.candidates is None else [scores.candidates[number]],
+            )
+            for number, sample in enumerate(samples)
         ]
-
-    def _values(self, sample: Sample, logprobs: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-        assert sample.candidates is not None
-        inputs = LossInputs(
-            sample.target_ids,
-            sample.weights,
-            torch.zeros_like(sample.target_ids),
-            1,
-            torch.zeros(0, 2, dtype=torch.int64),
-            lambda values: values,
-            candidate_ids=sample.candidates.ids,
-            teacher_logprobs=sample.candidates.logprobs.double(),
-            # Wider, if another sample of the micro batch has more candidates.
-            candidate_logprobs=student[:, : sample.candidates.ids.shape[1]].double(),
-        )
-        return split_output(self.loss, self.loss(logprobs.double(), inputs), len(sample))[0]
 
 
 class TeacherObjective(TokenObjective):
@@ -172,6 +280,7 @@ class TeacherObjective(TokenObjective):
     """
 
     def __init__(self, settings: Distillation) -> None:
+        super().__init__(BUILT_IN["cross_entropy"])  # replaced by the teacher's, which is built later
         self._settings = settings
         self._teacher: TeacherModel | None = None
 
@@ -185,41 +294,50 @@ class TeacherObjective(TokenObjective):
         if self._teacher is None and self._settings.teacher is not None:
             self._teacher = TeacherModel(backend, self._settings.teacher, "distillation.teacher")
 
-    def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
         assert self._teacher is not None
         outputs = self._teacher.outputs(samples)
         return [replace(sample, teacher_states=output.states) for sample, output in zip(samples, outputs, strict=True)]
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
         # First: the loss has the rows of the teacher's output layer, which the first pass copies.
-        samples = self.complete(backend, samples)
+        samples = self.complete(backend, samples, None)
         return samples, self.loss
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
-        return backend.divergences(self.complete(backend, samples), self.loss, adapter)
+        return backend.divergences(self.complete(backend, samples, adapter), self.loss, adapter)
 
 
 class PreferenceObjective:
-    """Direct preference optimisation. A unit is a pair: two neighbours, the chosen one first.
+    """A loss of preference pairs. A unit is a pair: two neighbours, the chosen one first.
 
-    The reference is the model that training starts from, without an adapter. The loss needs but the sum of its log-probabilities
-    over each sample, which is computed once, before the first step.
+    The reference of a loss that requires one is the model that training starts from, without an adapter. Only the sum of its
+    log-probabilities over each sample is needed, which is computed once, before the first step.
     """
 
-    def __init__(self, beta: float) -> None:
-        self._beta = beta
-        self.loss = Loss("dpo", functools.partial(dpo, beta=beta), per="pair", requires=("ref_logprobs",))
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
         self._reference: dict[tuple[str, int, bool], float] = {}
+
+    @property
+    def loss(self) -> Loss:
+        return self._loss
+
+    @property
+    def has_reference(self) -> bool:
+        return "ref_logprobs" in self._loss.requires
 
     def units(self, samples: SampleSubset) -> int:
         return len(samples) // 2
 
     def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
         """Sum the reference's log-probabilities. To be called before a checkpoint is loaded."""
+        if not self.has_reference:
+            return
         # Each pair once: a run of several epochs draws it again.
         numbers = sorted(set(units))
         for start in range(0, len(numbers), batch):
-            shard = backend.shard(self._pairs(samples, numbers[start : start + batch]))
+            shard = backend.shard(self._members(samples, numbers[start : start + batch]))
             reference = backend.forward(shard, reference=True).logprobs
             sums = {
                 self._key(samples, sample): weighted_sum(logprobs, sample)
@@ -229,7 +347,7 @@ class PreferenceObjective:
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
 
-    def complete(self, backend: Backend, samples: Sequence[Sample]) -> Sequence[Sample]:
+    def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
         return samples
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
@@ -239,36 +357,33 @@ class PreferenceObjective:
         return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]
 
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
-        """Return samples whose reference log-probabilities are spread evenly over what is weighted: the loss looks at their sum.
-
-        A batch that spans two epochs may hold a pair twice, so pairs are numbered by their place in it.
-        """
-        batch = self._pairs(samples, units)
+        """Return the samples of pairs. A batch that spans two epochs may hold a pair twice: they are numbered by their place."""
+        batch = self._members(samples, units)
         for index, sample in enumerate(batch):
-            total = self._reference[self._key(samples, sample)]
-            weight = float(sample.weights.double().sum())
-            sample.ref_logprobs = torch.full((len(sample),), total / weight, dtype=torch.float32)
+            self._add_reference(samples, sample)
             sample.pair = index // 2
         return batch
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Return the mean of ``-log sigmoid(beta * (margin of the chosen - margin of the rejected))`` over the pairs."""
+        """Return the mean of the loss over the pairs."""
         total = count = 0.0
         for start in range(0, self.units(samples), batch):
             units = range(start, min(start + batch, self.units(samples)))
-            shard = backend.shard(self._pairs(samples, units))
-            margins = [
-                weighted_sum(logprobs, sample) - self._reference[self._key(samples, sample)]
-                for sample, logprobs in zip(shard, backend.forward(shard, adapter=adapter).logprobs, strict=True)
-            ]
-            for chosen, rejected in zip(margins[::2], margins[1::2], strict=True):
-                total -= float(logsigmoid(torch.tensor(self._beta * (chosen - rejected), dtype=torch.float64)))
+            # Pairs stay together and in order.
+            shard = backend.shard(self._members(samples, units))
+            scores = backend.forward(shard, entropy=self._loss.entropy, adapter=adapter)
+            for sample in shard:
+                self._add_reference(samples, sample)
+            for first in range(0, len(shard), 2):
+                pair = slice(first, first + 2)
+                entropies = None if scores.entropy is None else scores.entropy[pair]
+                total += float(loss_values(self._loss, shard[pair], scores.logprobs[pair], entropies))
                 count += 1
         totals, counts = zip(*backend.gather_by_data_rank((total, count)), strict=True)
         return sum(totals) / sum(counts)
 
-    @staticmethod
-    def _pairs(samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
+    def _members(self, samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
+        """Return the two samples of each unit."""
         pairs = [samples[2 * unit + side] for unit in units for side in (0, 1)]
         for chosen, rejected in zip(pairs[::2], pairs[1::2], strict=True):
             # A loss over wrong pairs would train without any sign of it.
@@ -276,9 +391,103 @@ class PreferenceObjective:
                 raise DataError("samples of preference pairs are out of order")
         return pairs
 
+    def _add_reference(self, samples: SampleSubset, sample: Sample) -> None:
+        """Spread the reference's sum evenly over what is weighted, where the loss requires it: it looks at the sum."""
+        if self.has_reference:
+            total, weight = self._reference[self._key(samples, sample)], float(sample.weights.double().sum())
+            sample.ref_logprobs = torch.full((len(sample),), total / weight, dtype=torch.float32)
+
     @staticmethod
     def _key(samples: SampleSubset, sample: Sample) -> tuple[str, int, bool]:
-        return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen)
+        """Return what identifies a sample: its data, its unit, and whether it is the unit's first one."""
+        return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen) or sample.label is not None
+
+
+class LabelledObjective(PreferenceObjective):
+    """A loss of labelled samples, such as KTO. A unit has two neighbours: the sample, and its prompt with another's completion.
+
+    Of the latter, the mean log-ratio of policy and reference over the global batch estimates their divergence, which is KTO's
+    reference point (at least 0) and has no gradient. So it depends neither on micro batches nor on the layout.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss)
+        self._mismatched: list[Sample] = []
+        self._kl = 0.0
+
+    @property
+    def loss(self) -> Loss:
+        return self._with_kl(self._kl)
+
+    @property
+    def _has_kl(self) -> bool:
+        """True if the loss has a reference point."""
+        return self.has_reference and "kl" in self._loss.effective_settings()
+
+    def _with_kl(self, kl: float) -> Loss:
+        return self._loss.with_settings(kl=kl) if self._has_kl else self._loss
+
+    def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
+        if self._has_kl:
+            self._kl = self._divergence(backend, self._log_ratios(backend, self._mismatched, adapter))
+        return samples
+
+    def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
+        return [(2 * unit, None) for unit in units]
+
+    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
+        """Return the labelled samples of units; keep the others for :meth:`complete`."""
+        batch = self._members(samples, units)
+        for sample in batch:
+            self._add_reference(samples, sample)
+            # No two samples have to stay together.
+            sample.pair = None
+        self._mismatched = batch[1::2]
+        return batch[::2]
+
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
+        """Return the mean of the loss over the samples, with the reference point of all of them."""
+        labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
+        ratios: list[float] = []
+        for start in range(0, self.units(samples), batch):
+            members = self._members(samples, range(start, min(start + batch, self.units(samples))))
+            for sample in members:
+                self._add_reference(samples, sample)
+                sample.pair = None
+            if self._has_kl:
+                ratios += self._log_ratios(backend, members[1::2], adapter)
+            shard = backend.shard(members[::2])
+            scores = backend.forward(shard, entropy=self._loss.entropy, adapter=adapter)
+            entropies = scores.entropy or [None] * len(shard)
+            labelled += zip(shard, scores.logprobs, entropies, strict=True)
+        loss = self._with_kl(self._divergence(backend, ratios)) if self._has_kl else self._loss
+        values = [
+            float(loss_values(loss, [sample], [logprobs], None if entropy is None else [entropy]).sum())
+            for sample, logprobs, entropy in labelled
+        ]
+        totals, counts = zip(*backend.gather_by_data_rank((sum(values), len(values))), strict=True)
+        return sum(totals) / sum(counts)
+
+    def _log_ratios(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[float]:
+        """Return this rank's share of the log-ratios of policy and reference, summed over each sample."""
+        shard = backend.shard(samples)
+        return [
+            weighted_sum(logprobs, sample) - weighted_sum(sample.ref_logprobs, sample)
+            for sample, logprobs in zip(shard, backend.forward(shard, adapter=adapter).logprobs, strict=True)
+        ]
+
+    @staticmethod
+    def _divergence(backend: Backend, ratios: list[float]) -> float:
+        """Return the mean over all ranks, at least 0, as a divergence is."""
+        gathered = [ratio for part in backend.gather_by_data_rank(ratios) for ratio in part]
+        return max(0.0, sum(gathered) / len(gathered))
+
+    def _members(self, samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
+        members = [samples[2 * unit + side] for unit in units for side in (0, 1)]
+        for sample, mismatched in zip(members[::2], members[1::2], strict=True):
+            if sample.pair != mismatched.pair or sample.label is None or mismatched.label is not None:
+                raise DataError("labelled samples are out of order")
+        return members
 
 
 def weighted_sum(values: torch.Tensor, sample: Sample) -> float:

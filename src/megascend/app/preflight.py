@@ -18,7 +18,7 @@ from megascend.app.plot import require_extra
 from megascend.app.resume import check_start
 from megascend.app.run_directory import CHECKPOINTS, RUN_FILES
 from megascend.config import RunConfig, TrainerConfig
-from megascend.config.plugins import check_plugins
+from megascend.config.plugins import check_name, check_plugins
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, DataError
@@ -254,7 +254,6 @@ def check_rollouts(config: RlConfig) -> None:
     from megascend.app.rl.engines import check_engines
     from megascend.app.rl.servers import check_servers
     from megascend.rollout.prompts import read_prompts
-    from megascend.rollout.rewards import check_name
 
     free = config.rollout.environment is not None
     if config.rollout.prompts is not None:
@@ -262,7 +261,7 @@ def check_rollouts(config: RlConfig) -> None:
     if config.evaluation is not None:
         read_prompts(config.evaluation.prompts, free=free)
     if config.rollout.reward is not None:
-        check_name(config.rollout.reward)
+        check_name(config.rollout.reward, "reward")
     if config.rollout.environment is not None:
         check_name(config.rollout.environment.name, "rollout.environment")
     check_engines(config.engines, config.rollout.controller, config.teacher_engine)

@@ -135,6 +135,16 @@ class Training(ABC, Generic[AnyConfig]):
     def after_step(self, number: int) -> None:
         """Run checks and evaluations that are due after a logged step. Collective."""
 
+    @property
+    def finished(self) -> bool:
+        """True if the run ends after this step, whatever ``steps`` is. The same on every rank."""
+        return False
+
+    @property
+    def best_step(self) -> int | None:
+        """The step whose checkpoint is to be kept and exported; None: no checkpoint is better than others."""
+        return None
+
     @abstractmethod
     def progress(self) -> dict[str, Any]:
         """Return the state to save beside the model, as of the last optimizer step, even if a later batch has been taken."""
@@ -251,7 +261,7 @@ def run(
             print(f"ready after {phases}", flush=True)
 
         saves, rows, step = train_steps(training, this_run, directory, inputs, signals, phases, kernel_compilation)
-        if step < config.steps:
+        if step < config.steps and not training.finished:
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
             report_stop(directory, step, stopped, saves.problem)
             return RunResult(step, None, stopped)
@@ -323,7 +333,13 @@ def train_steps(
         return training.progress() | {INPUTS: inputs.state_dict()}
 
     saves = CheckpointPolicy(
-        backend, config, run.event_log, progress, directory.take_over, lambda: not directory.waiting
+        backend,
+        config,
+        run.event_log,
+        progress,
+        directory.take_over,
+        lambda: not directory.waiting,
+        lambda: training.best_step,
     )
     trackers = Trackers(
         config.tracker_options,
@@ -348,6 +364,9 @@ def train_steps(
         in_step = False
         try:
             for number in steps:
+                if training.finished:  # resumed at its end
+                    number -= 1
+                    break
                 batch = training.next_batch(number, lambda: signals.received is not None)
                 if batch is None:
                     # The batch of this step never came: the checkpoint is that of the step before.
@@ -369,7 +388,7 @@ def train_steps(
                     phases.end("first step")
                     kernel_compilation.close()
                     run.event_log.event("first_step", **phases.record())
-                if saves.after_step(number, signals.received is not None):
+                if saves.after_step(number, signals.received is not None) or training.finished:
                     break
         except Exception as error:
             # Neither an incomplete step is saved, nor one that other ranks may still be in.
@@ -382,7 +401,7 @@ def train_steps(
             raise
         profiler.finish()
         # A run that was resumed at its end has no step to take the directory over with.
-        if number == config.steps:
+        if number == config.steps or training.finished:
             directory.take_over()
     saves.finish(number)
     return saves, log.rows, number
@@ -492,7 +511,10 @@ def write_results(
     """Export what was trained, plot the run and report its end; return the export's directory, if there is one. Collective."""
     config = run.config
     # First: what was trained must not depend on a plot.
-    exported = export(run, saves, step) if config.export else None
+    exported = None
+    if config.export:
+        best = load_best(training, run, saves, step)
+        exported = export(run, saves, step, best)
     if run.main_rank and config.plot:
         path = config.output / "metrics.png"
         try:
@@ -506,8 +528,29 @@ def write_results(
     return exported
 
 
-def export(run: Run, saves: CheckpointPolicy, step: int) -> Path:
-    """Write what was trained, the model or the adapter alone, and return where. Collective."""
+def load_best(training: Training[AnyConfig], run: Run[AnyConfig], saves: CheckpointPolicy, step: int) -> Path | None:
+    """Load the best checkpoint if the last step is not the best one, and return where it is. Collective."""
+    if training.best_step in (None, step):
+        return None
+    path = saves.best_path()
+    if path is None:
+        if run.main_rank:
+            logger.warning(
+                "the checkpoint of step %d, the best one, was not written: exporting step %d", training.best_step, step
+            )
+        return None
+    run.backend.load(path)
+    if run.main_rank:
+        print(f"exporting step {training.best_step}, the best one", flush=True)
+    return path
+
+
+def export(run: Run, saves: CheckpointPolicy, step: int, best: Path | None = None) -> Path:
+    """Write what was trained, the model or the adapter alone, and return where. Collective.
+
+    Args:
+        best: the checkpoint that has been loaded in place of the last step.
+    """
     config, backend = run.config, run.backend
     path = config.output / ("hf" if run.adapter is None else "adapter")
     try:
@@ -517,7 +560,9 @@ def export(run: Run, saves: CheckpointPolicy, step: int) -> Path:
             backend.save_adapter(run.adapter, path, optimizer=False)
             backend.from_rank_0(lambda: copy_tokenizer(config.model, path, backend.chat_template))
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {saves.keep(step)}") from error
+        # The model is not that of the last step any more: keep() would save it as such.
+        remedy = saves.keep(step) if best is None else f"{best} keeps what was to be exported"
+        raise CheckpointError(f"{error}; {remedy}") from error
     return path
 
 

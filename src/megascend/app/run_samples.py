@@ -90,6 +90,8 @@ class RunSamples:
             return cls(rest, held_out, longest, remarks)
         if stores[1].has_pairs != learned.has_pairs:
             raise DataError(f"of {sources[0][0]} and {sources[1][0]} one holds preference pairs and the other does not")
+        if stores[1].has_labels != learned.has_labels:
+            raise DataError(f"of {sources[0][0]} and {sources[1][0]} only one holds completions with 'label'")
         if stores[1].has_candidates != learned.has_candidates:
             raise DataError(
                 f"of {sources[0][0]} and {sources[1][0]} only one holds a teacher's distributions (top_ids)"
@@ -147,6 +149,6 @@ class RunSamples:
 
     def describe(self) -> str:
         """Return how many samples there are, or pairs of them."""
-        members, unit = (2, "pairs") if self.learned.has_pairs else (1, "samples")
+        members, unit = self.learned.members, self.learned.unit
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // members} held out"
         return f"{len(self.learned) // members} {unit}{suffix}"

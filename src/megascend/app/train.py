@@ -111,6 +111,8 @@ class TrainCounts:
         seconds: time spent in steps, on this rank.
         loss: loss of the last step.
         validation_loss: the last one that was measured.
+        best_loss, best_step: the lowest one so far that is an improvement, and its step; None: none has been measured.
+        stale: measurements since then.
     """
 
     tokens: int = 0
@@ -118,6 +120,17 @@ class TrainCounts:
     seconds: float = 0.0
     loss: float = math.nan
     validation_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    stale: int = 0
+
+    def measured(self, loss: float, step: int, min_delta: float) -> None:
+        """Count a measurement of the validation loss. One that is not finite is no improvement."""
+        self.validation_loss = loss
+        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta):
+            self.best_loss, self.best_step, self.stale = loss, step, 0
+        else:
+            self.stale += 1
 
 
 class SupervisedTraining(Training[RunConfig]):
@@ -139,7 +152,7 @@ class SupervisedTraining(Training[RunConfig]):
         self.counts = TrainCounts()
         self._answer_sampler: AnswerSampler | None = None
         self._stream_state: dict[str, Any] = {}
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = self._last_step = 0
         self._batch: Sequence[Sample] = ()
         self._step_start = 0.0
 
@@ -192,6 +205,7 @@ class SupervisedTraining(Training[RunConfig]):
         from megascend.app.token_budget import TokenBudget
 
         config, self._run = run.config, run
+        self._last_step = run.backend.step_count
         self._stream = self.samples.batches(config, self.objective)
         if progress is not None:
             self._stream.load_state_dict(progress["data"])
@@ -229,7 +243,24 @@ class SupervisedTraining(Training[RunConfig]):
 
     def start_loop(self, log: RunLog) -> None:
         self._log, self._run.backend.on_micro_batch = log, log.micro_batch
+        run, held_out = self._run, self.samples.held_out
+        validation = run.config.validation
+        if validation is not None and validation.at_start and held_out is not None and run.backend.step_count == 0:
+            loss = self.objective.measure(run.backend, held_out, run.adapter, run.config.data.global_batch_size)
+            run.event_log.event("validated", step=0, validation_loss=loss)
+            if run.main_rank:
+                print(f"validation loss before the first step: {loss:.4f}", flush=True)
         self._step_start = time.perf_counter()
+
+    @property
+    def finished(self) -> bool:
+        validation = self._run.config.validation
+        return validation is not None and 0 < validation.patience <= self.counts.stale
+
+    @property
+    def best_step(self) -> int | None:
+        validation = self._run.config.validation
+        return self.counts.best_step if validation is not None and validation.keep_best else None
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
         return self.objective.batch(self.samples.learned, next(self._stream))
@@ -243,7 +274,7 @@ class SupervisedTraining(Training[RunConfig]):
         share = backend.shard(batch)
         # This rank's pictures only, on several threads: the checks in forward_backward would decode one after the other.
         decode_together([sample.images for sample in share])
-        share = objective.complete(backend, share)
+        share = objective.complete(backend, share, run.adapter)
         result = backend.forward_backward(share, loss=objective.loss, adapter=run.adapter)
         # On a GPU the host runs ahead: this is the time to launch the kernels; the rest of the step waits for the device.
         dispatched = time.perf_counter() - self._step_start
@@ -258,11 +289,12 @@ class SupervisedTraining(Training[RunConfig]):
         counts.tokens += result.total_tokens
         counts.skipped += step.skipped
         counts.seconds += seconds
-        counts.loss = result.loss
+        counts.loss, self._last_step = result.loss, number
         validation_loss = None
         if held_out is not None and (number % config.validation_every == 0 or number == config.steps):
             validation_loss = objective.measure(backend, held_out, run.adapter, config.data.global_batch_size)
-            counts.validation_loss = validation_loss
+            assert config.validation is not None
+            counts.measured(validation_loss, number, config.validation.min_delta)
         tokens_per_s = result.total_tokens / seconds
         return StepRecord(
             step=number,
@@ -291,7 +323,8 @@ class SupervisedTraining(Training[RunConfig]):
         if self._skipped_in_a_row > config.max_skipped_steps:
             path = save_batch(config, number, self._batch) if self._log.writes else None
             raise too_many_skips(config, number, self._skipped_in_a_row, path)
-        if answer_sampler is not None and answer_sampler.due(number, config.steps):
+        last = number if self.finished else config.steps
+        if answer_sampler is not None and answer_sampler.due(number, last):
             since = time.perf_counter()
             answers = answer_sampler.answer(backend, run.adapter)
             seconds = round(time.perf_counter() - since, 3)
@@ -305,11 +338,16 @@ class SupervisedTraining(Training[RunConfig]):
     def weights(self, config: RunConfig) -> dict[str, Path]:
         """Return the directories of base model and teacher, as far as they are not in the checkpoint."""
         weights = super().weights(config)
-        if config.dpo is not None:  # the reference is the model that training starts from
+        if self.objective.has_reference:  # the model that training starts from
             weights["model"] = config.model
         if config.distillation is not None and config.distillation.teacher is not None:
             weights["distillation.teacher"] = config.distillation.teacher
         return weights
+
+    def code(self, config: RunConfig) -> dict[str, str]:
+        """Return the names of plug-ins and of the loss function."""
+        functions = {} if config.loss is None or ":" not in config.loss else {"loss": config.loss}
+        return super().code(config) | functions
 
     def title(self, run: Run[RunConfig]) -> str:
         return f"{model_line(run.config, run.backend)}\n{self._trained(run)}"
@@ -319,19 +357,30 @@ class SupervisedTraining(Training[RunConfig]):
         config, backend = run.config, run.backend
         ranks = f"{backend.world_size} rank{'s' if backend.world_size > 1 else ''} on {backend.platform.name}"
         lora = f"LoRA of rank {config.lora.rank}, " if config.lora is not None else ""
-        steps = f"{config.steps} steps of {config.data.global_batch_size}{' pairs' if config.dpo is not None else ''}"
+        units = f" {self.samples.learned.unit}" if self.samples.learned.members > 1 else ""
+        steps = f"{config.steps} steps of {config.data.global_batch_size}{units}"
         precision = config.precision + (" with TF32 products" if config.tf32 else "")
         return f"{lora}{self.samples.describe()}, {steps}; {precision}; {ranks}"
 
     def result(self) -> tuple[dict[str, Any], str]:
-        return {"loss": self.counts.loss}, end_line(self._run.config, self.counts)
+        return {"loss": self.counts.loss}, end_line(self._run.config, self.counts, self._last_step)
 
 
-def end_line(config: RunConfig, counts: TrainCounts) -> str:
-    """Return a one-line summary of the run."""
+def end_line(config: RunConfig, counts: TrainCounts, steps: int | None = None) -> str:
+    """Return a one-line summary of the run.
+
+    Args:
+        steps: the last step; default: all of them are done.
+    """
     skipped = f", {counts.skipped} of them skipped (non-finite gradients)" if counts.skipped else ""
     validated = f", validation loss {counts.validation_loss:.4f}" if counts.validation_loss is not None else ""
-    length = f"{config.steps} step{'s' if config.steps != 1 else ''} in {counts.seconds:.0f} s"
+    steps, early = config.steps if steps is None else steps, ""
+    if steps < config.steps and counts.best_loss is not None:
+        early = (
+            f" (of {config.steps}: the last {counts.stale} validation losses were no improvement on step {counts.best_step}'s "
+            f"{counts.best_loss:.4f})"
+        )
+    length = f"{steps} step{'s' if steps != 1 else ''}{early} in {counts.seconds:.0f} s"
     return f"{length}{skipped}, last loss {counts.loss:.4f}{validated}; see {config.output}"
 
 
@@ -369,7 +418,9 @@ class StepRecord(MetricsRecord):
         metrics: further metrics of the loss, by name; ``LOSS_METRICS`` declares those of built-in losses.
     """
 
-    loss: Annotated[float, Metric("nats", "mean loss per trained token (with dpo: per pair) before the update")]
+    loss: Annotated[
+        float, Metric("nats", "mean loss per trained token (of preference losses: per pair or labelled sample)")
+    ]
     grad_norm: Annotated[float, Metric("", "global gradient norm before clipping")]
     lr: Annotated[float, Metric("", "learning rate of the update")]
     tokens: Annotated[int, Metric("tokens", "tokens of the step that carry loss, over all ranks")]

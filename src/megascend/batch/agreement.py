@@ -67,7 +67,7 @@ def report(samples: Sequence[Sample], micro_batches: int, names: Sequence[str], 
         counts[name] = counts.get(name, TokenCounts()) + TokenCounts(
             weight=_weight(sample.weights, loss),
             mtp_weight=_weight(sample.weights[1:], loss),
-            pairs=int(loss is not None and loss.per == "pair" and bool(sample.chosen)),
+            units=int(loss is not None and (loss.per == "sample" or (loss.per == "pair" and bool(sample.chosen)))),
             trained=int((sample.weights != 0).sum()),
             tokens=len(sample),
             routed=int(sample.routed_experts is not None),
@@ -99,6 +99,8 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
     for label, values in sample.image_fields().items():
         yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     yield "adapter", f"{index} {name}".encode()
+    if sample.label is not None:
+        yield "label", f"{index} {sample.label}".encode()
     if pair is not None:
         yield "pair", f"{index} {pair} {sample.chosen}".encode()
 

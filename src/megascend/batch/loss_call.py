@@ -50,7 +50,7 @@ class LossEvaluation:
     """Detached values and gradients of a loss function on one micro batch of n tokens.
 
     Attributes:
-        metrics: the loss values under "loss", and the function's further metrics: [n] or [pairs] each.
+        metrics: the loss values under "loss", and the function's further metrics: [n], [samples] or [pairs] each.
         scores, entropy: the gradient of the weighted values with respect to each, [n]; None if the loss has no entropy.
         candidates: with respect to the candidates' log-probabilities, [n, K]; None without candidates.
         divergence: with respect to the divergence from a teacher, [n]; None without one.
@@ -98,7 +98,8 @@ class LossCall:
         Args:
             scores, entropy: fp32 [n] from the model; scores are log-probabilities, or a scalar head's values.
             inputs: arguments of the loss function; ``reduce_context`` is the unguarded sum over context parallel ranks.
-            factors: coefficient of each token's weighted value, or of each pair's value, in the sum that is differentiated.
+            factors: coefficient of each token's weighted value, or of each sample's or pair's value, in the sum that is
+                differentiated.
             padding: bool [n], tokens of no sample.
             candidates: fp32 [n, K] from the model, log-probabilities of the candidates of ``inputs``.
             divergence: fp32 [n] from the model, its divergence from a teacher.
@@ -145,7 +146,7 @@ class LossCall:
     ) -> LossEvaluation:
         loss, weights = self.loss, inputs.weights
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in outputs.items() if tensor is not None}
-        count = len(weights) if loss.per == "token" else len(inputs.pairs)
+        count = {"token": len(weights), "sample": inputs.sample_count, "pair": len(inputs.pairs)}[loss.per]
         with torch.enable_grad():
             # A function must not see padding, whose values depend on the layout.
             finite = _finite_at_weight_0(weights)
@@ -337,20 +338,21 @@ class LossNormalizer:
         """Return the factor of each token's loss: [n], or one number for all."""
         return self._scales[0] if len(self.names) == 1 else self._on_device[batch.token_adapter_index]
 
-    def pair_factors(self, batch: MicroBatch) -> Tensor | float:
-        """Return the factor of each pair's loss: [pairs], or one number for all."""
-        return self._scales[0] if len(self.names) == 1 else self._on_device[self._pair_adapter_index(batch)]
+    def unit_factors(self, batch: MicroBatch) -> Tensor | float:
+        """Return the factor of each sample's or pair's loss: [samples] or [pairs], or one number for all."""
+        return self._scales[0] if len(self.names) == 1 else self._on_device[self._unit_adapter_index(batch)]
 
     def sums(self, values: Tensor, batch: MicroBatch) -> Tensor:
         """Sum ``values`` [n] for each adapter: [names]."""
         return self._sum_per_adapter(values, batch.token_adapter_index)
 
-    def pair_sums(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """Sum ``values`` [pairs] for each adapter: [names]."""
-        return self._sum_per_adapter(values, self._pair_adapter_index(batch))
+    def unit_sums(self, values: Tensor, batch: MicroBatch) -> Tensor:
+        """Sum ``values`` [samples] or [pairs] for each adapter: [names]."""
+        return self._sum_per_adapter(values, self._unit_adapter_index(batch))
 
-    def _pair_adapter_index(self, batch: MicroBatch) -> Tensor:
-        return to_device(torch.tensor(batch.adapter_index), batch.pairs.device)[batch.pairs[:, 0]]
+    def _unit_adapter_index(self, batch: MicroBatch) -> Tensor:
+        index = to_device(torch.tensor(batch.adapter_index), batch.pairs.device)
+        return index[batch.pairs[:, 0]] if self.loss.per == "pair" else index
 
     def _sum_per_adapter(self, values: Tensor, adapter_index: Tensor) -> Tensor:
         if len(self.names) == 1:

@@ -1,6 +1,6 @@
 """Loss functions: callables on (log-probs or values, inputs), the built-in ones, and a registry by name.
 
-A loss returns one value per token, or one per preference pair, *unreduced*; the step weights, normalises and sums over
+A loss returns one value per token, per sample or per preference pair, *unreduced*; the step weights, normalises and sums over
 micro batches, data and context parallel ranks, so a loss never depends on the layout.
 """
 
@@ -43,6 +43,7 @@ class LossInputs:
         sample: int64 [n], index of each token's sample in the micro batch.
         sample_count: samples in the micro batch.
         pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
+        labels: int64 [samples], the samples' labels; None unless the loss requires ``label``.
         candidate_ids: int64 [n, K], a teacher's likeliest tokens, -1 at unused slots; None unless the loss requires
             ``candidates``, as the next two.
         teacher_logprobs: float32 [n, K], the teacher's log-probabilities of them.
@@ -70,6 +71,7 @@ class LossInputs:
     teacher_logprobs: Any = None
     candidate_logprobs: Any = None
     divergence: Any = None
+    labels: Any = None
     last: Tensor | None = None
     extra: dict[str, Tensor] | None = None
     members: Sequence[int] = ()
@@ -81,6 +83,11 @@ class LossInputs:
         totals = values.new_zeros(self.sample_count).index_add(0, self.sample, weighted_values)
         return self.reduce_context(totals)
 
+    def mean_per_sample(self, values: Tensor) -> Tensor:
+        """Return the weighted mean of per-token ``values`` [n] over each sample: [samples]; 0 without weights."""
+        weights = self.sum_per_sample(torch.ones_like(values))
+        return self.sum_per_sample(values) / torch.where(weights != 0, weights, 1.0)
+
     def at_last(self, values: Tensor) -> Tensor:
         """Return ``values`` [n] at the last token of each sample, on any context parallel rank: [samples]."""
         assert self.last is not None, "only losses of values get the samples' last tokens"
@@ -90,6 +97,7 @@ class LossInputs:
 
 
 LossFunction = Callable[[Tensor, LossInputs], Any]
+LossUnit = Literal["token", "sample", "pair"]
 
 
 @dataclass(frozen=True)
@@ -99,15 +107,15 @@ class Loss:
     Attributes:
         name: label for messages and metrics.
         function: ``(logprobs [n], LossInputs) -> losses`` or ``-> (losses, {metric: numbers})``; losses and metrics have
-            shape [n] for ``per="token"`` and [pairs] for ``per="pair"``.
+            shape [n] for ``per="token"``, [samples] for ``per="sample"`` and [pairs] for ``per="pair"``.
         of: first argument of the function: ``logprobs`` of the targets, or ``values`` of a scalar head.
-        per: unit of the average: tokens by their weights, or preference pairs with equal weights.
-        requires: per-token fields of :class:`megascend.Sample` that must be set, or ``candidates``.
+        per: unit of the average: tokens by their weights, or samples or preference pairs with equal weights.
+        requires: per-token fields of :class:`megascend.Sample` that must be set, ``candidates`` or ``label``.
         entropy: True if ``inputs.entropy`` is needed.
         reduction: ``mean``: the sum of weighted values is divided by the weights of the global batch (or its pairs). ``sum``: it
             is not; then weights may also be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
-        divisor: number by which the sum of weighted values is divided in place of the weights (or pairs) of the global batch;
-            weights may then be 0 everywhere.
+        divisor: number by which the sum of weighted values is divided in place of the weights (samples, pairs) of the global
+            batch; weights may then be 0 everywhere.
         settings: keyword arguments of ``function``; see :meth:`with_settings`.
         is_cross_entropy: the values are the negative log-probabilities, and the function only adds metrics. If the head can, it
             computes the gradient with the logits, as for ``cross_entropy``; the function is then called without a graph.
@@ -116,7 +124,7 @@ class Loss:
 
     name: str
     function: LossFunction
-    per: Literal["token", "pair"] = "token"
+    per: LossUnit = "token"
     requires: tuple[str, ...] = ()
     entropy: bool = False
     reduction: Literal["mean", "sum"] = "mean"
@@ -350,6 +358,73 @@ def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     }
 
 
+def orpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
+    """Odds ratio preference optimisation (Hong et al. 2024, eq. 6 and 7); needs complete pairs, and no reference.
+
+    The mean negative log-likelihood of the chosen response, plus ``beta`` (the paper's lambda) times -log sigmoid of the log odds
+    ratio. The probability of a response is the geometric mean over its tokens.
+    """
+    means = inputs.mean_per_sample(logprobs)
+    # At probability 1 the odds are infinite, and float32 may round a mean of log-probabilities to 0.
+    log_odds = means - _log_complement(means.clamp_max(-1e-7))
+    chosen, rejected = inputs.pairs[:, 0], inputs.pairs[:, 1]
+    ratio = log_odds[chosen] - log_odds[rejected]
+    return beta * -F.logsigmoid(ratio) - means[chosen], {
+        "accuracy": (ratio > 0).float(),
+        "nll_chosen": -means[chosen].detach(),
+        "log_odds_ratio": ratio.detach(),
+    }
+
+
+def simpo(logprobs: Tensor, inputs: LossInputs, beta: float = 2.0, gamma: float = 1.0):
+    """SimPO: simple preference optimisation (Meng et al. 2024, eq. 6); needs complete pairs, and no reference.
+
+    -log sigmoid(reward of the chosen - reward of the rejected - gamma); a reward is beta times the mean log-probability.
+    """
+    rewards = beta * inputs.mean_per_sample(logprobs)
+    chosen, rejected = rewards[inputs.pairs[:, 0]], rewards[inputs.pairs[:, 1]]
+    return -F.logsigmoid(chosen - rejected - gamma), {
+        "accuracy": (chosen > rejected).float(),
+        "reward_chosen": chosen.detach(),
+        "reward_rejected": rejected.detach(),
+    }
+
+
+def kto(
+    logprobs: Tensor,
+    inputs: LossInputs,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    kl: float = 0.0,
+):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, eq. 7 and 8) of samples with label 1 (desirable) or 0.
+
+    With r = sum(weight * (logp - ref)) of a sample: ``desirable_weight`` (1 - sigmoid(beta (r - kl))), or
+    ``undesirable_weight`` (1 - sigmoid(beta (kl - r))).
+
+    Args:
+        kl: the reference point, an estimate of KL(policy || reference) over the global batch, which is not differentiated.
+    """
+    log_ratio = inputs.sum_per_sample(logprobs - inputs.ref_logprobs)
+    desirable = inputs.labels > 0
+    gain = beta * torch.where(desirable, log_ratio - kl, kl - log_ratio)
+    # 1 - sigmoid(x) = sigmoid(-x), which keeps its digits where sigmoid(x) is near 1.
+    return torch.where(desirable, desirable_weight, undesirable_weight) * torch.sigmoid(-gain), {
+        "accuracy": (gain > 0).float(),
+        "reference_point": torch.full_like(gain, kl),
+    }
+
+
+def _log_complement(log_probability: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) of x < 0, exact at both ends (Maechler 2012)."""
+    near_zero = log_probability > -math.log(2)
+    # Each branch sees only what it is exact for: the other one's infinite gradient times 0 would be NaN.
+    small = torch.where(near_zero, log_probability, -1.0)
+    large = torch.where(near_zero, -1.0, log_probability)
+    return torch.where(near_zero, torch.log(-torch.expm1(small)), torch.log1p(-torch.exp(large)))
+
+
 def value(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the squared distance of a critic's values to ``returns``."""
     distance = values - inputs.returns
@@ -448,9 +523,21 @@ LOSS_METRICS = {
     "ratio": Metric("", "mean probability ratio p_new / p_old"),
     "clip_fraction": Metric("fraction", "tokens whose ratio, or values whose change, was clipped"),
     "kl": Metric("nats", "KL(old || new) per token, by the k3 estimator, which is never negative"),
-    "accuracy": Metric("fraction", "pairs in which the chosen response has the higher reward"),
-    "reward_chosen": Metric("", "mean reward of chosen responses (dpo: beta times the log-ratio to the reference)"),
+    "accuracy": Metric(
+        "fraction",
+        "pairs in which the chosen response has the higher reward; kto: responses on the right side of the KL",
+    ),
+    "reward_chosen": Metric(
+        "",
+        "mean reward of chosen responses (dpo: beta times the log-ratio to the reference; simpo: beta times the mean "
+        "log-probability)",
+    ),
     "reward_rejected": Metric("", "mean reward of rejected responses"),
+    "nll_chosen": Metric("nats", "mean negative log-likelihood per token of chosen responses"),
+    "log_odds_ratio": Metric("", "mean log odds ratio of chosen to rejected responses"),
+    "reference_point": Metric(
+        "nats", "KL(policy || reference) of a sequence, as kto estimates it from mismatched responses"
+    ),
     "value": Metric("", "mean value that the critic predicts"),
     "teacher_mass": Metric("fraction", "mean probability that the teacher gives to its candidates of a position"),
     "student_mass": Metric("fraction", "mean probability that the model gives to the teacher's candidates"),
@@ -469,6 +556,9 @@ BUILT_IN: dict[str, Loss] = {
         Loss("cross_entropy", cross_entropy),
         *(Loss(loss.__name__, loss, requires=("old_logprobs", "advantages")) for loss in POLICY),
         Loss("dpo", dpo, per="pair", requires=("ref_logprobs",)),
+        Loss("orpo", orpo, per="pair"),
+        Loss("simpo", simpo, per="pair"),
+        Loss("kto", kto, per="sample", requires=("ref_logprobs", "label")),
         Loss("value", value, requires=("returns",), of="values"),
         Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
         Loss("bradley_terry", bradley_terry, per="pair", of="values"),

@@ -134,6 +134,7 @@ class MicroBatch:
         allowed: int64 [n, A], tokens that each target was drawn from, -1 at unused slots; None: the whole vocabulary everywhere.
         teacher_states: [n, h], a teacher's last hidden states, on the CPU: those of all micro batches would fill a device. None
             unless the loss requires them.
+        labels: int64 [samples], the samples' labels; None unless the loss requires them.
     """
 
     members: list[int]
@@ -162,6 +163,7 @@ class MicroBatch:
     temperature: float = 1.0
     allowed: Tensor | None = None
     teacher_states: Tensor | None = None
+    labels: Tensor | None = None
 
     @property
     def token_adapter_index(self) -> Tensor:
@@ -242,6 +244,7 @@ def build(
         temperature=selected[0].temperature,
         allowed=None if dummy else _allowed_column(selected, columns),
         teacher_states=None if dummy else _teacher_states(selected, loss, columns),
+        labels=_labels(selected, loss, device),
         images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
 
@@ -410,7 +413,15 @@ def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
             raise DataError(
                 f"loss {loss.name!r} needs {', '.join(missing)} on every sample; set them in megascend.Sample"
             )
-    return sorted(common - {"candidates", "teacher_states"})  # columns of their own
+    return sorted(common - {"candidates", "teacher_states", "label"})  # columns of their own
+
+
+def _labels(samples: Sequence[Sample], loss: Loss | None, device: torch.device) -> Tensor | None:
+    """Return the labels of samples, int64 [samples]; None unless the loss requires them."""
+    if loss is None or "label" not in loss.requires:
+        return None
+    # _field_names() has refused samples without one.
+    return to_device(torch.tensor([int(sample.label or 0) for sample in samples]), device)
 
 
 def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[int, int]]:

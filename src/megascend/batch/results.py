@@ -38,15 +38,15 @@ class AdapterLoss:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Sums over samples: target weights, preference pairs, targets with a weight other than 0, input tokens.
+    """Sums over samples: target weights, units, targets with a weight other than 0, input tokens.
 
-    For a loss with ``reduction="sum"`` each target with a weight counts 1 in ``weight``. ``routed``: samples with
-    ``routed_experts``. ``mtp_weight``: as ``weight``, of all targets but each sample's first: those of a head for multi-token
-    prediction.
+    ``units``: samples of a loss per sample, or pairs of one per pair. For a loss with ``reduction="sum"`` each target with a
+    weight counts 1 in ``weight``. ``routed``: samples with ``routed_experts``. ``mtp_weight``: as ``weight``, of all targets but
+    each sample's first: those of a head for multi-token prediction.
     """
 
     weight: float = 0.0
-    pairs: int = 0
+    units: int = 0
     trained: int = 0
     tokens: int = 0
     routed: int = 0
@@ -55,7 +55,7 @@ class TokenCounts:
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
             self.weight + other.weight,
-            self.pairs + other.pairs,
+            self.units + other.units,
             self.trained + other.trained,
             self.tokens + other.tokens,
             self.routed + other.routed,
@@ -106,7 +106,7 @@ class ForwardBackwardResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the loss function, averaged by weights (for a sum: over targets with a weight) or over pairs.
+        """Metrics of the loss function, averaged by weights (for a sum: over targets with a weight), samples or pairs.
 
         With ``Sample.routed_experts``, ``router_replay_changed`` is the share of replayed choices (a token in a layer) for which
         the router itself would have chosen other experts. A model that trains a head for multi-token prediction reports
@@ -141,7 +141,7 @@ class ForwardBackwardResult:
             return total
         if name == "loss" and self._loss.divisor is not None:
             return total / self._loss.divisor
-        count = counts.pairs if self._loss.per == "pair" else counts.weight
+        count = counts.weight if self._loss.per == "token" else counts.units
         if name == MTP_LOSS:
             count = counts.mtp_weight
         return total / count if count else math.nan

@@ -35,6 +35,7 @@ class Sample:
         extra: further float32 fields for loss functions of your own, reached as ``inputs.extra[name]``.
         pair: samples with the same value form one preference pair and stay in one micro batch.
         chosen: within a pair, True for the preferred sample.
+        label: class of the sample, for losses that require it; kto: 1 for desirable, 0 for undesirable.
         adapter: name of the LoRA adapter that this sample trains; default: the call's.
         returns: float32, targets of a critic's values.
         old_values: float32, values of the critic that ``returns`` were computed with.
@@ -67,6 +68,7 @@ class Sample:
     temperature: float = 1.0
     allowed: Any = None
     teacher_states: Any = None
+    label: int | None = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -119,7 +121,7 @@ class Sample:
     @property
     def loss_fields(self) -> set[str]:
         """Names of the fields that a loss may require and that are set."""
-        wide = {"candidates": self.candidates, "teacher_states": self.teacher_states}
+        wide = {"candidates": self.candidates, "teacher_states": self.teacher_states, "label": self.label}
         return {*self.token_fields(), *(name for name, value in wide.items() if value is not None)}
 
     def image_fields(self) -> dict[str, Tensor]:

@@ -59,8 +59,11 @@ class Retention:
             self.path(step) for step in [*best, *(step for step in reversed(self._named_steps()) if step not in best)]
         ]
 
-    def committed(self, path: Path) -> None:
+    def committed(self, path: Path, best: int | None = None) -> None:
         """Point ``latest`` to a checkpoint that has just been completed, and remove superseded ones.
+
+        Args:
+            best: step of a checkpoint to keep whatever its age.
 
         Raises:
             OSError: the file cannot be written. The checkpoint itself is complete.
@@ -71,7 +74,9 @@ class Retention:
             if LEFT_OVER.fullmatch(entry.name):
                 _remove(entry, entry)
         current = int(path.name.removeprefix("step-"))
-        for step in superseded(self.steps(), current, self.keep_last, self.keep_every):
+        for step in superseded(
+            [step for step in self.steps() if step != best], current, self.keep_last, self.keep_every
+        ):
             # Renamed before it is removed: an interrupted removal must not leave a partial checkpoint under a valid name.
             _remove(self.path(step), self.directory / f".{self.path(step).name}.removing")
 

@@ -179,7 +179,7 @@ def count(number: int) -> str:
 
 def _length(dry: DryRun) -> str:
     config, plan = dry.config, dry.steps
-    unit = "pairs" if config.dpo is not None else "samples"
+    unit = dry.learned.unit
     budget = f"{plan.budget} (auto, by the estimate)" if config.batching.micro_batch_tokens == "auto" else plan.budget
     count = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
     return (
@@ -253,12 +253,11 @@ def size(bytes_: int) -> str:
 
 def data_table(dry: DryRun) -> Iterator[str]:
     """Yield statistics, a line for each part of the data."""
-    members, unit = (2, "pairs") if dry.config.dpo is not None else (1, "samples")
-    figures = (unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
+    figures = (dry.learned.unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
     table = Table("data", *(Column(name, justify="right") for name in figures), **LAYOUT)
     for name, part in (("learned", dry.learned), ("held out", dry.held_out)):
         if part is not None:
-            numbers = (part.samples // members, part.tokens, part.supervised)
+            numbers = (part.samples // part.members, part.tokens, part.supervised)
             lengths = (part.shortest, part.median, round(part.mean), part.p95, part.longest)
             share = f"({part.supervised / part.tokens:.0%})"
             table.add_row(name, *map("{:,}".format, numbers), share, *map("{:,}".format, lengths))

@@ -7,7 +7,7 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 
 from __future__ import annotations
 
-from megascend.config.data import DATA_COLUMNS, Data, Distillation, Dpo, Pictures, Validation
+from megascend.config.data import DATA_COLUMNS, Data, Distillation, Dpo, Kto, Orpo, Pictures, Simpo, Validation
 from megascend.config.run import (
     Checkpoint,
     Generation,
@@ -62,11 +62,13 @@ __all__ = [
     "Dpo",
     "Fsdp",
     "Generation",
+    "Kto",
     "Lora",
     "ModuleName",
     "Moe",
     "Mtp",
     "Muon",
+    "Orpo",
     "Parallel",
     "ParameterGroup",
     "Parsed",
@@ -84,6 +86,7 @@ __all__ = [
     "Seconds",
     "Section",
     "Seed",
+    "Simpo",
     "Size",
     "TrainerConfig",
     "Validation",

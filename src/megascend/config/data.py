@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from megascend.config.section import Section, Size
+from megascend.config.section import Count, Section, Size
 
 
 class PictureLimits(Section):
@@ -88,11 +88,13 @@ class Data(Section):
 
 
 DATA_COLUMNS = (
-    "messages", "conversations", "system", "prompt", "completion", "instruction", "input", "output", "history",
+    "messages", "conversations", "system", "prompt", "completion", "label", "instruction", "input", "output", "history",
     "chosen", "rejected", "text", "token_ids", "prompt_length", "weights", "top_ids", "top_logprobs", "tools",
     "chat_template_kwargs", "images", "image",
 )  # fmt: skip
 """Columns of data files that are read."""
+PREFERENCE_LOSSES = ("dpo", "orpo", "simpo", "kto")
+"""Losses with a section of a run file of their own."""
 
 
 class Validation(Section):
@@ -109,6 +111,22 @@ class Validation(Section):
         0.0, ge=0, lt=1, description="fraction of the documents of data.path to hold out, drawn with the seed"
     )
     every: Size = Field(100, description="interval of measurements in steps; the last step is always measured")
+    at_start: bool = Field(False, description="also measure before the first step")
+    keep_best: bool = Field(
+        False,
+        description="save a checkpoint after each measurement with the lowest loss so far, keep the best one beside "
+        "checkpoint.keep_last others, and export it at the end in place of the last step",
+    )
+    patience: Count = Field(
+        0, description="end the run after this many measurements in a row without an improvement; 0: train all steps"
+    )
+    min_delta: float = Field(0.0, ge=0, description="smallest decrease of the loss that counts as an improvement")
+
+    @model_validator(mode="after")
+    def _min_delta_has_a_use(self) -> Validation:
+        if self.min_delta and not self.patience and not self.keep_best:
+            raise ValueError("validation.min_delta is set, and neither validation.patience nor validation.keep_best")
+        return self
 
     @model_validator(mode="after")
     def _one_source(self) -> Validation:
@@ -151,3 +169,28 @@ class Dpo(Section):
     """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290) on preference pairs."""
 
     beta: float = Field(0.1, gt=0, description="strength of the penalty for moving away from the initial model")
+
+
+class Orpo(Section):
+    """Odds ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691) on preference pairs, without a reference."""
+
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="weight of the odds ratio's term beside the chosen response's cross entropy (lambda in the paper)",
+    )
+
+
+class Simpo(Section):
+    """Simple preference optimisation (Meng et al. 2024, arXiv:2405.14734) on preference pairs, without a reference."""
+
+    beta: float = Field(2.0, gt=0, description="factor of a response's mean log-probability in its reward")
+    gamma: float = Field(1.0, ge=0, description="margin by which the chosen response's reward is to be larger")
+
+
+class Kto(Section):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306) on single responses with a label."""
+
+    beta: float = Field(0.1, gt=0, description="strength of the penalty for moving away from the initial model")
+    desirable_weight: float = Field(1.0, gt=0, description="weight of the loss of desirable responses")
+    undesirable_weight: float = Field(1.0, gt=0, description="weight of the loss of undesirable responses")

@@ -1,17 +1,24 @@
-"""Plug-ins: modules that register losses, engines, architectures and so on when they are imported."""
+"""Code that run files name: plug-ins, which register losses, engines and so on when they are imported, and single functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
 
+from megascend.config.data import PREFERENCE_LOSSES
 from megascend.errors import ConfigError, MegascendError
 from megascend.tracking.registry import check_tracker_names
 
 ENGINES = ["megatron", "single", "fsdp"]
 """Names of the engines that run files may set; :func:`megascend.register_engine` adds others."""
+LOSSES = ["cross_entropy", *PREFERENCE_LOSSES]
+"""Names of the losses that run files may set; :func:`megascend.register_loss` adds others."""
 REMEDY = "install its package into this environment, or put the folder that holds it on PYTHONPATH"
 
 
@@ -36,6 +43,23 @@ def check_names(engine: str, trackers: Iterable[str]) -> None:
     check_tracker_names(trackers)
 
 
+def check_loss(name: str, *, plugins: bool) -> None:
+    """Refuse a loss of a run file that does not exist. Imports nothing.
+
+    Args:
+        plugins: the run has plug-ins, which may register further names.
+    """
+    if ":" in name:
+        check_name(name, "loss")
+    elif name not in LOSSES and not plugins:
+        matches = get_close_matches(name, LOSSES, 1)
+        advice = f", did you mean {matches[0]}? Known" if matches else "; known"
+        raise ConfigError(
+            f"loss: unknown loss {name!r}{advice}: {', '.join(LOSSES)}, or a function of yours as path/to/file.py:function. A "
+            "module under plugins may register others; those of a teacher's distributions are distillation.loss"
+        )
+
+
 def import_plugins(modules: Sequence[str]) -> None:
     """Import ``modules`` in their order, on every rank before any of the names that they register is used."""
     for module in modules:
@@ -48,3 +72,61 @@ def import_plugins(modules: Sequence[str]) -> None:
             raise ConfigError(
                 f"plugins: importing {module!r} failed: {type(error).__name__}: {error}{remedy}"
             ) from error
+
+
+# --- functions ---
+
+
+def check_name(name: str, setting: str) -> tuple[str, str]:
+    """Split ``name`` into module (or file) and function, without importing anything.
+
+    Raises:
+        ConfigError: the name is malformed, or the file does not exist; it begins with ``setting``.
+    """
+    module, separator, attribute = name.rpartition(":")
+    if not separator or not module or not attribute:
+        raise ConfigError(
+            f"{setting}: {name!r} must name a function as package.module:function or path/to/file.py:function"
+        )
+    # Without an import, which may load torch: this runs before anything is started.
+    if module.endswith(".py") and not Path(module).is_file():
+        raise ConfigError(f"{setting}: file {Path(module).absolute()} does not exist")
+    return module, attribute
+
+
+def load_object(name: str, setting: str, usable: Callable[[Any], bool] = callable) -> Any:
+    """Import ``package.module:name`` or ``path/to/file.py:name``.
+
+    Raises:
+        ConfigError: the module, the file or the name in it does not exist, or cannot be imported; it begins with ``setting``.
+    """
+    source, attribute = check_name(name, setting)
+    module = _import_file(Path(source), setting) if source.endswith(".py") else _import_package(source, setting)
+    value = getattr(module, attribute, None)
+    if not usable(value):
+        functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise ConfigError(f"{setting}: {source} has no function {attribute!r}; functions there: {functions}")
+    return value
+
+
+def _import_package(name: str, setting: str) -> Any:
+    try:
+        return import_module(name)
+    except Exception as error:
+        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path, setting: str) -> Any:
+    name = f"megascend_{setting.rpartition('.')[2]}_{path.stem}"
+    spec = spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look up their module there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        # Half a module must not be found by a second import.
+        del sys.modules[name]
+        raise ConfigError(f"{setting}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self, TypedDict
 
-from megascend.config.data import Data, Distillation, Dpo, Validation
+from megascend.config.data import PREFERENCE_LOSSES, Data, Distillation, Dpo, Kto, Orpo, Simpo, Validation
 from megascend.config.run_file import read_settings
 from megascend.config.section import Count, Seconds, Section, Seed, Size, explain
 from megascend.config.training import (
@@ -280,9 +280,18 @@ class RunConfig(TrainerConfig):
     epochs: float | None = Field(None, gt=0, description="passes over the data, in place of steps")
     data: Data = Field(description="training data")
     validation: Validation | None = Field(None, description="measure the loss on held-out samples at intervals")
-    dpo: Dpo | None = Field(
-        None, description="train on preference pairs with DPO; default: cross entropy on the data's tokens"
+    loss: str | None = Field(
+        None,
+        description="loss by name: cross_entropy, dpo, orpo, simpo, kto, one that a plug-in registers, or a function of yours as "
+        "path/to/file.py:function or package.module:function; default: that of the section below that is set, else cross_entropy",
     )
+    loss_settings: dict[str, float] = Field(
+        {}, description="keyword arguments of a loss that is a function of yours or of a plug-in"
+    )
+    dpo: Dpo | None = Field(None, description="train on preference pairs with DPO")
+    orpo: Orpo | None = Field(None, description="train on preference pairs with ORPO")
+    simpo: Simpo | None = Field(None, description="train on preference pairs with SimPO")
+    kto: Kto | None = Field(None, description="train on responses labelled desirable or undesirable with KTO")
     distillation: Distillation | None = Field(
         None, description="learn the distributions of a teacher that are stored with the data's tokens"
     )
@@ -317,11 +326,31 @@ class RunConfig(TrainerConfig):
             self.ending_with(self.steps)
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named_preference_loss(cls, values: Any) -> Any:
+        # `loss: orpo` is `orpo: {}`, the section with its defaults.
+        if isinstance(values, dict) and values.get("loss") in PREFERENCE_LOSSES and values.get(values["loss"]) is None:
+            return values | {values["loss"]: {}}
+        return values
+
     @model_validator(mode="after")
     def _one_objective(self) -> RunConfig:
-        if self.dpo is not None and self.distillation is not None:
-            raise ValueError("dpo and distillation are both set: a run has one loss")
+        sections = [name for name in (*PREFERENCE_LOSSES, "distillation") if getattr(self, name) is not None]
+        if len(sections) > 1:
+            raise ValueError(f"{' and '.join(sections)} are both set: a run has one loss")
+        if self.loss is not None and sections not in ([], [self.loss]):
+            raise ValueError(f"loss: {self.loss} and {sections[0]} are both set: a run has one loss")
+        if self.loss_settings and (sections or self.loss in (None, "cross_entropy")):
+            remedy = f"set them in {sections[0]}" if sections else "the loss is cross_entropy, which has none"
+            raise ValueError(f"loss_settings are of a loss that is a function of yours or of a plug-in: {remedy}")
         return self
+
+    @property
+    def preference(self) -> tuple[str, Section] | None:
+        """Name and settings of the preference loss; None for another one."""
+        sections = [(name, getattr(self, name)) for name in PREFERENCE_LOSSES]
+        return next(((name, section) for name, section in sections if section is not None), None)
 
     def data_paths(self) -> dict[str, Path | None]:
         """Return the data files that the run reads, by their setting."""
@@ -371,7 +400,7 @@ Parsed = TypeVar("Parsed", bound=Section)
 
 def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Parsed:
     """Check the settings ``values`` of a run file."""
-    from megascend.config.plugins import check_names
+    from megascend.config.plugins import check_loss, check_names
 
     try:
         settings = kind.model_validate(values)
@@ -379,9 +408,12 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
         # from None: pydantic's own message would repeat everything in other words.
         raise ConfigError(explain(error, str(path), kind)) from None
     # With plug-ins the names are checked after their import, which registers further ones.
-    if isinstance(settings, TrainerConfig) and not settings.plugins:
+    if isinstance(settings, TrainerConfig):
         try:
-            check_names(settings.engine, settings.tracker_options)
+            if not settings.plugins:
+                check_names(settings.engine, settings.tracker_options)
+            if isinstance(settings, RunConfig) and settings.loss is not None:
+                check_loss(settings.loss, plugins=bool(settings.plugins))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
     return settings

@@ -5,6 +5,7 @@
 | ``messages`` | a conversation |
 | ``conversations`` | one, also as ShareGPT has it (``from``, ``value``) |
 | ``prompt``, ``completion`` | text of which the completion is learned, or a conversation, if both are lists of messages |
+| ``prompt``, ``completion``, ``label`` | the same, labelled desirable (true) or undesirable (false) |
 | ``instruction``, ``output`` (and ``input``, ``system``, ``history``) | Alpaca's: a conversation |
 | ``chosen``, ``rejected`` (and ``prompt``) | a preference pair, of conversations or of text |
 | ``text`` | a text |
@@ -40,7 +41,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chosen": (("chosen", "rejected"), ("prompt",)),
     "messages": (("messages",), ()),
     "conversations": (("conversations",), ("system",)),
-    "completion": (("prompt", "completion"), ()),
+    "completion": (("prompt", "completion"), ("label",)),
     "output": (("instruction", "output"), ("input", "system", "history")),
     "text": (("text",), ()),
     "token_ids": (("token_ids",), ("prompt_length", "weights", "top_ids", "top_logprobs")),
@@ -190,16 +191,27 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
     prompt, completion = (conversation_or_text(values[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(f"{source}: 'prompt' and 'completion' must be both strings or both lists of messages")
+    label = values.get("label")
+    if label is not None and type(label) is not bool:
+        raise DataError(
+            f"{source}: 'label' must be true (desirable) or false (undesirable), found {label!r:.60}; if it is something else, "
+            "choose the columns to read with data.columns: {prompt: prompt, completion: completion}"
+        )
     if not isinstance(prompt, list):
         return Document(
             source,
             prompt=_text(values, "prompt", source),
             completion=_text(values, "completion", source),
+            label=label,
             **_chat(values, source),
         )
+    if label is not None and not prompt:
+        raise DataError(f"{source}: 'prompt' is empty, and the completion is labelled")
     before, weights = parse_messages(prompt, f"{source}: prompt", learned=False) if prompt else ((), None)
     answer, answer_weights = parse_messages(completion, f"{source}: completion")
     messages = (*before, *answer)
+    if label is not None and (weights is not None or answer_weights is not None):
+        raise DataError(f"{source}: 'loss' and 'weight' have no meaning in labelled completions: leave them out")
     # One side may have weights and the other not: the default weights fill the gap.
     plain = tuple(float(message["role"] == "assistant") for message in messages)
     loss_weights = (
@@ -208,7 +220,12 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
         else (*(weights or plain[: len(before)]), *(answer_weights or plain[len(before) :]))
     )
     return Document(
-        source, messages=messages, loss_weights=loss_weights, prompt_messages=len(before), **_chat(values, source)
+        source,
+        messages=messages,
+        loss_weights=loss_weights,
+        prompt_messages=len(before),
+        label=label,
+        **_chat(values, source),
     )
 
 

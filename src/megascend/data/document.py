@@ -14,7 +14,7 @@ Messages = tuple[Message, ...]
 
 @dataclass(frozen=True)
 class Document:
-    """One text, prompt with its completion, conversation, preference pair, or sequence of tokens, with its source.
+    """One text, prompt with its completion (which may be labelled), conversation, preference pair, or sequence of tokens.
 
     Exactly one of ``text``, ``completion``, ``messages``, ``chosen`` and ``token_ids`` is set.
 
@@ -31,6 +31,8 @@ class Document:
         token_ids: a sequence of tokens, with the weight of each as a target in ``token_weights``.
         candidates: a teacher's candidates for each of ``token_ids``, or None.
         template_options: further variables of the chat template, ``{"enable_thinking": False}`` for example.
+        label: True for a desirable completion, False for an undesirable one; None: not labelled.
+        mismatch: another document's completion to the prompt of a labelled one: plain text or messages, as its own.
     """
 
     source: str
@@ -47,6 +49,15 @@ class Document:
     token_ids: tuple[int, ...] | None = None
     token_weights: tuple[float, ...] | None = None
     candidates: Candidates | None = None
+    label: bool | None = None
+    mismatch: Messages | str | None = None
+
+    @property
+    def parts(self) -> tuple[str, str] | tuple[Messages, Messages]:
+        """Prompt and completion, both plain text or both messages."""
+        if self.messages is None:
+            return self.prompt or "", self.completion or ""
+        return self.messages[: self.prompt_messages], self.messages[self.prompt_messages :]
 
     @property
     def is_pair(self) -> bool:

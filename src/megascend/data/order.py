@@ -178,6 +178,9 @@ def add_to_fingerprint(state: xxhash.xxh3_64, sample: Sample) -> None:
     """Add a sample to the digest of all."""
     for values in (sample.input_ids, sample.target_ids, sample.weights, *sample.image_fields().values()):
         state.update(values.numpy().tobytes())
+    if sample.label is not None:
+        # Tokens do not show it.
+        state.update(sample.label.to_bytes(8, "little", signed=True))
     if sample.candidates is not None:
         for values in (sample.candidates.ids, sample.candidates.logprobs):
             state.update(values.numpy().tobytes())

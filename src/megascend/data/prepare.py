@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from importlib.metadata import version
 from os.path import relpath
@@ -17,6 +17,7 @@ import xxhash
 from megascend.batch.sample import Sample
 from megascend.config import Data
 from megascend.data.chat import check_template, writes_date
+from megascend.data.document import Document
 from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
 from megascend.data.pictures import PictureProcessor
@@ -120,6 +121,8 @@ def prepare_samples(
         raise DataError(f"no training samples: {path} holds no token to predict{remarks}")
     if store.has_pairs and not store.all_pairs:
         raise DataError(f"{path} holds preference pairs and other documents: they cannot be trained together")
+    if store.has_labels and not store.all_labels:
+        raise DataError(f"{path} holds completions with 'label' and other documents: they cannot be trained together")
     if store.has_candidates and not store.all_candidates:
         raise DataError(
             f"{path} holds documents with a teacher's distributions (top_ids) and others without: they cannot be trained together"
@@ -148,12 +151,43 @@ def _in_cache(key: str, make: Callable[[Path], None], pictures: PictureProcessor
 def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> Iterator[tuple[int, list[Sample]]]:
     documents = iterate_documents(path, data.split, data.columns or None, findings, data.config_name)
     reported = time.monotonic()
-    for number, document in enumerate(documents):
+    for number, document in enumerate(with_mismatches(documents, findings)):
         if time.monotonic() - reported > PROGRESS_S:
             reported = time.monotonic()
             print(f"{path}: {number} documents turned into tokens so far", flush=True)
         with findings.collecting():
             yield number, encoder.encode(document, number)
+
+
+def with_mismatches(documents: Iterator[Document], findings: Findings) -> Iterator[Document]:
+    """Yield the documents in their order, each labelled one with the completion of another, to a different prompt.
+
+    That is the nearest one before it; for those before the second prompt, the first one to that.
+    """
+    waiting: list[Document] = []
+    # The last document, and the last one before it with another prompt.
+    last: Document | None = None
+    other: Document | None = None
+    for document in documents:
+        if document.label is None:
+            yield document
+            continue
+        if last is not None and document.parts[0] != last.parts[0]:
+            other = last
+        last = document
+        if other is None:
+            waiting.append(document)
+            continue
+        for earlier in waiting:
+            yield replace(earlier, mismatch=document.parts[1])
+        waiting.clear()
+        yield replace(document, mismatch=other.parts[1])
+    with findings.collecting():
+        if waiting:
+            raise DataError(
+                f"{waiting[0].source}: all labelled completions have one prompt, and kto estimates its reference point from a "
+                "prompt with another's completion: add data of other prompts"
+            )
 
 
 def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:

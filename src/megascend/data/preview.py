@@ -17,8 +17,11 @@ class SampleStatistics:
     """Figures of some samples; lengths are in tokens.
 
     Attributes:
+        samples: number of samples, of both sides of pairs and both samples of labelled completions.
         supervised: tokens that have a weight in the loss.
         p95: length that 95 % of the samples do not exceed.
+        members: samples of a unit that is drawn.
+        unit: name of several of them.
     """
 
     samples: int
@@ -29,6 +32,8 @@ class SampleStatistics:
     mean: float
     p95: int
     longest: int
+    members: int = 1
+    unit: str = "samples"
 
     @classmethod
     def of(cls, part: SampleSubset) -> SampleStatistics:
@@ -44,6 +49,8 @@ class SampleStatistics:
             mean=float(lengths.mean()),
             p95=int(p95),
             longest=int(lengths.max()),
+            members=part.members,
+            unit=part.unit,
         )
 
 

@@ -90,14 +90,16 @@ class Encoder:
         self._template = ChatTemplate(tokenizer, template_options, template_date)
 
     def encode(self, document: Document, number: int = 0) -> list[Sample]:
-        """Return the samples of a document: one of a conversation, two of a pair (identified by ``number``), any number of a
-        text.
+        """Return the samples of a document: one of a conversation, two of a pair or of a labelled completion, identified by
+        ``number``, any number of a text.
         """
         try:
             if document.text is not None:
                 return self._text(document.text, document.source)
             if document.is_pair:
                 return self._pair(document, number)
+            if document.label is not None:
+                return self._labelled(document, number)
             sample = self._single(document)
         except DataError as error:
             if str(error).startswith(document.source):
@@ -139,7 +141,8 @@ class Encoder:
         for side in (document.chosen, document.rejected):
             pictures = None
             if isinstance(side, str):
-                tokens, weights = self._completion(document.prompt or "", side, document.source)
+                # Losses by means over a response's tokens would count the prompt's.
+                tokens, weights = self._completion(document.prompt or "", side, document.source, learn_prompt=False)
             else:
                 # The common beginning cancels out in the loss of a pair, so nothing of it is learned.
                 shared = common_messages(document.chosen, document.rejected)
@@ -163,6 +166,37 @@ class Encoder:
             return []
         for sample, chosen in zip(samples, (True, False), strict=True):
             sample.pair, sample.chosen = number, chosen
+        return samples
+
+    def _labelled(self, document: Document, number: int) -> list[Sample]:
+        """Return the sample with its label, and the one of its prompt with another document's completion."""
+        prompt, completion = document.parts
+        samples = []
+        for answer in (completion, document.mismatch):
+            pictures = None
+            if isinstance(prompt, str):
+                tokens, weights = self._completion(prompt, str(answer), document.source, learn_prompt=False)
+            else:
+                assert not isinstance(answer, str), "with_mismatches() takes documents of one form"
+                messages = (*prompt, *(answer or ()))
+                learned = tuple(
+                    float(index >= len(prompt) and message["role"] == "assistant")
+                    for index, message in enumerate(messages)
+                )
+                tokens, weights, pictures = self._conversation(document, messages, learned, learn_all=False)
+            if samples:
+                # Only an estimate is made from it, for which the beginning does.
+                tokens, weights = tokens[: self._limits.length + 1], weights[: self._limits.length + 1]
+                if not any(weights[1:]):
+                    self._findings.remark(
+                        "left out: the prompt leaves no room for another's completion, which kto needs", document.source
+                    )
+                    return []
+            sample = self._within_limit(tokens, weights, "prompt with its completion", document.source, pictures)
+            if sample is None:
+                return []
+            sample.pair, sample.label = number, None if samples else int(bool(document.label))
+            samples.append(sample)
         return samples
 
     # --- tokens and weights ---
@@ -222,14 +256,21 @@ class Encoder:
             return None
         return processor.encode(sources, folder_of(source))
 
-    def _completion(self, prompt: str, completion: str, source: str) -> tuple[list[int], list[float]]:
-        """Return the token ids of both together, closed by the end of sequence; the prompt has weight 0 unless it is learned."""
+    def _completion(
+        self, prompt: str, completion: str, source: str, *, learn_prompt: bool | None = None
+    ) -> tuple[list[int], list[float]]:
+        """Return the token ids of both together, closed by the end of sequence, and their weights.
+
+        Args:
+            learn_prompt: give the prompt weight 1, not 0; by default ``train_on_prompt``.
+        """
+        learn_prompt = self._train_on_prompt if learn_prompt is None else learn_prompt
         tokens, offsets = self._ids(prompt + completion, offsets=True)
-        if not self._train_on_prompt and lies_within_a_token(offsets, [len(prompt)]):
+        if not learn_prompt and lies_within_a_token(offsets, [len(prompt)]):
             self._findings.remark(SHARED_TOKEN, source)
         end = len(prompt) + len(completion)
         # Special tokens that the tokenizer adds have the offsets (0, 0); the closing one is weighted like the completion.
-        weights = token_weights(offsets, [(len(prompt), end, 1.0)], elsewhere=float(self._train_on_prompt))
+        weights = token_weights(offsets, [(len(prompt), end, 1.0)], elsewhere=float(learn_prompt))
         closed = self._closed(tokens)
         weights += [1.0] * (len(closed) - len(tokens))
         # The end of sequence is always learned, also where the tokenizer itself has added it.

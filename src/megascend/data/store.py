@@ -30,6 +30,8 @@ PATH, CONTENT = 0, 1
 """Kinds of entries of a picture: its path, or the picture itself."""
 NO_PAIR = -1
 REJECTED, CHOSEN = 0, 1
+UNDESIRABLE, DESIRABLE, MISMATCHED = 2, 3, 4
+"""Kinds of the two samples of a labelled document: its own with the label 0 or 1, and the one with another's completion."""
 BLOCK = 1024
 """Samples that are read at once in passes over all of them."""
 
@@ -51,8 +53,8 @@ class SampleStore(Sequence[Sample]):
         self.fingerprint: str = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
         self.sources: dict[str, str] = about["sources"]
-        # One row per sample: start of its tokens, their number, number of the document, NO_PAIR, REJECTED or CHOSEN, first
-        # picture, number of pictures, first number in the candidates' files, and candidates of a target.
+        # One row per sample: start of its tokens, their number, number of the document, NO_PAIR or a kind of those
+        # above, first picture, number of pictures, first number in the candidates' files, and candidates of a target.
         self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 8)
         # One row per picture: PATH or CONTENT, start and length in the file, digest of the picture, its size and time of change.
         self._picture_index = np.fromfile(path / PICTURE_INDEX, dtype=np.int64).reshape(-1, 6)
@@ -91,7 +93,11 @@ class SampleStore(Sequence[Sample]):
                 np.array(self._candidate_logprobs[slots]).reshape(-1, width),
             )
         if side != NO_PAIR:
-            sample.pair, sample.chosen = document, side == CHOSEN
+            sample.pair = document
+        if side in (REJECTED, CHOSEN):
+            sample.chosen = side == CHOSEN
+        if side in (UNDESIRABLE, DESIRABLE):
+            sample.label = int(side == DESIRABLE)
         return sample
 
     def _images(self, pictures: Sequence[int]) -> SampleImages:
@@ -148,12 +154,22 @@ class SampleStore(Sequence[Sample]):
     @property
     def has_pairs(self) -> bool:
         """True if there are preference pairs among the samples."""
-        return bool((self._index[:, 3] != NO_PAIR).any())
+        return bool(np.isin(self._index[:, 3], (REJECTED, CHOSEN)).any())
 
     @property
     def all_pairs(self) -> bool:
         """True if all samples are of preference pairs."""
-        return bool((self._index[:, 3] != NO_PAIR).all())
+        return bool(np.isin(self._index[:, 3], (REJECTED, CHOSEN)).all())
+
+    @property
+    def has_labels(self) -> bool:
+        """True if there are labelled documents among the samples."""
+        return bool((self._index[:, 3] >= UNDESIRABLE).any())
+
+    @property
+    def all_labels(self) -> bool:
+        """True if all samples are of labelled documents."""
+        return bool((self._index[:, 3] >= UNDESIRABLE).all())
 
     @property
     def has_candidates(self) -> bool:
@@ -193,7 +209,7 @@ def write_store(
                 ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
                 tokens.write(np.asarray(ids, dtype=np.int32).tobytes())
                 weights.write(np.asarray([0.0, *sample.weights.tolist()], dtype=np.float32).tobytes())
-                side = NO_PAIR if sample.pair is None else CHOSEN if sample.chosen else REJECTED
+                side = _kind(sample)
                 added = writer.add(sample.images, state) if isinstance(sample.images, PictureSources) else 0
                 width, candidates = 0, sample.candidates
                 if candidates is not None:
@@ -212,6 +228,15 @@ def write_store(
     }
     # Last: it holds the fingerprint and the remarks of all documents.
     (path / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def _kind(sample: Sample) -> int:
+    """Return the number under which a store keeps pair, side and label of a sample."""
+    if sample.pair is None:
+        return NO_PAIR
+    if sample.chosen is not None:
+        return CHOSEN if sample.chosen else REJECTED
+    return MISMATCHED if sample.label is None else DESIRABLE if sample.label else UNDESIRABLE
 
 
 class _PictureWriter:
@@ -265,11 +290,21 @@ class SampleSubset(Sequence[Sample]):
         """
         self._store, self._indices = store, np.flatnonzero(chosen)
         self.fingerprint = fingerprint
-        self.has_pairs, self.has_candidates = store.has_pairs, store.has_candidates
+        self.has_pairs, self.has_labels, self.has_candidates = store.has_pairs, store.has_labels, store.has_candidates
         self.sources = store.sources
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    @property
+    def members(self) -> int:
+        """Number of samples of a unit that is drawn: 2 of a preference pair or a labelled document."""
+        return 2 if self.has_pairs or self.has_labels else 1
+
+    @property
+    def unit(self) -> str:
+        """Name of several units, for messages."""
+        return "pairs" if self.has_pairs else "labelled completions" if self.has_labels else "samples"
 
     @property
     def lengths(self) -> np.ndarray:

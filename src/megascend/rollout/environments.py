@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from megascend.config.plugins import load_object
 from megascend.data.chat import ChatTemplate, Tools
 from megascend.data.messages import parse_messages
 from megascend.data.samples import opening_tokens
@@ -40,7 +41,7 @@ from megascend.rollout.advantages import LARGEST_REWARD
 from megascend.rollout.episodes import Episodes, ResponseSampler, sample
 from megascend.rollout.group import Trajectory
 from megascend.rollout.prompts import Prompt
-from megascend.rollout.rewards import as_number, load_object
+from megascend.rollout.rewards import as_number
 from weightwire.engine import Completion, RoutedExperts, Sampling
 from weightwire.engine_calls import LoopThread
 

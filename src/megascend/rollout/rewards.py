@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
+from megascend.config.plugins import load_object
 from megascend.errors import ConfigError, DataError
 from megascend.rollout.advantages import LARGEST_REWARD
 
@@ -24,38 +22,6 @@ a 0-dimensional array; or a mapping of names to such numbers, of which ``reward`
 """
 TOTAL = "reward"
 """Name in a mapping of what is learned from."""
-
-
-def check_name(name: str, setting: str = "reward") -> tuple[str, str]:
-    """Split ``name`` into module (or file) and function, without importing anything.
-
-    Raises:
-        ConfigError: the name is malformed, or the file does not exist; it begins with ``setting``.
-    """
-    module, separator, attribute = name.rpartition(":")
-    if not separator or not module or not attribute:
-        raise ConfigError(
-            f"{setting}: {name!r} must name a function as package.module:function or path/to/file.py:function"
-        )
-    # Without an import, which may load torch: this runs before anything is started.
-    if module.endswith(".py") and not Path(module).is_file():
-        raise ConfigError(f"{setting}: file {Path(module).absolute()} does not exist")
-    return module, attribute
-
-
-def load_object(name: str, setting: str, usable: Callable[[Any], bool] = callable) -> Any:
-    """Import ``package.module:name`` or ``path/to/file.py:name``.
-
-    Raises:
-        ConfigError: the module, the file or the name in it does not exist, or cannot be imported; it begins with ``setting``.
-    """
-    source, attribute = check_name(name, setting)
-    module = _import_file(Path(source), setting) if source.endswith(".py") else _import_package(source, setting)
-    value = getattr(module, attribute, None)
-    if not usable(value):
-        functions = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise ConfigError(f"{setting}: {source} has no function {attribute!r}; functions there: {functions}")
-    return value
 
 
 def load_reward(name: str) -> Reward:
@@ -150,26 +116,3 @@ def as_number(value: Any) -> float | None:
         return math.inf
     except ValueError:  # a signalling NaN of decimal
         return math.nan
-
-
-def _import_package(name: str, setting: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise ConfigError(f"{setting}: {name} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _import_file(path: Path, setting: str) -> Any:
-    name = f"megascend_{setting.rpartition('.')[2]}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their module there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        # Half a module must not be found by a second import.
-        del sys.modules[name]
-        raise ConfigError(f"{setting}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    return module

@@ -25,6 +25,8 @@ from megascend.step.step import Step
 
 Cancelled = Callable[[], Collection[int]]
 """Returns the indices of cancelled requests."""
+OnToken = Callable[[int, int], None]
+"""Receives a request's index and the token that was added to its response."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Sampler:
             longer request is refused. Memory of a token: see :mod:`megascend.engines.key_values`.
         max_rows: most responses of a batch.
         cache: keep the keys and values of earlier tokens if the engine can.
+        on_token: called on rank 0 for each token as soon as it is chosen; must not raise.
 
     Attributes:
         cache_unsupported_reason: why the last call recomputed prompt and response for every token; None: it used a cache.
@@ -78,11 +81,13 @@ class Sampler:
         cache_tokens: int = 65536,
         max_rows: int = 256,
         cache: bool = True,
+        on_token: OnToken | None = None,
     ) -> None:
         self._backend, self._engine, self._groups = backend, backend.engine, backend.groups
         self._step = Step(backend.engine)
         self._decode, self._end_tokens, self._cache_tokens = decode, tuple(end_tokens), cache_tokens
         self._max_rows, self._cache = max_rows, cache
+        self._on_token = on_token if self._groups.rank == 0 else None
         self.cache_unsupported_reason: str | None = None
         coordinates, topology = self._groups.coordinates, backend.topology
         # One rank of each replica chooses: the others have the same logits, or none.
@@ -214,6 +219,8 @@ class Sampler:
                 raise EngineError(f"sampling: {result.problem}")
             for number, token in result.tokens.items():
                 by_number[number].add(token.token, token.logprob, token.top, stopped=token.stopped)
+                if self._on_token is not None:
+                    self._on_token(by_number[number].request_index, token.token)
                 layout = self._engine.info.image_layout
                 if layout is not None and token.token == layout.token:
                     by_number[number].fail(f"the model sampled token {token.token}, which stands for a picture")

@@ -96,10 +96,11 @@ def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str)
 
 
 def require_targets(engine: Engine, loss: Loss) -> None:
-    """Raise ConfigError for a loss per pair if a head for multi-token prediction is trained."""
-    if engine.mtp_loss_weight and loss.per == "pair":
+    """Raise ConfigError for a loss per sample or pair if a head for multi-token prediction is trained."""
+    if engine.mtp_loss_weight and loss.per != "token":
+        unit = "preference pair" if loss.per == "pair" else "sample"
         raise ConfigError(
-            f"mtp: train with the loss {loss.name!r}, which is one per preference pair: the head is trained on targets with "
+            f"mtp: train with the loss {loss.name!r}, which is one per {unit}: the head is trained on targets with "
             "weights, and those of a rejected sample are not to be learnt; set mtp: keep"
         )
 
@@ -131,7 +132,7 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
                 f"sample {index} has a weight of {float(sample.weights.min())}; the loss {loss.name!r} is divided by the sum of "
                 "weights, so none may be negative. Use a loss with reduction='sum' for negative weights"
             )
-        if loss.of == "values" and loss.per == "pair" and not float(sample.weights[-1]):
+        if loss.of == "values" and loss.per != "token" and not float(sample.weights[-1]):
             raise DataError(
                 f"sample {index} has weight 0 at its last token, where the loss {loss.name!r} reads its score; set it to 1"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascend.batch.agreement import Agreement
 from megascend.batch.loss_call import LossNormalizer, weighted
-from megascend.batch.losses import Loss, LossInputs, cross_entropy
+from megascend.batch.losses import Loss, LossInputs, LossUnit, cross_entropy
 from megascend.batch.micro_batch import MicroBatch, MtpTargets, last_tokens
 from megascend.batch.results import MTP_LOSS
 from megascend.distributed.objects import gather_objects
@@ -25,18 +25,20 @@ if TYPE_CHECKING:
 
 
 def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormalizer:
-    """Return the normalizer of each adapter's loss (or the model's); DataError for a mean over no tokens or pairs."""
+    """Return the normalizer of each adapter's loss (or the model's); DataError for a mean over nothing."""
     unit, loss_grad = engine.scales(agreed.micro_batches)
     factors = engine.trainable.loss_scales(list(agreed.counts))
     scales = []
     for (name, counts), factor in zip(agreed.counts.items(), factors, strict=True):
-        total = counts.weight if loss.per == "token" else float(counts.pairs)
+        total = counts.weight if loss.per == "token" else float(counts.units)
         if loss.reduction == "sum":
             total = 1.0
         elif loss.divisor is not None:
             total = loss.divisor
         if total <= 0:
-            empty = "all targets have weight 0" if loss.per == "token" else "no preference pair"
+            empty = {"token": "all targets have weight 0", "sample": "no sample", "pair": "no preference pair"}[
+                loss.per
+            ]
             adapter = f" of adapter {name!r}" if name else ""
             raise DataError(f"{empty} in the global batch{adapter}: the loss {loss.name!r} is undefined")
         scales.append(unit / total * factor)
@@ -50,7 +52,7 @@ def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormaliz
         # Samples of one token have no target for the head.
         mtp_factor = engine.mtp_loss_weight * unit / divisor * factors[0] if divisor > 0 else 0.0
     gather = gather_context if engine.topology.context > 1 else None
-    count = sum(counts.weight if loss.per == "token" else counts.pairs for counts in agreed.counts.values())
+    count = sum(counts.weight if loss.per == "token" else counts.units for counts in agreed.counts.values())
     return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count, mtp_factor)
 
 
@@ -125,7 +127,7 @@ class MicroBatchLoss:
         """
         loss, normalizer, result = self._loss, self._normalizer, None
         if not batch.dummy:
-            factors = normalizer.token_factors(batch) if loss.per == "token" else normalizer.pair_factors(batch)
+            factors = normalizer.token_factors(batch) if loss.per == "token" else normalizer.unit_factors(batch)
             result = normalizer.function.evaluate(
                 tokens, entropy, self._inputs(batch), factors, batch.padding, candidates, divergence
             )
@@ -142,12 +144,12 @@ class MicroBatchLoss:
             total = total + (result.divergence * divergence).sum()
         if loss.per == "token":
             return total, self._token_metrics(batch, result.metrics), tokens
-        # Every context parallel rank has every pair, so each reports 1 / ranks of the sum, but takes the full gradient.
+        # Every context parallel rank has every sample or pair, so each reports 1 / ranks of the sum, but takes the full gradient.
         ranks = 1 if self._context_group is None else self._context_group.size()
         share = normalizer.metric_scale / ranks
         return (
             total,
-            {name: normalizer.pair_sums(metric * share, batch) for name, metric in result.metrics.items()},
+            {name: normalizer.unit_sums(metric * share, batch) for name, metric in result.metrics.items()},
             tokens,
         )
 
@@ -175,6 +177,7 @@ class MicroBatchLoss:
             sample=batch.sample,
             sample_count=len(batch.members),
             pairs=batch.pairs,
+            labels=batch.labels,
             reduce_context=context_sum(self._context_group, self._loss.per),
             advantages=batch.fields.get("advantages"),
             old_logprobs=batch.fields.get("old_logprobs"),
@@ -192,12 +195,12 @@ class MicroBatchLoss:
 class ContextSum(torch.autograd.Function):
     """Sum over context parallel ranks, with the gradient of all values that depend on it counted once.
 
-    A loss per pair is computed on every rank from the same sums, so each rank's gradient of a sum is complete. A loss per token
-    is computed for the rank's tokens only, so gradients of a sum are summed over ranks.
+    A loss per sample or pair is computed on every rank from the same sums, so each rank's gradient of a sum is complete. A loss
+    per token is computed for the rank's tokens only, so gradients of a sum are summed over ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup, per: Literal["token", "pair"]) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup, per: LossUnit) -> Tensor:
         ctx.group, ctx.per = group, per
         return _summed(values, group)
 
@@ -213,7 +216,7 @@ def _summed(values: Tensor, group: ProcessGroup) -> Tensor:
     return total
 
 
-def context_sum(group: ProcessGroup | None, per: Literal["token", "pair"]) -> Callable[[Tensor], Tensor]:
+def context_sum(group: ProcessGroup | None, per: LossUnit) -> Callable[[Tensor], Tensor]:
     """Return a differentiable sum over ``group``; the identity if there is none.
 
     Args:

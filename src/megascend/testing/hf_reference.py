@@ -157,16 +157,15 @@ def logits_of(model: Any, sample: dict[str, Any]) -> Tensor:
 def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: str) -> Tensor:
     """Return the loss over all samples, with one forward pass each."""
     total, count = torch.zeros((), dtype=model.dtype), 0.0
-    margins: dict[Any, dict[bool, Tensor]] = {}
+    sequences: list[tuple[dict[str, Any], Tensor, Tensor]] = []
     for sample in samples:
         tokens = torch.tensor(sample["token_ids"])
         logprobs = logits_of(model, sample).float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
         weights = (torch.arange(1, len(tokens)) >= sample["prompt_length"]).float()
         if "weights" in sample:
             weights = torch.tensor(sample["weights"], dtype=torch.float32)
-        if kind == "dpo":
-            margin = (weights * (logprobs - torch.tensor(sample["ref_logprobs"]))).sum()
-            margins.setdefault(sample["pair"], {})[sample["chosen"]] = margin
+        if kind in ("dpo", "orpo", "simpo", "kto"):
+            sequences.append((sample, weights, logprobs))
             continue
         trained = weights != 0  # the others do not exist for the loss, whatever their fields hold
 
@@ -184,10 +183,38 @@ def batch_loss(model: Any, samples: list[dict[str, Any]], kind: str, reduction: 
             values = policy_loss(kind, logprobs, field("old_logprobs"), field("advantages"))
         total = total + (weights[trained] * values).sum()
         count += float(weights.sum())
-    if kind == "dpo":
-        losses = [-torch.log(torch.sigmoid(0.1 * (sides[True] - sides[False]))) for sides in margins.values()]
-        return torch.stack(losses).mean()
+    if sequences:
+        return preference_loss(kind, sequences)
     return total if reduction == "sum" else total / count
+
+
+def preference_loss(kind: str, sequences: list[tuple[dict[str, Any], Tensor, Tensor]]) -> Tensor:
+    """Return the mean over pairs, or over labelled samples for kto, of a preference loss with its default settings.
+
+    Args:
+        sequences: sample, weights [n] and log-probabilities [n] of each.
+    """
+    pairs: dict[Any, dict[bool, Tensor]] = {}
+    losses = []
+    for sample, weights, logprobs in sequences:
+        if kind in ("orpo", "simpo"):
+            score = (weights * logprobs).sum() / weights.sum()
+        else:
+            score = (weights * (logprobs - torch.tensor(sample["ref_logprobs"]))).sum()
+        if kind == "kto":
+            losses.append(1 - torch.sigmoid(0.1 * (score if sample["label"] else -score)))
+        else:
+            pairs.setdefault(sample["pair"], {})[sample["chosen"]] = score
+    for sides in pairs.values():
+        chosen, rejected = sides[True], sides[False]
+        if kind == "dpo":
+            losses.append(-torch.log(torch.sigmoid(0.1 * (chosen - rejected))))
+        elif kind == "simpo":
+            losses.append(-torch.log(torch.sigmoid(2.0 * (chosen - rejected) - 1.0)))
+        else:
+            odds = [score.exp() / (1 - score.exp()) for score in (chosen, rejected)]
+            losses.append(-chosen - 0.1 * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1]))))
+    return torch.stack(losses).mean()
 
 
 def policy_loss(kind: str, logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:

@@ -164,9 +164,10 @@ def test_policy_and_preference_losses_equal_hugging_faces(parity_folder, tmp_pat
         }
         for name, token_values in values.items():
             setattr(sample, name, token_values)
-        sample.pair, sample.chosen = index // 2, index % 2 == 0
-        fields.append({name: v.tolist() for name, v in values.items()} | {"pair": sample.pair, "chosen": sample.chosen})
-    losses = ["importance_sampling", "ppo", "dpo"]
+        sample.pair, sample.chosen, sample.label = index // 2, index % 2 == 0, index % 3 % 2
+        names = {"pair": sample.pair, "chosen": sample.chosen, "label": sample.label}
+        fields.append({name: v.tolist() for name, v in values.items()} | names)
+    losses = ["importance_sampling", "ppo", "dpo", "orpo", "simpo", "kto"]
     data_parallel, sequence_parallel = in_process(
         tmp_path,
         ("one_step", (str(checkpoint), 2, samples, losses), {}),

@@ -82,7 +82,7 @@ def every_field() -> list[Sample]:
         sample.old_logprobs = -6 + 0.3 * torch.randn(count, generator=generator)
         sample.ref_logprobs = -6 + 0.3 * torch.randn(count, generator=generator)
         sample.advantages = torch.randn(count, generator=generator)
-        sample.pair, sample.chosen = index // 2, index % 2 == 0
+        sample.pair, sample.chosen, sample.label = index // 2, index % 2 == 0, index % 3 % 2
         likely = torch.randn(count, 300, generator=generator).log_softmax(-1).topk(4)
         sample.candidates = Candidates(likely.indices, likely.values)
     return samples

@@ -1,0 +1,290 @@
+"""``megascend generate`` and ``megascend chat``: try a model, a run's export or an adapter."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megascend.cli.export import find_adapter, find_checkpoint, other_base
+
+if TYPE_CHECKING:
+    from megascend.app.inference import InferenceSettings, ResponseModel
+    from megascend.sampling.request import SamplingParams
+
+
+class ComputePrecision(str, Enum):
+    """Type of weights and compute."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+
+
+Model = Annotated[Path, typer.Argument(help="Hugging Face checkpoint, adapter, or run directory of `megascend train`.")]
+AdapterNames = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="[NAME=]DIR", help="Load this LoRA adapter beside MODEL; may be repeated."),
+]
+Base = Annotated[
+    Path | None,
+    typer.Option("--base", help="Base model of an adapter, if its own record of it is not a directory here."),
+]
+Engine = Annotated[str, typer.Option("--engine", help="What loads the model: single (transformers), fsdp or megatron.")]
+Platform = Annotated[str, typer.Option("--platform", help="auto, cpu, cuda or npu.")]
+Dtype = Annotated[ComputePrecision, typer.Option("--dtype", help="Type of weights and compute.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest response, in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens of this total probability.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of sampling; default: another one each time.")]
+
+
+def generate_command(
+    model: Model,
+    prompts: Annotated[
+        str, typer.Argument(help="JSONL file whose lines have `prompt` or `messages`, or - for standard input.")
+    ] = "-",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSONL file to write; default: standard output.")
+    ] = None,
+    text: Annotated[
+        bool, typer.Option("--text", help="Each line of PROMPTS is the user's turn of a conversation, not JSON.")
+    ] = False,
+    adapters: AdapterNames = None,
+    base: Base = None,
+    engine: Engine = "single",
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Start this many processes.")] = 1,
+    tensor: Annotated[int, typer.Option("--tensor", min=1, help="Tensor parallel size (engine megatron).")] = 1,
+    platform: Platform = "auto",
+    dtype: Dtype = ComputePrecision.bf16,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+) -> None:
+    """Answer prompts, and write their lines with response, tokens and finish_reason added.
+
+    A line's `adapter` names the adapter to answer with (null: the base model); without it, the only one that is loaded answers.
+    """
+    from megascend.cli.launch import start_ranks, under_torchrun
+    from megascend.errors import ConfigError, DataError
+    from megascend.sampling.request import SamplingParams
+
+    if output is not None and output.exists():
+        raise ConfigError(f"--output {output} exists; choose another file, or remove it")
+    settings = inference_settings(model, adapters, base, engine, platform, dtype.value, tensor)
+    sampling = SamplingParams(max_tokens, temperature, top_p, seed=seed)
+    if sampling.problem is not None:
+        raise ConfigError(sampling.problem)
+    records = read_lines(prompts, text=text)
+    unknown = sorted({str(name) for record in records if (name := record.get("adapter"))} - settings.adapters.keys())
+    if unknown:
+        raise ConfigError(
+            f"a prompt names the adapter {unknown[0]!r}; --adapter NAME=DIR has loaded: {', '.join(settings.adapters) or 'none'}"
+        )
+    arguments = (settings, records, sampling, output)
+    refused = generate_rank(*arguments) if under_torchrun() else start_ranks(generate_rank, *arguments, nproc=nproc)
+    if refused:
+        raise DataError(f"{refused} of {len(records)} prompts could not be answered; their lines have 'error'")
+
+
+def generate_rank(
+    settings: InferenceSettings, records: list[dict[str, Any]], sampling: SamplingParams, output: Path | None
+) -> int:
+    """Run one rank; return how many prompts could not be answered."""
+    from megascend.app.inference import generate
+    from megascend.cli.messages import show_messages
+
+    show_messages()
+    return generate(settings, records, sampling, output)
+
+
+def read_lines(source: str, *, text: bool) -> list[dict[str, Any]]:
+    """Read prompts from a JSONL file or standard input (``-``); ``text``: each line is a user's turn."""
+    from megascend.data.findings import Findings
+    from megascend.errors import DataError
+    from megascend.rollout.prompts import parse_prompt
+
+    name = "standard input" if source == "-" else source
+    try:
+        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+        lines = content.decode("utf-8-sig").split("\n")
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: not UTF-8 text (byte {error.start}: {error.reason})") from None
+    findings, records = Findings(), []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if text:
+            records.append({"messages": [{"role": "user", "content": line.rstrip("\r")}]})
+            continue
+        with findings.collecting():
+            records.append(parse_prompt(line, f"{name}:{number}"))
+    findings.raise_problems("prompts")
+    if not records:
+        raise DataError(f"{name} holds no prompts")
+    return records
+
+
+def chat_command(
+    model: Model,
+    adapters: AdapterNames = None,
+    base: Base = None,
+    system: Annotated[str | None, typer.Option("--system", help="System message of every conversation.")] = None,
+    engine: Engine = "single",
+    platform: Platform = "auto",
+    dtype: Dtype = ComputePrecision.bf16,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+) -> None:
+    """Talk with a model in the terminal, in one process: /reset begins again, /exit or Ctrl-D ends, Ctrl-C stops an answer."""
+    from megascend.app.inference import loaded_model
+    from megascend.cli.messages import show_messages
+    from megascend.errors import ConfigError
+    from megascend.sampling.request import SamplingParams
+
+    settings = inference_settings(model, adapters, base, engine, platform, dtype.value, 1)
+    if len(settings.adapters) > 1:
+        raise ConfigError(
+            f"chat answers with one adapter, and {len(settings.adapters)} are given: {', '.join(settings.adapters)}"
+        )
+    sampling = SamplingParams(max_tokens, temperature, top_p, seed=seed)
+    if sampling.problem is not None:
+        raise ConfigError(sampling.problem)
+    show_messages()
+    with loaded_model(settings) as loaded:
+        if not loaded.tokenizer.chat_template:
+            raise ConfigError(
+                f"{settings.model}: the tokenizer has no chat template; megascend generate continues plain texts"
+            )
+        name = f" with {next(iter(settings.adapters.values()))}" if settings.adapters else ""
+        typer.echo(f"{settings.model}{name}; /reset begins again, /exit ends")
+        converse(loaded, sampling, system)
+
+
+def converse(model: ResponseModel, sampling: SamplingParams, system: str | None) -> None:
+    """Read the user's turns from standard input and answer them, until its end."""
+    import contextlib
+    from dataclasses import replace
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  gives input() line editing and a history
+
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(opening)
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo("")
+            return
+        if not line:
+            continue
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages = list(opening)
+            typer.echo("a new conversation")
+            continue
+        if line.startswith("/"):
+            typer.echo(f"{line.split()[0]} is not a command; /reset begins again, /exit ends")
+            continue
+        turn = {"role": "user", "content": line}
+        request = model.request({"messages": [*messages, turn]}, sampling)
+        room = model.limit - len(request.prompt)
+        if room < 1:
+            typer.echo(
+                f"the conversation has {len(request.prompt)} tokens, and the model takes {model.limit}: /reset begins again"
+            )
+            continue
+        params = replace(request.params, max_tokens=min(room, request.params.max_tokens))
+        with interrupts() as interrupted:
+            response = model.stream(replace(request, params=params), write, interrupted)
+        typer.echo("")
+        if response.error is not None:
+            typer.secho(response.error, fg=typer.colors.RED, err=True)
+            continue
+        if response.finish_reason != "stop":
+            typer.echo(
+                f"[{'stopped' if response.finish_reason == 'cancelled' else f'cut off after {response.tokens} tokens'}]"
+            )
+        messages += [turn, {"role": "assistant", "content": response.text}]
+
+
+def write(text: str) -> None:
+    """Write a piece of an answer at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Count Ctrl-C within the context in place of raising it; yield a function that returns True after the first."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def inference_settings(
+    model: Path, adapters: list[str] | None, base: Path | None, engine: str, platform: str, precision: str, tensor: int
+) -> InferenceSettings:
+    """Find the model, its adapters and its tokenizer; adapters without a name are called by their directory's.
+
+    Raises:
+        CheckpointError, ConfigError: a directory holds no model or adapter, or the base model of an adapter is unknown.
+    """
+    from megascend.app.inference import InferenceSettings
+    from megascend.config.plugins import check_names
+    from megascend.errors import CheckpointError, ConfigError
+
+    check_names(engine, ())
+    if platform not in ("auto", "cpu", "cuda", "npu"):
+        raise ConfigError(f"--platform {platform}: known are auto, cpu, cuda, npu")
+    paths: dict[str, Path] = {}
+    trained = next((path for path in (model, model / "adapter") if (path / "adapter_config.json").is_file()), None)
+    if trained is not None and not (model / "hf" / "config.json").is_file():
+        paths["default"] = trained
+        recorded = json.loads((trained / "adapter_config.json").read_text(encoding="utf-8")).get(
+            "base_model_name_or_path"
+        )
+        source = base or Path(recorded or "")
+        if not (source / "config.json").is_file():
+            raise CheckpointError(
+                f"{trained} was trained on {recorded}, which is not a directory here: name it with --base"
+            )
+    else:
+        source = find_checkpoint(model)
+    for entry in adapters or []:
+        name, separator, folder = entry.partition("=")
+        path = find_adapter(Path(folder if separator else entry))
+        name = name if separator else path.resolve().parent.name if path.name == "adapter" else path.resolve().name
+        if not name or name in paths:
+            raise ConfigError(
+                f"--adapter {entry}: the name {name!r} is empty or taken; name it with --adapter NAME=DIR"
+            )
+        paths[name] = path
+    for path in paths.values():
+        if (recorded := other_base(path, source)) is not None:
+            typer.secho(
+                f"{path} says that it was trained on {recorded}, and is used on {source}",
+                fg=typer.colors.YELLOW,
+                err=True,
+            )
+    # A run's adapter has the tokenizer with the template that it was trained with.
+    trained = next((path for path in paths.values() if (path / "tokenizer_config.json").is_file()), None)
+    tokenizer = trained if len(paths) == 1 else None
+    return InferenceSettings(source, paths, tokenizer, engine, platform, precision, tensor)  # type: ignore[arg-type]
