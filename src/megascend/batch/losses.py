@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megascend.config.plugins import POLICY_LOSSES
 from megascend.errors import ConfigError, DataError
 from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.tracking.metrics import Metric
@@ -498,6 +499,8 @@ def register_loss(loss: Loss) -> Loss:
         raise ConfigError("register_loss: the loss has no name")
     if _by_name.setdefault(loss.name, loss) != loss:
         raise ConfigError(f"register_loss: another loss is called {loss.name!r}; names in use: {', '.join(_by_name)}")
+    if loss.name not in POLICY_LOSSES:
+        POLICY_LOSSES.append(loss.name)
     return loss
 
 
