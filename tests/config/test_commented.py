@@ -62,8 +62,8 @@ def test_schema_accepts_the_examples(path: Path) -> None:
 
 def test_schema_accepts_what_the_settings_themselves_write(tmp_path: Path) -> None:
     (tmp_path / "rl.yaml").write_text("model: m\noutput: o\nrollout: {prompts: p, reward: 'operator:eq'}\n")
-    written = load_rl_config(tmp_path / "rl.yaml").model_dump(mode="json")
-    assert [error.message for error in schema_validator(RlConfig).iter_errors(written)] == []
+    settings = load_rl_config(tmp_path / "rl.yaml").model_dump(mode="json")
+    assert [error.message for error in schema_validator(RlConfig).iter_errors(settings)] == []
 
 
 @pytest.mark.parametrize(

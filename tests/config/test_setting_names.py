@@ -159,8 +159,8 @@ def test_rl_names_its_own_settings(tmp_path: Path) -> None:
 
 
 def test_every_synonym_names_settings_that_exist() -> None:
-    known = {name for kind in (RunConfig, RlConfig, ServeConfig) for name in all_settings(kind)}
-    assert {name for synonym in SYNONYMS.values() for name in synonym.settings} <= known
+    existing = {name for kind in (RunConfig, RlConfig, ServeConfig) for name in all_settings(kind)}
+    assert {name for synonym in SYNONYMS.values() for name in synonym.settings} <= existing
     # A name that a run file accepts at its top level would never be looked up.
     assert not SYNONYMS.keys() & {*RunConfig.model_fields}
     assert all(synonym.settings or synonym.conversion for synonym in SYNONYMS.values())
@@ -169,7 +169,7 @@ def test_every_synonym_names_settings_that_exist() -> None:
 
 def test_synonyms_of_transformers_and_peft_are_spelled_as_there() -> None:
     """Compare with the packages: a misspelt entry would never match."""
-    theirs = {field.name for kind in (TrainingArguments, LoraConfig) for field in fields(kind)}
+    external = {field.name for kind in (TrainingArguments, LoraConfig) for field in fields(kind)}
     common = {
         "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
         "lr_scheduler_type", "lr_scheduler_kwargs", "bf16", "fp16", "gradient_checkpointing", "deepspeed", "save_steps",
@@ -177,7 +177,7 @@ def test_synonyms_of_transformers_and_peft_are_spelled_as_there() -> None:
         "adam_beta2", "adam_epsilon", "optim", "output_dir", "data_seed", "fsdp_config", "use_cpu", "ddp_timeout",
         "resume_from_checkpoint", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
     }  # fmt: skip
-    assert common <= theirs
+    assert common <= external
     assert common <= SYNONYMS.keys()
 
 

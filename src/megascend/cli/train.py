@@ -171,8 +171,8 @@ def show_config_command(
         return
     assert config is not None
     show_messages()
-    of_rl = "rollout" in read_settings(config) or any(name.startswith("rollout.") for name in overrides or [])
-    kind = RlConfig if of_rl else RunConfig
+    for_rl = "rollout" in read_settings(config) or any(name.startswith("rollout.") for name in overrides or [])
+    kind = RlConfig if for_rl else RunConfig
     settings: TrainerConfig = parsed(kind, read_settings(config, overrides, kind), config)
     if nproc is None:
         layout = ""

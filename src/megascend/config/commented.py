@@ -117,8 +117,8 @@ def type_text(annotation: Any, metadata: Iterable[Any] = (), quote: str = "") ->
         if len(members) > 1:
             return f"list of {len(members)} numbers" if members[0] == members[1] else "list"
         member = type_text(members[0], quote=quote)
-        several = get_origin(members[0]) in (Literal, Union, types.UnionType)
-        return f"list of {member}" if several else f"list of {PLURALS.get(member, member)}"
+        compound = get_origin(members[0]) in (Literal, Union, types.UnionType)
+        return f"list of {member}" if compound else f"list of {PLURALS.get(member, member)}"
     if origin is dict:
         return "mapping"
     name = {int: "integer", float: "number", str: "string", bool: "boolean", Path: "path"}.get(annotation)

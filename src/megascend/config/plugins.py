@@ -62,24 +62,28 @@ def check_names(settings: BaseModel) -> None:
             setting="objective.loss",
         )
     if sync is not None:
-        known = ["auto", *transport_names()]
+        transports = ["auto", *transport_names()]
         check_registered(
-            "transport", sync.transport, known, "weightwire.transports.register_transport", setting="sync.transport"
+            "transport",
+            sync.transport,
+            transports,
+            "weightwire.transports.register_transport",
+            setting="sync.transport",
         )
     check_tracker_names(getattr(settings, "tracker_options", ()))
 
 
-def check_registered(kind: str, name: str, known: Sequence[str], register: str, setting: str | None = None) -> None:
-    """Raise ConfigError if ``name`` is not among the ``known`` ones.
+def check_registered(kind: str, name: str, names: Sequence[str], register: str, setting: str | None = None) -> None:
+    """Raise ConfigError if ``name`` is not among ``names``.
 
     Args:
         register: function that registers another one.
     """
-    if name not in known:
-        matches = get_close_matches(name, known, 1)
+    if name not in names:
+        matches = get_close_matches(name, names, 1)
         advice = f", did you mean {matches[0]}? Known" if matches else "; known"
         raise ConfigError(
-            f"{setting or kind}: unknown {kind} {name!r}{advice}: {', '.join(known)}. Register yours on every rank "
+            f"{setting or kind}: unknown {kind} {name!r}{advice}: {', '.join(names)}. Register yours on every rank "
             f"({register}; a run file names the module under plugins)"
         )
 

@@ -63,19 +63,19 @@ def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
     """
     *parents, unknown = (str(part) for part in location)
     names = _settings_below(kind, parents)
-    known = [*all_settings(kind)]
+    settings = [*all_settings(kind)]
     elsewhere: dict[str, list[str]] = {}
-    for path in known:
+    for path in settings:
         elsewhere.setdefault(path.rpartition(".")[2], []).append(path)
     synonym = SYNONYMS.get(unknown)
-    if synonym is not None and unknown not in elsewhere and (advice := synonym.advice(known)):
+    if synonym is not None and unknown not in elsewhere and (advice := synonym.advice(settings)):
         return advice
     local = [".".join((*parents, name)) for name in get_close_matches(unknown, names, 1)]
     very_like = bool(get_close_matches(unknown, names, 1, 0.75))
     similar = [path for name in get_close_matches(unknown, elsewhere, 1, 0.73) for path in elsewhere[name]]
     suggestions = elsewhere.get(unknown) or (local if very_like else similar or local)
     if synonym is not None and unknown in elsewhere:  # the same name, of something else there
-        suggestions = {*suggestions, *(name for name in synonym.settings if name in known)}
+        suggestions = {*suggestions, *(name for name in synonym.settings if name in settings)}
     if suggestions:
         return f", did you mean {' or '.join(sorted(suggestions, key=lambda path: (path.count('.'), path))[:2])}?"
     return f", {parents[-1]} has {', '.join(names)}" if parents and names else ""

@@ -22,9 +22,9 @@ class Synonym:
     settings: tuple[str, ...] = ()
     conversion: str = ""
 
-    def advice(self, known: Container[str]) -> str:
-        """Return the end of a message about an unknown setting, naming those of ``settings`` that are in ``known``."""
-        names = [name for name in self.settings if name in known]
+    def advice(self, existing: Container[str]) -> str:
+        """Return the end of a message about an unknown setting, naming those of ``settings`` that are in ``existing``."""
+        names = [name for name in self.settings if name in existing]
         if not names:
             return f": {self.conversion}" if self.conversion else ""
         return f", called {' or '.join(names)} here" + (f": {self.conversion}" if self.conversion else "")
