@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from pydantic import BaseModel
 
 from megascend.app.rl.records import RlRecord
 from megascend.app.train import StepRecord
@@ -65,12 +66,12 @@ def settings(kind: type[Section], base: type[Section] | None = None) -> str:
     return "\n".join(section_tables(kind, names))
 
 
-_anchors: dict[type[Section], str] = {}  # sections that have a table already, which others link to
+_anchors: dict[type[BaseModel], str] = {}  # sections that have a table already, which others link to
 
 
-def section_tables(kind: type[Section], names: Iterable[str], prefix: str = "") -> Iterator[str]:
+def section_tables(kind: type[BaseModel], names: Iterable[str], prefix: str = "") -> Iterator[str]:
     """Yield the table of a section's settings, then those of the sections within that have none yet."""
-    nested: list[tuple[str, type[Section]]] = []
+    nested: list[tuple[str, type[BaseModel]]] = []
     rows = []
     for name in names:
         field, key = kind.model_fields[name], prefix + name
@@ -482,6 +483,38 @@ def planned_clusters() -> str:
     return table(header, rows)
 
 
+def recipes() -> str:
+    """Format the run files of recipes/ with their predicted figures."""
+    rows = []
+    for name, row in planning_figures("recipes").items():
+        adapter = "" if row["lora"] is None else f", LoRA {row['lora']}"
+        rows.append(
+            [
+                f"`recipes/{name}.yaml`",
+                f"{row['hub']}: {row['task']}{adapter}",
+                f"{row['cards']:,} x {row['title']}",
+                f"{row['batch']:,} x {row['length']:,}",
+                row["layout"],
+                f"{row['seconds']:.3g}",
+                f"{row['tokens_per_second']:,.0f}",
+                "" if row["mfu"] is None else f"{row['mfu']:.0%}",
+                f"{row['memory_bytes'] / 2**30:.0f}",
+            ]
+        )
+    header = (
+        "run file",
+        "model and task",
+        "cards",
+        "samples x tokens",
+        "layout",
+        "s/step",
+        "tokens/s a card",
+        "MFU",
+        "GiB a card",
+    )
+    return table(header, rows)
+
+
 def ratio_text(entry: dict[str, float] | None) -> str:
     """Format a stored ratio; empty if there is none."""
     return "" if entry is None else f"{entry['ratio']:.3f}"
@@ -509,6 +542,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "planned steps": planned_steps,
     "planned tables": planned_tables,
     "planned clusters": planned_clusters,
+    "recipes": recipes,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }

@@ -72,9 +72,17 @@ def test_layout_is_that_of_a_plan(megascend, small_model: Path, tmp_path: Path) 
     text = (tmp_path / "run.yaml").read_text()
     assert "# Planned for 4 x NVIDIA H100 SXM 80GB: " in text
     assert "predicted (not measured)" in text
-    assert "# The model's weights were not there" not in text
+    assert "# Only the model's configuration" not in text
     dry = megascend("train", "run.yaml", "--dry-run", "--nproc", "4", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
+
+
+def test_micro_batches_of_pairs_hold_both_samples(megascend, small_model: Path, tmp_path: Path) -> None:
+    for arguments in ((), ("--cards", "2")):
+        out = f"{len(arguments)}.yaml"
+        written = megascend("init", "dpo", small_model, out, "--data", "d", "--length", "256", *arguments, cwd=tmp_path)
+        assert written.returncode == 0, written.stderr
+        assert load_config(tmp_path / out).batching.budget >= 2 * 256
 
 
 def test_rl_on_a_node_is_divided_between_engines_and_trainer(megascend, small_model: Path, tmp_path: Path) -> None:
@@ -97,7 +105,10 @@ def test_configuration_without_weights_is_enough(megascend, small_model: Path, t
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["run.yaml"]
     config = load_config(tmp_path / "new" / "run.yaml")
     assert (config.model, config.data.path, config.batching.max_length) == (Path("large"), Path("texts"), 256)
-    assert "# The model's weights were not there when this was written." in (tmp_path / "new" / "run.yaml").read_text()
+    assert (
+        "# Only the model's configuration was there when this was written: model has to have its weights."
+        in (tmp_path / "new" / "run.yaml").read_text()
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -111,6 +122,15 @@ def test_schema_beside_the_run_file_accepts_it(megascend, small_model: Path, tmp
     validator = jsonschema.Draft202012Validator(json.loads(schema.read_text()))
     assert [error.message for error in validator.iter_errors(yaml.safe_load(text))] == []
     assert [*validator.iter_errors(yaml.safe_load(text) | {"learning_rate": 1})]
+
+
+def test_override_replaces_the_templates_alternative(megascend, small_model: Path, tmp_path: Path) -> None:
+    written = megascend("init", "dpo", small_model, "--set", "steps=7", "--set", "beta=0.3", cwd=tmp_path)
+    assert written.returncode == 0, written.stderr
+    assert written.stderr == "--set beta=0.3 sets dpo.beta\n"
+    config = load_config(tmp_path / "run.yaml")
+    assert config.dpo is not None
+    assert (config.steps, config.epochs, config.dpo.beta) == (7, None, 0.3)
 
 
 def test_every_setting_of_a_run_file_has_a_comment_above(megascend, small_model: Path, tmp_path: Path) -> None:
@@ -132,6 +152,8 @@ def test_every_setting_of_a_run_file_has_a_comment_above(megascend, small_model:
             ("sft", "MODEL", "--set", "learning_rate=4"),
             "learning_rate: unknown setting (value 4), called optimizer.lr here",
         ),
+        (("sft", "MODEL", "--cards", "2", "--set", "tensor=2"), "--set parallel.tensor: a plan chooses this setting"),
+        (("sft", "MODEL", "--cards", "2", "--set", "engine=fsdp"), "engine: fsdp has one layout for a world"),
         (("rl", "MODEL", "--cards", "16"), "--cards 16: a run starts engines on one host, which has 8 x NVIDIA H100"),
         (("sft", "MODEL", "present.yaml"), "present.yaml: would be overwritten"),
         (("sft", "MODEL", "--cards", "2", "--length", "512"), "512 is above the model's context of 256 tokens"),
@@ -145,6 +167,7 @@ def test_refusal_is_one_line_and_writes_nothing(
     completed = megascend("init", *chosen, cwd=tmp_path)
     assert completed.returncode == 2
     assert message in completed.stderr
-    assert len(completed.stderr.strip().splitlines()) == 1
+    # A short name is reported before the error.
+    assert len(completed.stderr.strip().splitlines()) == 1 + (" sets parallel.tensor\n" in completed.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["present.yaml"]
     assert (tmp_path / "present.yaml").read_text() == "kept\n"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megascend.app.layout_plan import model_checkpoint, plan_layouts, plan_split, settings
 from megascend.app.preflight import format_bytes
-from megascend.config import RunConfig, TrainerConfig, parsed, read_settings
+from megascend.config import RunConfig, TrainerConfig, parsed
 from megascend.config.commented import comment, commented_out, commented_settings
 from megascend.config.rl import VLLM, RlConfig
+from megascend.config.run_file import apply_overrides, full_names
 from megascend.errors import ConfigError
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.planning.hardware import Hardware
@@ -24,6 +26,8 @@ BATCH = 8
 """Samples of a step, where no cards are named; with cards, at least two for each."""
 ADAPTER_LR = 10
 """Factor from the learning rate of all parameters to that of an adapter."""
+PAIRED = 10
+"""Fastest layouts among which one is sought whose micro batches hold whole pairs."""
 LAYOUT = ("parallel", "recompute", "batching", "optimizer")
 """Sections in which a plan sets something."""
 
@@ -65,7 +69,7 @@ class Task:
         settings: settings that the run file has beside model, output, data, lengths and layout.
         data: description of the data's lines; ``examples``: some of them.
         suggestions: further settings, which are written as comments.
-        planned: a plan's time is that of this task's steps.
+        together: samples that a micro batch holds together: 2 of preference pairs, of which a step counts one.
     """
 
     command: str
@@ -74,7 +78,7 @@ class Task:
     examples: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]
     suggestions: Mapping[str, Any] = field(default_factory=dict)
-    planned: bool = True
+    together: int = 1
 
     @property
     def kind(self) -> type[TrainerConfig]:
@@ -107,7 +111,7 @@ TASKS: dict[str, Task] = {
             "schedule": {"kind": "linear", "warmup_steps": 0},
         },
         VALIDATION | TRACKING,
-        planned=False,
+        together=2,
     ),
     "pretrain": Task(
         "train",
@@ -160,8 +164,34 @@ class Request:
     hardware: Hardware | None = None
 
 
-def run_files(name: str, request: Request, path: Path) -> dict[Path, str]:
-    """Return the run file of a task, checked as its command checks it, and the files that it needs beside it, by path.
+@dataclass(frozen=True)
+class Prediction:
+    """Figures of a planned layout, by formula.
+
+    Attributes:
+        layout: description of the layout.
+        seconds: of a step; ``tokens_per_second`` of a card of the trainer.
+        mfu: model FLOPs utilisation; None with engines, which share the cards.
+        memory_bytes: of a card of the trainer.
+    """
+
+    layout: str
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run file and the files that it needs beside it, by path; and the figures of its layout, if one was planned."""
+
+    files: dict[Path, str]
+    prediction: Prediction | None
+
+
+def run_files(name: str, request: Request, path: Path) -> RunFiles:
+    """Return the run file of a task, checked as its command checks it, with example data where none were named.
 
     Args:
         path: path of the run file.
@@ -174,18 +204,25 @@ def run_files(name: str, request: Request, path: Path) -> dict[Path, str]:
     task = TASKS[name]
     beside = {} if request.data is not None else _examples(task, path.parent)
     data = request.data or next(iter(beside))
+    if request.model.name == "config.json":  # its weights may be beside it
+        request = replace(request, model=request.model.parent)
     remarks: list[str] = []
+    prediction = None
     with model_checkpoint(request.model) as checkpoint:
         if checkpoint != request.model:
-            remarks.append("The model's weights were not there when this was written.")
+            remarks.append(
+                "Only the model's configuration was there when this was written: model has to have its weights."
+            )
         context = inspect_checkpoint(checkpoint).shape.max_position
         length = request.length or min(LENGTH, context or LENGTH)
         values = _settings(name, task, request, data, length, path.parent)
+        overrides = full_names(request.overrides, values, task.kind)
         if request.cards:
-            values = _merged(values, _layout(task, request, checkpoint, values, length, remarks))
-    values = _merged(values, read_settings(None, list(request.overrides), task.kind))
+            layout, prediction = _layout(task, request, checkpoint, values, length, overrides, remarks)
+            values = _merged(values, layout)
+    apply_overrides(values, overrides)
     parsed(task.kind, values, path)
-    return {path: _text(name, task, request, values, path, remarks)} | beside
+    return RunFiles({path: _text(name, task, request, values, path, remarks)} | beside, prediction)
 
 
 def _examples(task: Task, folder: Path) -> dict[Path, str]:
@@ -198,10 +235,8 @@ def _examples(task: Task, folder: Path) -> dict[Path, str]:
 
 def _settings(name: str, task: Task, request: Request, data: Path, length: int, folder: Path) -> dict[str, Any]:
     """Return the settings of a run file in their order, without a layout."""
-    # A run file names a directory: that of a config.json.
-    model = request.model.parent if request.model.name == "config.json" else request.model
     batch = request.batch or max(BATCH, 2 * request.cards)
-    values: dict[str, Any] = {"model": str(model), "output": str(request.output or Path("runs") / name)}
+    values: dict[str, Any] = {"model": str(request.model), "output": str(request.output or Path("runs") / name)}
     if task.command == "rl":
         group = min(8, batch)
         values["rollout"] = {
@@ -209,13 +244,13 @@ def _settings(name: str, task: Task, request: Request, data: Path, length: int, 
             "reward": f"{folder / 'reward.py'}:reward",
             "prompts_per_step": max(1, batch // group),
             "group_size": group,
-            "max_tokens": min(512, max(1, length // 2)),
+            "max_tokens": max(1, length // 2),  # the other half is left for the prompt
         }
         values["engines"] = ["local"]
     else:
         values["data"] = {"path": str(data), "global_batch_size": batch}
     values |= json.loads(json.dumps(task.settings))  # a copy, which is changed below
-    values["batching"] = {"max_length": length, "micro_batch_tokens": max(LENGTH, length)}
+    values["batching"] = {"max_length": length, "micro_batch_tokens": max(LENGTH, task.together * length)}
     if request.lora is not None:
         values["lora"] = {"rank": request.lora, "alpha": 2 * request.lora}
         values["optimizer"]["lr"] *= ADAPTER_LR
@@ -229,9 +264,15 @@ def _settings(name: str, task: Task, request: Request, data: Path, length: int, 
 
 
 def _layout(
-    task: Task, request: Request, checkpoint: Path, values: Mapping[str, Any], length: int, remarks: list[str]
-) -> dict[str, Any]:
-    """Return the settings of the fastest layout; add remarks on it.
+    task: Task,
+    request: Request,
+    checkpoint: Path,
+    values: Mapping[str, Any],
+    length: int,
+    overrides: Sequence[str],
+    remarks: list[str],
+) -> tuple[dict[str, Any], Prediction]:
+    """Return the settings of the fastest layout, and its figures; add remarks on it.
 
     Raises:
         ConfigError: none fits, or engines would have to be started on several hosts.
@@ -240,14 +281,16 @@ def _layout(
     cards, hardware = request.cards, request.hardware
     rollout = values.get("rollout")
     batch = rollout["prompts_per_step"] * rollout["group_size"] if rollout else values["data"]["global_batch_size"]
-    chosen = [] if request.lora is None else [f"lora.rank={request.lora}"]
-    config = settings(checkpoint, length, batch, None, chosen)
+    # Of rl, those that a plan knows: its trainer's.
+    chosen = [override for override in overrides if re.split("[.=]", override)[0] in RunConfig.model_fields]
+    chosen += [] if request.lora is None else [f"lora.rank={request.lora}"]
     if rollout:
         if cards > hardware.cards_per_node:
             raise ConfigError(
                 f"--cards {cards}: a run starts engines on one host, which has {hardware.cards_per_node} x {hardware.title}; "
                 "see `megascend plan --rl` for more, and name addresses in engines"
             )
+        config = settings(checkpoint, length, batch, None, chosen)
         split = plan_split(checkpoint, config, cards, length, hardware)[0]
         trainer, tensor = split.trainer.topology.world_size, split.engines.tensor
         count = split.engines.devices // tensor
@@ -257,25 +300,41 @@ def _layout(
             f"{split.trainer.describe()}; predicted (not measured): {split.seconds:.3g} s a step.",
         ]
         placement = {"trainer": [*range(trainer)], "engines": gpus}
-        return _chosen(split.trainer) | {"engines": [VLLM] * count, "placement": placement}
-    plan = plan_layouts(checkpoint, config, cards, length, hardware, best=1)
-    if not plan.layouts:
+        layout = f"{count} x vLLM of TP{tensor}; trainer {split.trainer.describe()}"
+        figures = (split.seconds, split.trainer.tokens_per_second, None, split.trainer.memory.total)
+        return _chosen(split.trainer) | {"engines": [VLLM] * count, "placement": placement}, Prediction(
+            layout, *figures
+        )
+    config = settings(checkpoint, length, task.together * batch, None, chosen)
+    # Of each layout the plan has the fastest micro batch, which may be too small for a pair.
+    plan = plan_layouts(checkpoint, config, cards, length, hardware, best=1 if task.together == 1 else PAIRED)
+    layouts = [candidate for candidate in plan.layouts if candidate.micro_batch % task.together == 0]
+    if not layouts:
         needs = (
             "" if plan.plan.smallest is None else f"; the smallest needs {format_bytes(plan.plan.smallest[1].total)}"
         )
         raise ConfigError(
-            f"--cards {cards}: no layout of this run fits on {cards} x {hardware.title}{needs} a card: name more, or --lora RANK"
+            f"--cards {cards}: no layout of this run fits on {cards} x {hardware.title}{needs} a card: name more, "
+            "shorter samples (--length) or --lora RANK"
         )
-    best = plan.layouts[0]
-    of_task = "" if task.planned else " (of supervised steps: this task has further passes)"
+    best = layouts[0]
+    flops = plan.info.flops_per_token(length, frozen=request.lora is not None)
+    figures = Prediction(
+        best.describe(),
+        best.time.seconds,
+        best.tokens_per_second,
+        flops * best.tokens_per_second / hardware.peak,
+        best.memory.total,
+    )
     remarks.append(
-        f"Planned for {cards} x {hardware.title}: {best.describe()}; predicted (not measured){of_task}: "
-        f"{best.time.seconds:.3g} s a step of {batch} samples of {length} tokens, {best.tokens_per_second:,.0f} tokens/s a "
-        f"card, MFU {plan.mfu:.0%}, {format_bytes(best.memory.total)} of {format_bytes(hardware.memory)} a card."
+        f"Planned for {cards} x {hardware.title}: {figures.layout}; predicted (not measured): {figures.seconds:.3g} s a step of "
+        f"{plan.request.global_batch} samples of {length} tokens, {figures.tokens_per_second:,.0f} tokens/s a card, "
+        f"MFU {figures.mfu:.0%}, "
+        f"{format_bytes(figures.memory_bytes)} of {format_bytes(hardware.memory)} a card."
     )
     if plan.unchecked:
         remarks.append(f"The engine did not check the layout: {plan.unchecked}")
-    return _chosen(best)
+    return _chosen(best), figures
 
 
 def _chosen(candidate: Candidate) -> dict[str, Any]:
@@ -300,22 +359,19 @@ def _text(
     name: str, task: Task, request: Request, values: Mapping[str, Any], path: Path, remarks: Sequence[str]
 ) -> str:
     command = f"megascend {task.command} {path}"
-    options = ""
-    if request.cards:
-        trainer = len(values["placement"]["trainer"]) if "placement" in values else request.cards
-        nodes = -(-trainer // request.hardware.cards_per_node) if request.hardware is not None else 1
-        options = f" --nproc {trainer}"
+    if request.hardware is not None:
+        ranks = len(values["placement"]["trainer"]) if "placement" in values else request.cards
+        nodes = -(-ranks // request.hardware.cards_per_node)
+        command += f" --nproc {ranks}"
         if nodes > 1:
-            options = ""
-            each = trainer // nodes
             command = (
-                f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
+                f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
                 f"-m megascend.cli.main {task.command} {path}"
             )
     lines = [
         *comment(f"{name}: {task.title}, written by `megascend init`. Paths are relative to the working directory."),
-        f"#   megascend {task.command} {path} --dry-run{options}   # checks it, and shows samples and memory",
-        f"#   {command}{options}",
+        f"#   {command} --dry-run   # checks it, and shows samples and memory",
+        f"#   {command}",
         *(line for remark in remarks for line in comment(remark)),
         *comment(f"All settings, with their defaults: megascend show-config --defaults {task.command}"),
         *comment(f"Lines of the data: {task.data}."),
@@ -330,4 +386,4 @@ def _text(
 def _suggestions(task: Task, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return further settings that the run file does not have."""
     adapter = {"lora": {"rank": 16, "alpha": 32}}
-    return {name: value for name, value in (task.suggestions | adapter).items() if name not in values}
+    return {name: value for name, value in {**task.suggestions, **adapter}.items() if name not in values}

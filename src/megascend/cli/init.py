@@ -53,7 +53,7 @@ def init_command(
     show_messages()
     hardware = None if cards is None else load(device)
     request = Request(model, data, output, length, batch, lora, overrides or (), cards or 0, hardware)
-    files = run_files(task, request, out)
+    files = run_files(task, request, out).files
     command = TASKS[task].command
     if schema:
         # Beside the run file: editors take the path as relative to it.

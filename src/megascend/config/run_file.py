@@ -35,7 +35,7 @@ def read_settings(
     """
     values = {} if path is None else _read_yaml(Path(path))
     overrides = overrides or []
-    _apply_overrides(values, overrides if kind is None else full_names(overrides, values, kind))
+    apply_overrides(values, overrides if kind is None else full_names(overrides, values, kind))
     return values
 
 
@@ -110,7 +110,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Set each ``a.b.c=value`` in nested ``values`` (in place)."""
     split = [_split(override) for override in overrides]
     overridden = {key for key, _ in split}
