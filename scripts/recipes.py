@@ -80,8 +80,8 @@ def main() -> None:
         print(f"{path}: {result.prediction}", flush=True)
     # A recipe that was removed from the table has no figures either.
     names = [recipe.name for recipe in RECIPES]
-    kept = {name: figures[name] for name in names if name in figures}
-    FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    current = {name: figures[name] for name in names if name in figures}
+    FIGURES.write_text(json.dumps(current, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ def rows(run: Path) -> list[dict[str, Any]]:
 def test_run_file_trains_to_the_end_as_it_stands(
     megascend, small_model: Path, tmp_path: Path, task: str, steps: int
 ) -> None:
-    written = megascend("init", task, small_model, *CPU, cwd=tmp_path)
-    assert written.returncode == 0, written.stderr
-    assert f"run.yaml: {TASKS[task].title}; beside it data.jsonl" in written.stdout
+    completed = megascend("init", task, small_model, *CPU, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert f"run.yaml: {TASKS[task].title}; beside it data.jsonl" in completed.stdout
     dry = megascend("train", "run.yaml", "--dry-run", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
     trained = megascend("train", "run.yaml", cwd=tmp_path)
@@ -47,22 +47,22 @@ def test_run_file_trains_to_the_end_as_it_stands(
 @pytest.mark.slow
 def test_run_file_of_rl_samples_and_takes_a_step(megascend, small_model: Path, tmp_path: Path) -> None:
     settings = ("--set", "engine=single", "--set", "rollout.max_tokens=4", *CPU)
-    written = megascend("init", "rl", small_model, *settings, cwd=tmp_path)
-    assert written.returncode == 0, written.stderr
+    completed = megascend("init", "rl", small_model, *settings, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "prompts.jsonl", "reward.py"}
     dry = megascend("rl", "run.yaml", "--dry-run", cwd=tmp_path)
     assert dry.returncode == 0, dry.stderr
     # Every response of this model gets the reward 0: groups of equal rewards would be dropped.
-    few = ("--set", "steps=1", "--set", "rollout.drop_equal=false")
-    trained = megascend("rl", "run.yaml", *few, cwd=tmp_path)
+    one_step = ("--set", "steps=1", "--set", "rollout.drop_equal=false")
+    trained = megascend("rl", "run.yaml", *one_step, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
     assert [row["step"] for row in rows(tmp_path / "runs" / "rl")] == [1]
 
 
 def test_layout_is_that_of_a_plan(megascend, small_model: Path, tmp_path: Path) -> None:
     arguments = ("--cards", "4", "--length", "256", "--batch", "8", "--lora", "4", *CPU)
-    written = megascend("init", "sft", small_model, *arguments, cwd=tmp_path)
-    assert written.returncode == 0, written.stderr
+    completed = megascend("init", "sft", small_model, *arguments, cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     plan = ("--cards", "4", "--length", "256", "--batch", "8", "--lora", "4", "--json")
     planned = json.loads(megascend("plan", small_model, *plan).stdout)["layouts"][0]["settings"]
     values = yaml.safe_load((tmp_path / "run.yaml").read_text())
@@ -80,14 +80,16 @@ def test_layout_is_that_of_a_plan(megascend, small_model: Path, tmp_path: Path) 
 def test_micro_batches_of_pairs_hold_both_samples(megascend, small_model: Path, tmp_path: Path) -> None:
     for arguments in ((), ("--cards", "2")):
         out = f"{len(arguments)}.yaml"
-        written = megascend("init", "dpo", small_model, out, "--data", "d", "--length", "256", *arguments, cwd=tmp_path)
-        assert written.returncode == 0, written.stderr
+        completed = megascend(
+            "init", "dpo", small_model, out, "--data", "d", "--length", "256", *arguments, cwd=tmp_path
+        )
+        assert completed.returncode == 0, completed.stderr
         assert load_config(tmp_path / out).batching.budget >= 2 * 256
 
 
 def test_rl_on_a_node_is_divided_between_engines_and_trainer(megascend, small_model: Path, tmp_path: Path) -> None:
-    written = megascend("init", "rl", small_model, "--cards", "4", "--device", "h200", cwd=tmp_path)
-    assert written.returncode == 0, written.stderr
+    completed = megascend("init", "rl", small_model, "--cards", "4", "--device", "h200", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     config = load_rl_config(tmp_path / "run.yaml")
     assert config.placement.trainer is not None
     assert config.placement.engines is not None
@@ -100,8 +102,8 @@ def test_rl_on_a_node_is_divided_between_engines_and_trainer(megascend, small_mo
 def test_configuration_without_weights_is_enough(megascend, small_model: Path, tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_text((small_model / "config.json").read_text())
-    written = megascend("init", "pretrain", "large/config.json", "new/run.yaml", "--data", "texts", cwd=tmp_path)
-    assert written.returncode == 0, written.stderr
+    completed = megascend("init", "pretrain", "large/config.json", "new/run.yaml", "--data", "texts", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["run.yaml"]
     config = load_config(tmp_path / "new" / "run.yaml")
     assert (config.model, config.data.path, config.batching.max_length) == (Path("large"), Path("texts"), 256)
@@ -113,8 +115,8 @@ def test_configuration_without_weights_is_enough(megascend, small_model: Path, t
 
 @pytest.mark.parametrize("task", TASKS)
 def test_schema_beside_the_run_file_accepts_it(megascend, small_model: Path, tmp_path: Path, task: str) -> None:
-    written = megascend("init", task, small_model, "runs/run.yaml", "--schema", cwd=tmp_path)
-    assert written.returncode == 0, written.stderr
+    completed = megascend("init", task, small_model, "runs/run.yaml", "--schema", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     text = (tmp_path / "runs" / "run.yaml").read_text()
     first, _, _ = text.partition("\n")
     schema = tmp_path / "runs" / first.removeprefix("# yaml-language-server: $schema=")
@@ -125,9 +127,9 @@ def test_schema_beside_the_run_file_accepts_it(megascend, small_model: Path, tmp
 
 
 def test_override_replaces_the_templates_alternative(megascend, small_model: Path, tmp_path: Path) -> None:
-    written = megascend("init", "dpo", small_model, "--set", "steps=7", "--set", "beta=0.3", cwd=tmp_path)
-    assert written.returncode == 0, written.stderr
-    assert written.stderr == "--set beta=0.3 sets dpo.beta\n"
+    completed = megascend("init", "dpo", small_model, "--set", "steps=7", "--set", "beta=0.3", cwd=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr == "--set beta=0.3 sets dpo.beta\n"
     config = load_config(tmp_path / "run.yaml")
     assert config.dpo is not None
     assert (config.steps, config.epochs, config.dpo.beta) == (7, None, 0.3)

@@ -61,7 +61,7 @@ def reward(response, example):
 
 @dataclass(frozen=True)
 class Task:
-    """What a run learns from.
+    """Learning task, with its settings and the format of its data.
 
     Attributes:
         command: command that takes the run file: ``train`` or ``rl``.
@@ -69,7 +69,7 @@ class Task:
         settings: settings that the run file has beside model, output, data, lengths and layout.
         data: description of the data's lines; ``examples``: some of them.
         suggestions: further settings, which are written as comments.
-        together: samples that a micro batch holds together: 2 of preference pairs, of which a step counts one.
+        unit_samples: samples that a micro batch holds together: 2 of preference pairs, of which a step counts one.
     """
 
     command: str
@@ -78,7 +78,7 @@ class Task:
     examples: Sequence[Mapping[str, Any]]
     settings: Mapping[str, Any]
     suggestions: Mapping[str, Any] = field(default_factory=dict)
-    together: int = 1
+    unit_samples: int = 1
 
     @property
     def kind(self) -> type[TrainerConfig]:
@@ -111,7 +111,7 @@ TASKS: dict[str, Task] = {
             "schedule": {"kind": "linear", "warmup_steps": 0},
         },
         VALIDATION | TRACKING,
-        together=2,
+        unit_samples=2,
     ),
     "pretrain": Task(
         "train",
@@ -139,7 +139,7 @@ TASKS: dict[str, Task] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What a run file is for.
+    """Request for a run file.
 
     Attributes:
         model: checkpoint directory, or the ``config.json`` of a model whose weights are elsewhere.
@@ -202,8 +202,8 @@ def run_files(name: str, request: Request, path: Path) -> RunFiles:
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
     task = TASKS[name]
-    beside = {} if request.data is not None else _examples(task, path.parent)
-    data = request.data or next(iter(beside))
+    examples = {} if request.data is not None else _examples(task, path.parent)
+    data = request.data or next(iter(examples))
     if request.model.name == "config.json":  # its weights may be beside it
         request = replace(request, model=request.model.parent)
     remarks: list[str] = []
@@ -222,7 +222,7 @@ def run_files(name: str, request: Request, path: Path) -> RunFiles:
             values = _merged(values, layout)
     apply_overrides(values, overrides)
     parsed(task.kind, values, path)
-    return RunFiles({path: _text(name, task, request, values, path, remarks)} | beside, prediction)
+    return RunFiles({path: _text(name, task, request, values, path, remarks)} | examples, prediction)
 
 
 def _examples(task: Task, folder: Path) -> dict[Path, str]:
@@ -250,7 +250,7 @@ def _settings(name: str, task: Task, request: Request, data: Path, length: int, 
     else:
         values["data"] = {"path": str(data), "global_batch_size": batch}
     values |= json.loads(json.dumps(task.settings))  # a copy, which is changed below
-    values["batching"] = {"max_length": length, "micro_batch_tokens": max(LENGTH, task.together * length)}
+    values["batching"] = {"max_length": length, "micro_batch_tokens": max(LENGTH, task.unit_samples * length)}
     if request.lora is not None:
         values["lora"] = {"rank": request.lora, "alpha": 2 * request.lora}
         values["optimizer"]["lr"] *= ADAPTER_LR
@@ -305,10 +305,10 @@ def _layout(
         return _chosen(split.trainer) | {"engines": [VLLM] * count, "placement": placement}, Prediction(
             layout, *figures
         )
-    config = settings(checkpoint, length, task.together * batch, None, chosen)
+    config = settings(checkpoint, length, task.unit_samples * batch, None, chosen)
     # Of each layout the plan has the fastest micro batch, which may be too small for a pair.
-    plan = plan_layouts(checkpoint, config, cards, length, hardware, best=1 if task.together == 1 else PAIRED)
-    layouts = [candidate for candidate in plan.layouts if candidate.micro_batch % task.together == 0]
+    plan = plan_layouts(checkpoint, config, cards, length, hardware, best=1 if task.unit_samples == 1 else PAIRED)
+    layouts = [candidate for candidate in plan.layouts if candidate.micro_batch % task.unit_samples == 0]
     if not layouts:
         needs = (
             "" if plan.plan.smallest is None else f"; the smallest needs {format_bytes(plan.plan.smallest[1].total)}"
@@ -347,8 +347,8 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     """Return nested settings with changes; sections are merged."""
     result = dict(values)
     for name, value in changes.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
-        result[name] = _merged(result[name], value) if both else value
+        sections = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+        result[name] = _merged(result[name], value) if sections else value
     return result
 
 

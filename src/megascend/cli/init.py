@@ -66,6 +66,6 @@ def init_command(
     for path, text in files.items():
         make_directory(path.parent)
         path.write_text(text, encoding="utf-8")
-    beside = ", ".join(str(path) for path in files if path != out)
-    typer.echo(f"{out}: {TASKS[task].title}{f'; beside it {beside}' if beside else ''}")
+    companions = ", ".join(str(path) for path in files if path != out)
+    typer.echo(f"{out}: {TASKS[task].title}{f'; beside it {companions}' if companions else ''}")
     typer.echo(f"next: megascend {command} {out} --dry-run")
