@@ -12,13 +12,13 @@ import json
 import re
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from pydantic import BaseModel
 
 from megascend.app.rl.records import RlRecord
 from megascend.app.train import StepRecord
@@ -27,8 +27,10 @@ from megascend.bootstrap.mindspeed.tree import BRANCHES, LATER_BRANCHES
 from megascend.bootstrap.providers import names
 from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig
+from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
+from megascend.config.section import section_of
 from megascend.config.serve import ServeConfig
 from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
@@ -64,76 +66,33 @@ def settings(kind: type[Section], base: type[Section] | None = None) -> str:
     return "\n".join(section_tables(kind, names))
 
 
-_anchors: dict[type[Section], str] = {}  # sections that have a table already, which others link to
+_anchors: dict[type[BaseModel], str] = {}  # sections that have a table already, which others link to
 
 
-def section_tables(kind: type[Section], names: Iterable[str], prefix: str = "") -> Iterator[str]:
+def section_tables(kind: type[BaseModel], names: Iterable[str], prefix: str = "") -> Iterator[str]:
     """Yield the table of a section's settings, then those of the sections within that have none yet."""
-    nested: list[tuple[str, type[Section]]] = []
+    nested: list[tuple[str, type[BaseModel]]] = []
     rows = []
     for name in names:
         field, key = kind.model_fields[name], prefix + name
-        section = section_in(field.annotation)
+        section = section_of(kind, name)
         if section is not None:
             if section not in _anchors:
                 _anchors[section] = key.replace(".", "")
                 nested.append((key, section))
             kind_text = f"[section](#{_anchors[section]})"
         else:
-            kind_text = type_text(field.annotation, field.metadata)
+            kind_text = type_text(field.annotation, field.metadata, quote="`")
         if field.description is None and section is None:
             raise SystemExit(f"{kind.__name__}.{name} has no description: write Field(description=...)")
         default = (
             "required" if field.is_required() else "" if field.annotation is section else f"`{text_of(field.default)}`"
         )
-        meaning = field.description or (section.__doc__ or "").strip().partition("\n")[0]
-        rows.append([f"`{key}`", kind_text, default, sentence(meaning)])
+        rows.append([f"`{key}`", kind_text, default, description(kind, name)])
     heading = f"### `{prefix.rstrip('.')}`\n\n" if prefix else ""
     yield heading + table(["key", "type", "default", "meaning"], rows)
     for key, section in nested:
         yield from section_tables(section, section.model_fields, f"{key}.")
-
-
-def section_in(annotation: Any) -> type[Section] | None:
-    """Return the section class of a setting's type, or None."""
-    kinds = [annotation, *get_args(annotation)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-
-
-def type_text(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """Describe the type of a setting, with the bounds of a number."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return type_text(arguments[0], [*metadata, *arguments[1:]])
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(type_text(kind, metadata) for kind in arguments if kind is not type(None)))
-    if origin is Literal:
-        return ", ".join(f"`{choice}`" for choice in arguments)
-    if origin in (tuple, list):
-        members = [kind for kind in arguments if kind is not ...]
-        if len(members) > 1:
-            return f"list of {len(members)} numbers" if members[0] == members[1] else "list"
-        member = type_text(members[0])
-        return f"list of {member}" if "`" in member or " or " in member else f"list of {PLURALS.get(member, member)}"
-    if origin is dict:
-        return "mapping"
-    name = {int: "integer", float: "number", str: "string", bool: "boolean", Path: "path"}.get(annotation)
-    if name is None:
-        name = "mapping" if getattr(annotation, "__total__", None) is not None else annotation.__name__
-    return name + bounds(metadata)
-
-
-PLURALS = {"string": "strings", "mapping": "mappings"}
-
-
-def bounds(metadata: Iterable[Any]) -> str:
-    """Format the bounds in a setting's metadata: `` >= 1``. Upper bounds that no user meets are left out."""
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    limits = {}
-    for item in metadata:
-        for inner in getattr(item, "metadata", [item]):  # a Field inside Annotated holds its own
-            limits |= {name: value for name in signs if (value := getattr(inner, name, None)) is not None}
-    return "".join(f" {signs[name]} {value:g}" for name, value in limits.items() if value < 2**20)
 
 
 def text_of(value: Any) -> str:
@@ -526,6 +485,38 @@ def planned_clusters() -> str:
     return table(header, rows)
 
 
+def recipes() -> str:
+    """Format the run files of recipes/ with their predicted figures."""
+    rows = []
+    for name, row in planning_figures("recipes").items():
+        adapter = "" if row["lora"] is None else f", LoRA {row['lora']}"
+        rows.append(
+            [
+                f"`recipes/{name}.yaml`",
+                f"{row['hub']}: {row['task']}{adapter}",
+                f"{row['cards']:,} x {row['title']}",
+                f"{row['batch']:,} x {row['length']:,}",
+                row["layout"],
+                f"{row['seconds']:.3g}",
+                f"{row['tokens_per_second']:,.0f}",
+                "" if row["mfu"] is None else f"{row['mfu']:.0%}",
+                f"{row['memory_bytes'] / 2**30:.0f}",
+            ]
+        )
+    header = (
+        "run file",
+        "model and task",
+        "cards",
+        "samples x tokens",
+        "layout",
+        "s/step",
+        "tokens/s a card",
+        "MFU",
+        "GiB a card",
+    )
+    return table(header, rows)
+
+
 def ratio_text(entry: dict[str, float] | None) -> str:
     """Format a stored ratio; empty if there is none."""
     return "" if entry is None else f"{entry['ratio']:.3f}"
@@ -553,6 +544,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "planned steps": planned_steps,
     "planned tables": planned_tables,
     "planned clusters": planned_clusters,
+    "recipes": recipes,
     "deviations of families": lambda: family_deviations("cpu"),
     "deviations of families on the simulated NPU": lambda: family_deviations("npu"),
 }

@@ -109,6 +109,31 @@ def test_plain_progress_prints_every_few_steps(capsys: pytest.CaptureFixture[str
     assert clock(3725) == "1:02:05"
 
 
+def test_last_validation_stays_in_the_line_also_after_resume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = {2: 1.5, 4: 1.25}
+    with RunLog(tmp_path, steps=6) as log:
+        for step in range(1, 6):
+            log.write(record(step, validation_loss=losses.get(step), mfu=0.4321))
+    with RunLog(tmp_path, steps=6, steps_done=5) as resumed:
+        resumed.write(record(6))
+    middles = [line.partition("loss ")[2].partition("  grad")[0] for line in capsys.readouterr().out.splitlines()]
+    assert middles == [
+        "1.0000",
+        "0.5000  validation 1.5000",
+        "0.3333  validation 1.5000 (step 2)",
+        "0.2500  validation 1.2500",
+        "0.2000  validation 1.2500 (step 4)",
+        "0.1667  validation 1.2500 (step 4)",
+    ]
+
+
+def test_line_has_the_utilisation_where_it_is_known() -> None:
+    assert record(1, mfu=0.4321).summary().endswith("100 tokens/s  MFU 43.2%")
+    assert record(1).summary().endswith("100 tokens/s")
+
+
 def test_pace_after_resume_is_that_of_this_process() -> None:
     seconds = 10.0
     pace = StepClock(100, steps_done=50, now=lambda: seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import time
 from pathlib import Path
@@ -34,6 +35,11 @@ def test_doctor_on_this_machine(megascend) -> None:
     assert results["collectives"]["latency_us"] > 0
     assert results["collectives"]["bandwidth_gb_s"] > 0
     assert results["threads"]["omp_num_threads"] == "1"
+    assert report["host"].startswith(f"{platform.node()} (")
+    assert f"{len(os.sched_getaffinity(0))} core" in report["host"]
+    assert (
+        f"stack {results['bootstrap']['stack']} (megatron-core {results['megatron-core']['found']}, " in report["host"]
+    )
 
 
 def install(folder: Path, name: str, version: str, code: str = "", entry_points: str = "") -> None:
@@ -189,6 +195,45 @@ def test_rendering() -> None:
         "hint": "install it",
         "wanted": ">=2.6",
     }
+
+
+HOST = [
+    Check("python", "ok", "3.11.9 on Linux x86_64"),
+    Check("megatron-core", "ok", "0.16.1"),
+    Check("torch", "ok", "2.8.0"),
+    Check("threads", "ok", "", values={"cores": 64}),
+    Check("memory", "ok", "", values={"total_bytes": 503 * 2**30}),
+]
+STACK = Check("bootstrap", "ok", "", values={"stack": "0.16"})
+GPUS = Check("torch import", "ok", "8 x NVIDIA H100 80GB HBM3", values={"memory_gib": 79.1})
+HEADLINES: dict[str, tuple[list[Check], str]] = {
+    "GPUs": (
+        [*HOST, GPUS, Check("platform", "ok", "", values={"chosen": "cuda"}), STACK],
+        "node7 (Linux x86_64): 8 x NVIDIA H100 80GB HBM3 (79 GiB each), 64 cores, 503 GiB of memory; stack 0.16 (megatron-core "
+        "0.16.1, torch 2.8.0)",
+    ),
+    "NPUs": (
+        [
+            *HOST,
+            Check("torch_npu", "ok", "2.8.0, 8 x Ascend910B3"),
+            Check("platform", "ok", "", values={"chosen": "npu"}),
+            STACK,
+        ],
+        "node7 (Linux x86_64): 8 x Ascend910B3, 64 cores, 503 GiB of memory; stack 0.16 (megatron-core 0.16.1, torch 2.8.0)",
+    ),
+    "a CPU, without Megatron": (
+        [*HOST[:1], HOST[2], Check("threads", "ok", "", values={"cores": 1}), Check("bootstrap", "fail", "")],
+        "node7 (Linux x86_64): no GPU or NPU, 1 core; no complete stack (torch 2.8.0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HEADLINES)
+def test_headline_describes_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "node7")
+    results, line = HEADLINES[name]
+    assert render_table(results).splitlines()[0] == line
+    assert json.loads(render_json(results))["host"] == line
 
 
 CPU = Check("platform", "ok", "cpu", values={"chosen": "cpu"})

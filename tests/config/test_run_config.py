@@ -24,8 +24,8 @@ def load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
 def test_providers_and_their_options_are_settings(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config = load(tmp_path, "provider: own\nprovider_options: {speed: 3}\n", "provider_options.name=fast")
-    assert (config.provider, config.provider_options) == ("own", {"speed": 3, "name": "fast"})
+        config = load(tmp_path, "provider: mindspeed\nprovider_options: {speed: 3}\n", "provider_options.name=fast")
+    assert (config.provider, config.provider_options) == ("mindspeed", {"speed": 3, "name": "fast"})
 
 
 def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
@@ -52,10 +52,7 @@ UNHELPFUL: dict[str, str] = {
     "output=": r"output: a value is expected here, and there is none",
     "data.path=": r"data\.path: a value is expected here, and there is none",
     "optimizer.lr=": r"optimizer\.lr: a value is expected here, and there is none",
-    "lr=1e-4": r"lr: unknown setting \(value .*\), did you mean optimizer\.lr",
-    "lr=": r"lr: unknown setting \(value None\), did you mean optimizer\.lr",
     "batch_size=4": r"batch_size: unknown setting \(value 4\), did you mean data\.global_batch_size",
-    "warmup_steps=4": r"did you mean schedule\.warmup_steps or lora\.schedule\.warmup_steps",
     "parallel.lr=4": r"parallel\.lr: unknown setting \(value 4\), did you mean optimizer\.lr",
     "engine=fdsp": r"unknown engine 'fdsp', did you mean fsdp\? Known: megatron, single, fsdp",
     "engine=deepspeed": r"unknown engine 'deepspeed'; known: megatron, single, fsdp",

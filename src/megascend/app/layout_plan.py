@@ -13,7 +13,7 @@ from typing import Any
 from megascend.app.preflight import check_lora
 from megascend.app.run import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
-from megascend.config.run_file import read_settings
+from megascend.config.run_file import full_names, read_settings
 from megascend.errors import CheckpointError, ConfigError, MegascendError
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
@@ -102,6 +102,7 @@ def settings(model: Path, length: int, batch: int, data: Path | None, overrides:
     Raises:
         ConfigError: a setting is unknown, what a plan chooses, or what no prediction is for.
     """
+    overrides = full_names(overrides, {}, RunConfig)
     for name in (override.partition("=")[0] for override in overrides):
         if name != "parallel.context_algorithm" and name.startswith(CHOSEN):
             raise ConfigError(f"--set {name}: a plan chooses this setting: leave it out, and change it in the run file")

@@ -18,7 +18,7 @@ from megascend.app.plot import require_extra
 from megascend.app.resume import check_start
 from megascend.app.run_directory import CHECKPOINTS, RUN_FILES
 from megascend.config import RunConfig, TrainerConfig
-from megascend.config.plugins import check_name, check_plugins
+from megascend.config.plugins import check_name, check_names, check_plugins
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, DataError
@@ -129,7 +129,7 @@ def check_run(
     """Check settings, packages and the model's files, without torch.
 
     Args:
-        plugins_pending: modules that the run names, and may register trackers, have not been imported yet.
+        plugins_pending: modules that the run names, and may register engines or trackers, have not been imported yet.
 
     Raises:
         ConfigError: a setting cannot work with this model, or paths are in each other's way.
@@ -138,6 +138,8 @@ def check_run(
         CheckpointError: the model is missing, incomplete or damaged, as far as file headers tell.
     """
     check_plugins(config.plugins)
+    if not (plugins_pending and config.plugins):
+        check_names(config)
     check_packages(config, plugins_pending=plugins_pending)
     info = inspect_checkpoint(config.model, mtp=config.mtp)
     topology = plan(config.parallel, world_size, info.shape)

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from megascend.app.event_log import finite
 from megascend.app.run_directory import METRICS
@@ -36,6 +36,9 @@ PROGRESS_S = 30.0
 """Seconds between lines about the micro batches of a step that takes longer."""
 
 
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class MetricsRecord:
     """One line of metrics.jsonl, whatever the kind of run. Its fields declare the metrics of the line."""
@@ -44,9 +47,26 @@ class MetricsRecord:
     skipped: Annotated[bool, Metric("", "true if the gradient was not finite, so that all ranks skipped the update")]
     seconds: Annotated[float, Metric("s", "time in steps since the run began")]
 
-    def summary(self) -> str:
-        """Return the figures of a step in one short line."""
+    at_intervals: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are measured at some steps only; their last values are shown until the next ones."""
+
+    def summary(self, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> str:
+        """Return the figures of a step in one short line.
+
+        Args:
+            earlier: step and value of the last measurement of metrics in :attr:`at_intervals`.
+        """
         raise NotImplementedError
+
+    def last_measured(self, name: str, title: str, digits: int, earlier: Mapping[str, tuple[int, float]]) -> str:
+        """Return the last value of a metric in :attr:`at_intervals`, with the step's number if that is over; empty before."""
+        value = getattr(self, name)
+        if value is not None:
+            return f"{title} {value:.{digits}f}"
+        if name not in earlier:
+            return ""
+        step, value = earlier[name]
+        return f"{title} {value:.{digits}f} (step {step})"
 
     def progress(self) -> str:
         """Return how far the run is, beside its steps, with two spaces behind it; nothing for most kinds of run."""
@@ -98,6 +118,9 @@ class RunLog:
         self._file: AppendFile | None = None
         self._steps_done, self._waiting = steps_done, waiting
         self._unwritten: list[dict[str, Any]] = []
+        self._measured: dict[str, tuple[int, float]] | None = (
+            None  # None before the first record, whose class names the metrics
+        )
         self.rows: list[dict[str, Any]] = []
         self._earlier_bytes = 0  # of the metrics of steps before this process
 
@@ -134,12 +157,21 @@ class RunLog:
         """Record one step. The files are created with the first one: a run that fails to start leaves none."""
         if not self._enabled:
             return
+        if self._measured is None:
+            self._measured = {
+                name: (row["step"], row[name])
+                for row in self.rows
+                for name in record.at_intervals
+                if row.get(name) is not None
+            }
         # A row waits with the directory: an earlier run's metrics stay whole until this one has done a step.
         self._unwritten.append(record.to_dict())
         if not self._waiting():
             self._write_rows()
         self._clock.step_done(record.step)
-        self._display.show(record)
+        self._display.show(record, self._measured)
+        values = {name: getattr(record, name) for name in record.at_intervals}
+        self._measured |= {name: (record.step, value) for name, value in values.items() if value is not None}
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Show what the model answered after a step, by prompt, and hand it to the trackers."""
@@ -302,13 +334,13 @@ class PlainDisplay:
     def stop(self) -> None:
         """Leave the lines where they are."""
 
-    def show(self, record: MetricsRecord) -> None:
+    def show(self, record: MetricsRecord, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> None:
         """Print the step if it is the first, the last, skipped, or due."""
         steps = self._clock.steps
         if record.step in (1, steps) or record.skipped or record.step % self._interval == 0:
             elapsed, remaining = self._clock.elapsed_s, self._clock.remaining_s or 0.0
             print(
-                f"step {record.step}/{steps}  {record.progress()}{record.summary()}  elapsed {clock(elapsed)}  "
+                f"step {record.step}/{steps}  {record.progress()}{record.summary(earlier)}  elapsed {clock(elapsed)}  "
                 f"ETA {clock(remaining)}",
                 flush=True,
             )
@@ -344,9 +376,9 @@ class BarDisplay:
         """Leave the lines as they are and give the terminal back."""
         self._live.stop()
 
-    def show(self, record: MetricsRecord) -> None:
+    def show(self, record: MetricsRecord, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> None:
         """Move to the step."""
-        self._progress, self._summary = record.progress(), record.summary()
+        self._progress, self._summary = record.progress(), record.summary(earlier)
         if record.skipped:
             self._console.print(f"step {record.step}: non-finite gradients, skipped on all ranks", style="red")
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from megascend.app.preflight import RunPlan
 from megascend.app.resume import with_template_date
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
-from megascend.app.run_log import MetricsRecord, RunLog
+from megascend.app.run_log import EMPTY, MetricsRecord, RunLog
 from megascend.config import RunConfig
 from megascend.io.paths import make_directory
 from megascend.tracking.metrics import Metric
@@ -449,6 +449,7 @@ class StepRecord(MetricsRecord):
         float | None, Metric("as loss", "loss on the held-out samples after the step; null where it was not measured")
     ] = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    at_intervals = ("validation_loss",)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as JSON values, with each of ``metrics`` under its own name."""
@@ -459,8 +460,14 @@ class StepRecord(MetricsRecord):
         """Return the number of passes over the data."""
         return f"epoch {self.epoch:.2f}  "
 
-    def summary(self) -> str:
+    def summary(self, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> str:
         """Return the figures of a step in one short line."""
-        skipped = "  SKIPPED" if self.skipped else ""
-        validation = "" if self.validation_loss is None else f"  validation {self.validation_loss:.4f}"
-        return f"loss {self.loss:.4f}{validation}  grad norm {self.grad_norm:.3f}  {self.tokens_per_s:,.0f} tokens/s{skipped}"
+        figures = [
+            f"loss {self.loss:.4f}",
+            self.last_measured("validation_loss", "validation", 4, earlier),
+            f"grad norm {self.grad_norm:.3f}",
+            f"{self.tokens_per_s:,.0f} tokens/s",
+            "" if self.mfu is None else f"MFU {self.mfu:.1%}",
+            "SKIPPED" if self.skipped else "",
+        ]
+        return "  ".join(filter(None, figures))

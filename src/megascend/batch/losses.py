@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megascend.config.plugins import LOSSES, POLICY_LOSSES
 from megascend.errors import ConfigError, DataError
 from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.tracking.metrics import Metric
@@ -588,6 +589,9 @@ def register_loss(loss: Loss) -> Loss:
         raise ConfigError("register_loss: the loss has no name")
     if _by_name.setdefault(loss.name, loss) != loss:
         raise ConfigError(f"register_loss: another loss is called {loss.name!r}; names in use: {', '.join(_by_name)}")
+    for names in (LOSSES, POLICY_LOSSES):
+        if loss.name not in names:
+            names.append(loss.name)
     return loss
 
 

@@ -186,6 +186,8 @@ def register(
     Raises:
         ConfigError: the name is taken by another factory, or looks like an import path.
     """
+    from megascend.config.plugins import PROVIDERS
+
     if not name or ":" in name:
         raise ConfigError(f"a provider cannot be called {name!r}: a colon marks an import path")
     entry = ProviderEntry(factory, tuple(platforms), tuple(packages))
@@ -193,6 +195,8 @@ def register(
     if _registry.get(name, entry) != entry:
         raise ConfigError(f"provider {name!r} is registered already; choose another name than {', '.join(_registry)}")
     _registry[name] = entry
+    if name not in PROVIDERS:
+        PROVIDERS.append(name)
 
 
 def names(platform: str | None = None, stack: str | None = None) -> list[str]:

@@ -156,7 +156,8 @@ def check_torch(timeout: float) -> Check:
     code = (
         "import json, torch\n"
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
-        "print(json.dumps({'version': torch.__version__, 'devices': names}))"
+        "gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if names else None\n"
+        "print(json.dumps({'version': torch.__version__, 'devices': names, 'memory_gib': gib}))"
     )
     outcome = run_python(["-c", code], timeout)
     if outcome.answer is None:

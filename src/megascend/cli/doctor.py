@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import platform
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -57,6 +58,7 @@ def render_json(checks: list[Check]) -> str:
     return json.dumps(
         {
             "ok": all(check.status != "fail" for check in checks),
+            "host": headline(checks),
             "checks": [
                 {"name": check.name, "status": check.status, "found": check.result, "hint": check.hint} | check.values
                 for check in checks
@@ -69,7 +71,7 @@ def render_json(checks: list[Check]) -> str:
 def render_table(checks: list[Check]) -> str:
     """Format the checks as plain text to paste into an issue; a hint follows the line it belongs to."""
     width = max(len(check.name) for check in checks)
-    lines = []
+    lines = [headline(checks), ""]
     for check in checks:
         status = typer.style(f"{check.status.upper() if check.status != 'ok' else 'ok':<4}", fg=COLOURS[check.status])
         lines.append(f"{status}  {check.name:<{width}}  {check.result}")
@@ -84,6 +86,39 @@ def render_table(checks: list[Check]) -> str:
                 break_long_words=False,
             )
     return "\n".join([*lines, "", verdict(checks)])
+
+
+def headline(checks: list[Check]) -> str:
+    """Describe this host in a line: its name, devices, cores and memory, and the installed stack."""
+    results = {check.name: check for check in checks}
+    machine = results["python"].result.rpartition(" on ")[2] if "python" in results else platform.system()
+    size = [_devices(results) or "no GPU or NPU"]
+    if cores := _value(results, "threads", "cores"):
+        size.append(f"{cores} core{'s' if cores > 1 else ''}")
+    if total := _value(results, "memory", "total_bytes"):
+        size.append(f"{total / 2**30:.0f} GiB of memory")
+    packages = [f"{name} {results[name].result}" for name in ("megatron-core", "torch") if name in results]
+    stack = _value(results, "bootstrap", "stack")
+    installed = ", ".join(packages)
+    software = f"stack {stack} ({installed})" if stack else f"no complete stack ({installed})"
+    return f"{platform.node()} ({machine}): {', '.join(size)}; {software}"
+
+
+def _value(results: dict[str, Check], name: str, key: str) -> Any:
+    return results[name].values.get(key) if name in results else None
+
+
+def _devices(results: dict[str, Check]) -> str | None:
+    """Name the GPUs or NPUs with their number; None without any."""
+    if "simulated device" in results:
+        return "a simulated device"
+    chosen = _value(results, "platform", "chosen")
+    if chosen == "npu" and "torch_npu" in results and " x " in results["torch_npu"].result:
+        return results["torch_npu"].result.rpartition(", ")[2]
+    if chosen == "cuda" and "torch import" in results:
+        gigabytes = _value(results, "torch import", "memory_gib")
+        return results["torch import"].result + (f" ({gigabytes:.0f} GiB each)" if gigabytes else "")
+    return None
 
 
 def verdict(checks: list[Check]) -> str:
@@ -106,12 +141,10 @@ def verdict(checks: list[Check]) -> str:
 
 def _device(results: dict[str, Check]) -> str:
     """Describe the default training device; for a CPU, say that no GPU or NPU is usable."""
-    if "simulated device" in results:
-        return "a simulated device"
-    chosen = results["platform"].values.get("chosen") if "platform" in results else None
-    if chosen == "cuda" and "torch import" in results:
-        return f"{results['torch import'].result} (platform cuda)"
+    chosen, devices = _value(results, "platform", "chosen"), _devices(results)
+    if devices is not None:
+        return devices if "simulated device" in results else f"{devices} (platform {chosen})"
     if chosen != "cpu":
         return f"this host (platform {chosen})" if chosen else "this host"
-    cores = results["threads"].values.get("cores") if "threads" in results else None
+    cores = _value(results, "threads", "cores")
     return f"this host's CPU{f' ({cores} cores)' if cores else ''}; it has no GPU or NPU that torch can use, and needs none"

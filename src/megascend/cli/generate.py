@@ -248,10 +248,10 @@ def inference_settings(
         CheckpointError, ConfigError: a directory holds no model or adapter, or the base model of an adapter is unknown.
     """
     from megascend.app.inference import InferenceSettings
-    from megascend.config.plugins import check_names
+    from megascend.config.plugins import ENGINES, check_registered
     from megascend.errors import CheckpointError, ConfigError
 
-    check_names(engine, ())
+    check_registered("engine", engine, ENGINES, "megascend.register_engine", setting="--engine")
     if platform not in ("auto", "cpu", "cuda", "npu"):
         raise ConfigError(f"--platform {platform}: known are auto, cpu, cuda, npu")
     paths: dict[str, Path] = {}

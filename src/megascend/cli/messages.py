@@ -8,6 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+READS_RUN_FILES = "megascend.config.run_file"
+"""Logger whose messages only the first rank shows."""
+
 
 def show_messages() -> None:
     """Write what is logged under ``megascend`` to stderr, from warnings on. For commands: importing megascend sets up nothing.
@@ -20,6 +23,8 @@ def show_messages() -> None:
     handler = _StderrHandler()
     handler.setLevel(logging.WARNING)
     handler.setFormatter(RankFormatter())
+    # Every rank reads the run file, and finds the same.
+    handler.addFilter(lambda record: record.name != READS_RUN_FILES or os.environ.get("RANK", "0") == "0")
     logger.addHandler(handler)
     # A package that configures the root logger would otherwise have each message printed again.
     logger.propagate = False

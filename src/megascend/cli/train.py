@@ -4,7 +4,9 @@ torchrun; or print it with every default filled in.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -14,7 +16,7 @@ from megascend.cli.launch import EXIT_INTERRUPTED, EXIT_STOPPED, start_ranks, un
 
 if TYPE_CHECKING:
     from megascend.app.preflight import RunPlan
-    from megascend.config import RunConfig, TrainerConfig
+    from megascend.config import RunConfig, Section, TrainerConfig
     from megascend.config.rl import RlConfig
 
 Settings = TypeVar("Settings", bound="TrainerConfig")
@@ -57,9 +59,11 @@ def train_command(
     Runs one process, or --nproc processes, or as one rank of torchrun. An error exits with 2; a run that a signal has stopped,
     after saving a checkpoint, with 75.
     """
+    from megascend.cli.messages import show_messages
     from megascend.config import load_config
     from megascend.io.lasting_output import LastingOutput
 
+    show_messages()
     settings = load_config(config, overrides)
     if dry_run:
         from megascend.app.dry_run import dry_run as plan_run
@@ -91,9 +95,11 @@ def rl_command(
     Rank 0 talks to the engines that CONFIG names; they sample while the trainer learns. An error exits with 2; a run that
     a signal has stopped, after saving a checkpoint, with 75.
     """
+    from megascend.cli.messages import show_messages
     from megascend.config.rl import load_rl_config
     from megascend.io.lasting_output import LastingOutput
 
+    show_messages()
     settings = load_rl_config(config, overrides)
     if dry_run:
         from megascend.app.dry_run import dry_run_rl
@@ -112,11 +118,25 @@ def profiled(settings: Settings) -> Settings:
     return settings if settings.profile is not None else settings.model_copy(update={"profile": Profile()})
 
 
+class Command(str, Enum):
+    """Commands that read a settings file."""
+
+    train = "train"
+    rl = "rl"
+    serve = "serve"
+
+
 def show_config_command(
-    config: Annotated[Path, typer.Argument(help="YAML file with the run's settings.")],
+    config: Annotated[Path | None, typer.Argument(help="YAML file with the run's settings.")] = None,
     overrides: Overrides = None,
     nproc: Annotated[
         int | None, typer.Option("--nproc", min=1, help="Also check the parallel layout for this many processes.")
+    ] = None,
+    defaults: Annotated[
+        Command | None, typer.Option("--defaults", help="Print all settings of this command with comments instead.")
+    ] = None,
+    schema: Annotated[
+        Command | None, typer.Option("--schema", help="Print the JSON Schema of this command's settings instead.")
     ] = None,
 ) -> None:
     """Print the resolved configuration as YAML; with --nproc also the ranks' layout, as YAML comments.
@@ -126,13 +146,34 @@ def show_config_command(
     """
     import yaml
 
+    from megascend.cli.messages import show_messages
     from megascend.config import RunConfig, parsed, read_settings
+    from megascend.config.commented import default_settings, json_schema
     from megascend.config.rl import RlConfig
+    from megascend.errors import ConfigError
     from megascend.huggingface.info import inspect_checkpoint
     from megascend.topology.topology import plan
 
-    values = read_settings(config, overrides)
-    settings: TrainerConfig = parsed(RlConfig if "rollout" in values else RunConfig, values, config)
+    if (config is not None) + (defaults is not None) + (schema is not None) != 1:
+        raise ConfigError("show-config takes one of CONFIG, --defaults COMMAND and --schema COMMAND")
+    command = defaults or schema
+    if command is not None:
+        kind, title = settings_class(command), f"Settings of megascend {command.value}"
+        if overrides or nproc:
+            raise ConfigError(f"--set and --nproc need CONFIG: --{'defaults' if defaults else 'schema'} reads no file")
+        if defaults is not None:
+            typer.echo(
+                default_settings(kind, f"{title}, with their defaults. Paths are relative to the working directory."),
+                nl=False,
+            )
+        else:
+            typer.echo(json.dumps(json_schema(kind, title), indent=1))
+        return
+    assert config is not None
+    show_messages()
+    for_rl = "rollout" in read_settings(config) or any(name.startswith("rollout.") for name in overrides or [])
+    kind = RlConfig if for_rl else RunConfig
+    settings: TrainerConfig = parsed(kind, read_settings(config, overrides, kind), config)
     if nproc is None:
         layout = ""
     elif not settings.model.exists():
@@ -143,6 +184,21 @@ def show_config_command(
     for line in layout.splitlines():
         # As comments: the output is a valid run file again.
         typer.echo(f"# {line}")
+
+
+def settings_class(command: Command) -> type[Section]:
+    """Return the class of a command's settings."""
+    if command is Command.rl:
+        from megascend.config.rl import RlConfig
+
+        return RlConfig
+    if command is Command.serve:
+        from megascend.config.serve import ServeConfig
+
+        return ServeConfig
+    from megascend.config import RunConfig
+
+    return RunConfig
 
 
 def print_dry_run(
@@ -163,14 +219,12 @@ def print_dry_run(
 
     from megascend.app.preflight import preflight
     from megascend.cli.dry_run_text import Style
-    from megascend.cli.messages import show_messages
     from megascend.distributed.launch import Launch
 
     launch = Launch.from_environment()
     # Reading the data once is enough: all ranks would find the same.
     if launch.rank > 0:
         return
-    show_messages()
     plan = preflight(settings, nproc or launch.world_size, overwrite, resume, starts=not under_torchrun())
     for line in report(plan_run(plan, overwrite, resume), Style.of(sys.stdout)):
         print(line)

@@ -568,4 +568,4 @@ def load_rl_config(path: str | Path, overrides: list[str] | None = None) -> RlCo
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
     """
-    return parsed(RlConfig, read_settings(path, overrides), path)
+    return parsed(RlConfig, read_settings(path, overrides, RlConfig), path)

@@ -392,7 +392,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConf
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
     """
-    return parsed(RunConfig, read_settings(path, overrides), path)
+    return parsed(RunConfig, read_settings(path, overrides, RunConfig), path)
 
 
 Parsed = TypeVar("Parsed", bound=Section)
@@ -408,12 +408,12 @@ def parsed(kind: type[Parsed], values: dict[str, Any], path: str | Path) -> Pars
         # from None: pydantic's own message would repeat everything in other words.
         raise ConfigError(explain(error, str(path), kind)) from None
     # With plug-ins the names are checked after their import, which registers further ones.
-    if isinstance(settings, TrainerConfig):
-        try:
-            if not settings.plugins:
-                check_names(settings.engine, settings.tracker_options)
-            if isinstance(settings, RunConfig) and settings.loss is not None:
-                check_loss(settings.loss, plugins=bool(settings.plugins))
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+    plugins = bool(getattr(settings, "plugins", ()))
+    try:
+        if not plugins:
+            check_names(settings)
+        if isinstance(settings, RunConfig) and settings.loss is not None:
+            check_loss(settings.loss, plugins=plugins)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return settings

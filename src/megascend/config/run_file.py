@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from megascend.config.section import all_settings, is_optional, section_of
+from megascend.config.synonyms import SYNONYMS
 from megascend.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 ALTERNATIVES = (
     ("steps", "epochs"),
@@ -18,11 +25,67 @@ ALTERNATIVES = (
 """Settings that exclude each other: an override of one removes the file's other."""
 
 
-def read_settings(path: str | Path | None, overrides: Sequence[str] | None = None) -> dict[str, Any]:
-    """Return the unchecked settings of a YAML file (None: no file) with ``a.b=value`` overrides applied."""
+def read_settings(
+    path: str | Path | None, overrides: Sequence[str] | None = None, kind: type[BaseModel] | None = None
+) -> dict[str, Any]:
+    """Return the unchecked settings of a YAML file (None: no file) with ``a.b=value`` overrides applied.
+
+    Args:
+        kind: class of the settings, with which an override may name only the end of a setting (:func:`full_names`).
+    """
     values = {} if path is None else _read_yaml(Path(path))
-    _apply_overrides(values, overrides or [])
+    overrides = overrides or []
+    apply_overrides(values, overrides if kind is None else full_names(overrides, values, kind))
     return values
+
+
+def full_names(overrides: Sequence[str], values: Mapping[str, Any], kind: type[BaseModel]) -> list[str]:
+    """Return overrides with full names: ``lr=1e-4`` sets ``optimizer.lr``. Logs what a short name sets.
+
+    A short name is the end of a setting in a section that the run has, or else in an optional one. Names that end no setting, and
+    those that other programs use for something else, stay as they are, for the check of the settings to explain.
+
+    Args:
+        values: settings of the run file.
+
+    Raises:
+        ConfigError: several settings end in a name; the message lists them.
+    """
+    split = [_split(override) for override in overrides]
+    sections = {key.rpartition(".")[0] for key, _ in split}
+    names = []
+    for key, text in split:
+        name = key if key.partition(".")[0] in kind.model_fields else _full_name(key, values, kind, sections)
+        if name != key:
+            logger.warning("--set %s=%s sets %s", key, text, name)
+        names.append(f"{name}={text}")
+    return names
+
+
+def _full_name(key: str, values: Mapping[str, Any], kind: type[BaseModel], sections: set[str]) -> str:
+    """Return the setting that ``key`` ends, or ``key``."""
+    endings = [name for name in all_settings(kind) if name.endswith(f".{key}")]
+    present = [name for name in endings if _has_section(name, values, kind, sections)]
+    candidates = present or ([] if key in SYNONYMS else endings)
+    if len(candidates) > 1:
+        raise ConfigError(f"--set {key}: several settings end so, {', '.join(candidates)}: give the full name of one")
+    return candidates[0] if candidates else key
+
+
+def _has_section(name: str, values: Mapping[str, Any], kind: type[BaseModel], sections: set[str]) -> bool:
+    """Check whether the run has the section of a setting: by default, in its file, or by another override."""
+    *parents, _ = name.split(".")
+    section: type[BaseModel] | None = kind
+    level: Any = values
+    for depth, parent in enumerate(parents, start=1):
+        assert section is not None, name
+        level = level.get(parent) if isinstance(level, Mapping) else None
+        prefix = ".".join(parents[:depth])
+        overridden = any(other == prefix or other.startswith(f"{prefix}.") for other in sections)
+        if level is None and not overridden and is_optional(section, parent):
+            return False
+        section = section_of(section, parent)
+    return True
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -47,7 +110,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Set each ``a.b.c=value`` in nested ``values`` (in place)."""
     split = [_split(override) for override in overrides]
     overridden = {key for key, _ in split}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from megascend.config.synonyms import SYNONYMS, VALUES
 from megascend.errors import ConfigError
 
 
@@ -39,6 +41,12 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
         return f"{key or title}: required, but not set"
     if item["type"] == "model_type":
         return f"{key or title}: a section of settings is expected here, or none at all (got {value!r:.200})"
+    if item["type"] == "literal_error" and isinstance(value, str):
+        # pydantic's text of the choices: 'fp32', 'fp16' or 'bf16'.
+        choices = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        similar = [VALUES[value]] if VALUES.get(value) in choices else get_close_matches(value, choices, 1)
+        advice = f"; did you mean {similar[0]}?" if similar else ""
+        return f"{key or title}: {message} (got {value!r:.200}{advice})"
     if item["type"] == "string_pattern_mismatch":  # ModuleName is the only type with a pattern
         return f"{key or title}: the name of a module is expected here, like package.module (got {value!r:.200})"
     if (
@@ -50,45 +58,58 @@ def _line(item: Mapping[str, Any], title: str, kind: type[BaseModel]) -> str:
 
 
 def _advice(location: Sequence[int | str], kind: type[BaseModel]) -> str:
-    """Suggest settings for an unknown one: same name elsewhere, similar here, similar elsewhere; else list the section's."""
+    """Suggest settings for an unknown one: same name elsewhere, that of another program, similar here, similar elsewhere; else
+    list the section's.
+    """
     *parents, unknown = (str(part) for part in location)
     names = _settings_below(kind, parents)
+    settings = [*all_settings(kind)]
     elsewhere: dict[str, list[str]] = {}
-    for path in _all_settings(kind):
+    for path in settings:
         elsewhere.setdefault(path.rpartition(".")[2], []).append(path)
+    synonym = SYNONYMS.get(unknown)
+    if synonym is not None and unknown not in elsewhere and (advice := synonym.advice(settings)):
+        return advice
     local = [".".join((*parents, name)) for name in get_close_matches(unknown, names, 1)]
     very_like = bool(get_close_matches(unknown, names, 1, 0.75))
     similar = [path for name in get_close_matches(unknown, elsewhere, 1, 0.73) for path in elsewhere[name]]
     suggestions = elsewhere.get(unknown) or (local if very_like else similar or local)
+    if synonym is not None and unknown in elsewhere:  # the same name, of something else there
+        suggestions = {*suggestions, *(name for name in synonym.settings if name in settings)}
     if suggestions:
         return f", did you mean {' or '.join(sorted(suggestions, key=lambda path: (path.count('.'), path))[:2])}?"
     return f", {parents[-1]} has {', '.join(names)}" if parents and names else ""
 
 
-def _all_settings(kind: type[BaseModel], depth: int = 3) -> Iterator[str]:
+def all_settings(kind: type[BaseModel], depth: int = 3) -> Iterator[str]:
     """Yield the full names of all settings of the sections within ``kind``."""
     for name in kind.model_fields:
         yield name
-        if depth and (section := _section_of(kind, name)) is not None:
-            yield from (f"{name}.{below}" for below in _all_settings(section, depth - 1))
+        if depth and (section := section_of(kind, name)) is not None:
+            yield from (f"{name}.{below}" for below in all_settings(section, depth - 1))
 
 
 def _settings_below(kind: type[BaseModel], parents: Sequence[str]) -> list[str]:
     """Return the names of the settings in the section at ``parents``; none if there is no such section."""
     for parent in parents:
-        section = _section_of(kind, parent)
+        section = section_of(kind, parent)
         if section is None:
             return []
         kind = section
     return [*kind.model_fields]
 
 
-def _section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
+def section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
     """Return the class of a setting that is a section; None for a setting of another type."""
     field = kind.model_fields.get(name)
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     sections = [candidate for candidate in kinds if isinstance(candidate, type) and issubclass(candidate, BaseModel)]
     return sections[0] if len(sections) == 1 else None
+
+
+def is_optional(kind: type[BaseModel], name: str) -> bool:
+    """Check whether a setting may be null."""
+    return type(None) in get_args(kind.model_fields[name].annotation)
 
 
 Size = Annotated[int, Field(ge=1)]

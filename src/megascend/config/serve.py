@@ -142,7 +142,7 @@ def load_serve_config(path: Path | None, values: dict[str, Any], overrides: list
     Raises:
         ConfigError: the file is missing or not a mapping, a key is unknown, or a value is out of range.
     """
-    settings = read_settings(path, overrides)
+    settings = read_settings(path, overrides, ServeConfig)
     # Merged key by key: --tensor alone must not reset the file's other parallel sizes.
     parallel = {**(settings.get("parallel") or {}), **values.get("parallel", {})}
     # Options of the command take precedence over --set, which takes precedence over the file.

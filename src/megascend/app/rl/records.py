@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.plot import Panel
-from megascend.app.run_log import MetricsRecord
+from megascend.app.run_log import EMPTY, MetricsRecord
 from megascend.rollout.buffer import Counts
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.tracking.metrics import Metric
@@ -109,13 +109,15 @@ class RlRecord(MetricsRecord):
     ]
     pause_s: Annotated[float, Metric("s", "longest time that an engine stopped sampling for the update")]
 
-    def summary(self) -> str:
+    at_intervals = ("eval_reward",)
+
+    def summary(self, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> str:
         """Format the figures of a step in one short line."""
         reward = "-" if math.isnan(self.reward) else f"{self.reward:.3f}"  # no episode ended since the previous step
         parts = ", ".join(f"{name} {value:.3g}" for name, value in self.rewards.items())
         figures = [
             f"reward {reward}{f' ({parts})' if parts else ''}",
-            "" if self.eval_reward is None else f"evaluation {self.eval_reward:.3f}",
+            self.last_measured("eval_reward", "evaluation", 3, earlier),
             f"length {self.response_tokens:.0f}",
             f"{self.cut_off:.0%} cut off" if self.cut_off else "",
             "" if self.entropy is None else f"entropy {self.entropy:.2f}",

@@ -1,0 +1,88 @@
+"""Write the run files in recipes/ and their predicted figures, which docs/recipes.md shows, with ``megascend init``.
+
+    python scripts/recipes.py               # all, a few minutes
+    python scripts/recipes.py --only TEXT   # those whose name contains TEXT
+
+The configurations are the published ones in tests/models/published; no weights are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megascend.app.run_template import Request, run_files
+from megascend.planning.hardware import load
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "recipes"
+PUBLISHED = ROOT / "tests" / "models" / "published"
+FIGURES = ROOT / "benchmarks" / "planning" / "recipes.json"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A task on a published model, with its cards, length and batch."""
+
+    task: str
+    model: str
+    cards: int
+    device: str
+    length: int
+    batch: int
+    lora: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the run file."""
+        adapter = "" if self.lora is None else "-lora"
+        return f"{self.model}-{self.task}{adapter}-{self.cards}x{self.device}"
+
+
+RECIPES = (
+    Recipe("sft", "qwen3-8b", 8, "h100", 8192, 64),
+    Recipe("dpo", "glm-4-9b-0414", 8, "h200", 4096, 64),
+    Recipe("sft", "qwen3-vl-8b", 8, "h100", 8192, 64),
+    Recipe("sft", "qwen3-30b-a3b", 2, "h100", 8192, 32, lora=16),
+    Recipe("sft", "glm-4.5-air", 8, "h100", 8192, 64, lora=16),
+    Recipe("sft", "qwen3.5-35b-a3b", 8, "ascend-910b", 4096, 64, lora=16),
+    Recipe("rl", "qwen3.5-4b", 8, "h100", 4096, 128),
+    Recipe("pretrain", "deepseek-v3", 1024, "h100", 4096, 8192),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names that contain this")
+    selection = parser.parse_args().only
+    figures = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
+    FOLDER.mkdir(exist_ok=True)
+    for recipe in RECIPES:
+        if selection not in recipe.name:
+            continue
+        hardware = load(recipe.device)
+        data = Path("data/prompts.jsonl" if recipe.task == "rl" else "data/train.jsonl")
+        model = json.loads((PUBLISHED / "index.json").read_text(encoding="utf-8"))[recipe.model]["model"]
+        overrides = [f"model=models/{model.rpartition('/')[2]}"]
+        if recipe.task == "rl":
+            overrides.append("rollout.reward=data/reward.py:reward")
+        request = Request(
+            PUBLISHED / f"{recipe.model}.json", data, Path("runs") / recipe.name, recipe.length, recipe.batch, recipe.lora,
+            overrides, recipe.cards, hardware,
+        )  # fmt: skip
+        path = Path("recipes") / f"{recipe.name}.yaml"
+        result = run_files(recipe.task, request, path)
+        assert result.prediction is not None
+        (ROOT / path).write_text(result.files[path], encoding="utf-8")
+        figures[recipe.name] = asdict(recipe) | {"hub": model, "title": hardware.title} | asdict(result.prediction)
+        print(f"{path}: {result.prediction}", flush=True)
+    # A recipe that was removed from the table has no figures either.
+    names = [recipe.name for recipe in RECIPES]
+    current = {name: figures[name] for name in names if name in figures}
+    FIGURES.write_text(json.dumps(current, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

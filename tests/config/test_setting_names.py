@@ -1,0 +1,228 @@
+"""Names in run files and overrides: short names, names of other programs, and names of engines, losses and the like."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+from transformers import TrainingArguments
+
+from megascend.app.rl.set_up import check_objective
+from megascend.batch.losses import BUILT_IN
+from megascend.bootstrap import providers
+from megascend.config import RunConfig, load_config
+from megascend.config.plugins import POLICY_LOSSES, PROVIDERS
+from megascend.config.rl import Objective, RlConfig, load_rl_config
+from megascend.config.section import all_settings
+from megascend.config.serve import ServeConfig, load_serve_config
+from megascend.config.synonyms import SYNONYMS, VALUES
+from megascend.errors import ConfigError
+
+RUN_FILE = "model: m\noutput: o\ndata: {path: d.jsonl}\n"
+RL_FILE = "model: m\noutput: o\nrollout: {prompts: p.jsonl, reward: 'operator:eq'}\n"
+
+
+def load(folder: Path, text: str, *overrides: str) -> RunConfig:
+    path = folder / "run.yaml"
+    path.write_text(RUN_FILE + text, encoding="utf-8")
+    return load_config(path, list(overrides))
+
+
+def load_rl(folder: Path, text: str, *overrides: str) -> RlConfig:
+    path = folder / "rl.yaml"
+    path.write_text(RL_FILE + text, encoding="utf-8")
+    return load_rl_config(path, list(overrides))
+
+
+# --- short names ---
+
+
+def test_short_name_sets_the_only_setting_that_ends_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "megascend"):
+        config = load(
+            tmp_path, "", "lr=1e-4", "warmup_steps=5", "cuda_graphs.max_count=4", "seed=7", "optimizer.eps=1e-6"
+        )
+    assert (config.optimizer.lr, config.schedule.warmup_steps, config.seed) == (1e-4, 5, 7)
+    assert config.batching.cuda_graphs is not None
+    assert config.batching.cuda_graphs.max_count == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "--set lr=1e-4 sets optimizer.lr",
+        "--set warmup_steps=5 sets schedule.warmup_steps",
+        "--set cuda_graphs.max_count=4 sets batching.cuda_graphs.max_count",
+    ]
+
+
+def test_short_name_prefers_sections_that_the_run_has(tmp_path: Path) -> None:
+    dpo = load(tmp_path, "dpo: {beta: 0.1}\n", "beta=0.3").dpo
+    assert dpo is not None
+    assert dpo.beta == 0.3
+    lora = load(tmp_path, "", "rank=4").lora
+    assert lora is not None
+    assert lora.rank == 4
+    validation = load(tmp_path, "", "validation.fraction=0.5", "fraction=0.25").validation
+    assert validation is not None
+    assert validation.fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "candidates"),
+    [
+        ("lora: {optimizer: {lr: 1e-3}}\n", "lr=1e-4", "optimizer.lr, lora.optimizer.lr"),
+        ("validation: {fraction: 0.1}\n", "every=5", "checkpoint.every, validation.every"),
+        ("", "max_tokens=5", "batching.cuda_graphs.max_tokens, generation.max_tokens"),
+    ],
+)
+def test_ambiguous_short_name_lists_the_candidates(tmp_path: Path, text: str, override: str, candidates: str) -> None:
+    name = override.partition("=")[0]
+    with pytest.raises(
+        ConfigError, match=f"^--set {name}: several settings end so, {candidates}: give the full name of one$"
+    ):
+        load(tmp_path, text, override)
+
+
+def test_short_name_alternative_replaces_the_files(tmp_path: Path) -> None:
+    validation = load(tmp_path, "validation: {path: v}\n", "fraction=0.1").validation
+    assert validation is not None
+    assert (validation.path, validation.fraction) == (None, 0.1)
+
+
+def test_rl_and_serve_resolve_short_names(tmp_path: Path) -> None:
+    config = load_rl(tmp_path, "", "group_size=4", "loss=gspo", "tensor=2")
+    assert (config.rollout.group_size, config.objective.loss, config.parallel.tensor) == (4, "gspo", 2)
+    (tmp_path / "serve.yaml").write_text("model: m\n", encoding="utf-8")
+    assert load_serve_config(tmp_path / "serve.yaml", {}, ["body_bytes=7"]).limits.body_bytes == 7
+
+
+# --- names of other programs ---
+
+REFUSED: dict[str, str] = {
+    "learning_rate: 2.0e-4": r"learning_rate: unknown setting \(value 0.0002\), called optimizer.lr here$",
+    "r: 8": r"r: unknown setting \(value 8\), called lora.rank here$",
+    "gradient_accumulation_steps: 4": "called data.global_batch_size here: it counts over all",
+    "per_device_train_batch_size: 4": "called data.global_batch_size here: it counts over all devices",
+    "micro_batch_size: 4": "called data.global_batch_size here",
+    "num_train_epochs: 3": "called epochs here$",
+    "warmup_ratio: 0.03": "called schedule.warmup_steps here: the share of the run times its steps$",
+    "warmup_steps: 5": "did you mean schedule.warmup_steps or lora.schedule.warmup_steps",
+    "lr_scheduler_type: cosine": "called schedule.kind here: a warm-up is schedule.warmup_steps",
+    "bf16: true": r"bf16: unknown setting \(value True\), called precision here: precision: bf16, the default$",
+    "fp16: true": "called precision here: precision: fp16$",
+    "float16: true": "called precision here: precision: fp16$",
+    "max_length: 512": "did you mean batching.max_length",
+    "max_seq_length: 512": "called batching.max_length here: in tokens",
+    "sequence_len: 512": "called batching.max_length here: in tokens",
+    "save_steps: 500": "called checkpoint.every here: in steps$",
+    "logging_steps: 1": "logging_steps: unknown setting .value 1.: every step is logged, in metrics.jsonl",
+    "beta: 0.1": "did you mean distillation.beta or dpo.beta",
+    "gradient_checkpointing: true": "called recompute.granularity here: recompute.granularity: full",
+    "deepspeed: zero3.json": "called engine here: optimizer.distributed: true .the default. shards as ZeRO-1, engine: fsdp",
+    "optimizer: {learning_rate: 1}": r"optimizer.learning_rate: unknown setting \(value 1\), called optimizer.lr here$",
+    "lora: {r: 8, lora_alpha: 16}": "lora.r: .* called lora.rank here; lora.lora_alpha: .* called lora.alpha here$",
+    "precision: float16": r"precision: .*\(got 'float16'; did you mean fp16\?\)",
+    "precision: bfloat16": "did you mean bf16",
+    "schedule: {kind: constant_with_warmup}": r"did you mean constant\?",
+    "schedule: {kind: cosin}": r"did you mean cosine\?",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_name_of_another_program_is_refused_with_the_name_here(line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[line]):
+        load(tmp_path, line + "\n")
+
+
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "gradient_accumulation_steps", "logging_steps", "lora_alpha", "deepspeed"]
+)
+def test_override_has_the_message_of_the_run_file(name: str, tmp_path: Path) -> None:
+    messages = []
+    for text, overrides in ((f"{name}: 4\n", []), ("", [f"{name}=4"])):
+        with pytest.raises(ConfigError) as refused:
+            load(tmp_path, text, *overrides)
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1]
+
+
+def test_rl_names_its_own_settings(tmp_path: Path) -> None:
+    for line, message in {
+        "num_generations: 8": "called rollout.group_size here",
+        "beta: 0.04": "did you mean reference.coefficient or teacher.beta",
+        "max_completion_length: 512": "called rollout.max_tokens here",
+        "per_device_train_batch_size: 4": "called rollout.prompts_per_step here",
+        "eval_steps: 5": "called evaluation.every here",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            load_rl(tmp_path, line + "\n")
+
+
+def test_every_synonym_names_settings_that_exist() -> None:
+    existing = {name for kind in (RunConfig, RlConfig, ServeConfig) for name in all_settings(kind)}
+    assert {name for synonym in SYNONYMS.values() for name in synonym.settings} <= existing
+    # A name that a run file accepts at its top level would never be looked up.
+    assert not SYNONYMS.keys() & {*RunConfig.model_fields}
+    assert all(synonym.settings or synonym.conversion for synonym in SYNONYMS.values())
+    assert not VALUES.keys() & {*VALUES.values()}
+
+
+def test_synonyms_of_transformers_and_peft_are_spelled_as_there() -> None:
+    """Compare with the packages: a misspelt entry would never match."""
+    external = {field.name for kind in (TrainingArguments, LoraConfig) for field in fields(kind)}
+    common = {
+        "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+        "lr_scheduler_type", "lr_scheduler_kwargs", "bf16", "fp16", "gradient_checkpointing", "deepspeed", "save_steps",
+        "save_strategy", "save_total_limit", "logging_steps", "report_to", "eval_steps", "eval_strategy", "adam_beta1",
+        "adam_beta2", "adam_epsilon", "optim", "output_dir", "data_seed", "fsdp_config", "use_cpu", "ddp_timeout",
+        "resume_from_checkpoint", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
+    }  # fmt: skip
+    assert common <= external
+    assert common <= SYNONYMS.keys()
+
+
+# --- names that are registered ---
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("provider=mindsped", "provider: unknown provider 'mindsped', did you mean mindspeed"),
+        ("provider=nowhere.at_all:Provider", "provider: 'nowhere.at_all' cannot be imported, package 'nowhere'"),
+        ("engine=fdsp", "engine: unknown engine 'fdsp', did you mean fsdp"),
+        ("trackers=[wanb]", "trackers: unknown tracker 'wanb', did you mean wandb"),
+    ],
+)
+def test_unknown_name_is_refused_when_the_file_is_read(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, "", override)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("objective.loss=poo", "objective.loss: unknown loss of sampled responses 'poo', did you mean ppo"),
+        ("objective.loss=dpo", "objective.loss: unknown loss of sampled responses 'dpo'"),
+        ("sync.transport=ncl", "sync.transport: unknown transport 'ncl', did you mean nccl"),
+    ],
+)
+def test_unknown_name_of_rl_is_refused_when_the_file_is_read(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_rl(tmp_path, "", override)
+
+
+def test_unknown_engine_of_the_service_is_refused_when_the_file_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="engine: unknown engine 'vllm'; known: megatron"):
+        load_serve_config(None, {"model": "m", "engine": "vllm"})
+
+
+def test_known_names_are_those_of_the_registries() -> None:
+    assert {*PROVIDERS} >= {*providers.names()}
+    assert {*PROVIDERS[:4]} <= {*providers.names()}
+    for name in BUILT_IN:
+        try:
+            check_objective(Objective(loss=name))
+        except ConfigError:
+            assert name not in POLICY_LOSSES
+        else:
+            assert name in POLICY_LOSSES

@@ -1,0 +1,50 @@
+"""Recipes: run files that are accepted, with layouts that their models allow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megascend.config import TrainerConfig, load_config, read_settings
+from megascend.config.rl import RlConfig, load_rl_config
+from megascend.huggingface.described import describe_checkpoint
+from megascend.huggingface.info import inspect_checkpoint
+from megascend.topology.topology import plan
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "recipes").glob("*.yaml"))
+FIGURES = json.loads((ROOT / "benchmarks" / "planning" / "recipes.json").read_text())
+
+
+def load(path: Path) -> TrainerConfig:
+    return load_rl_config(path) if "rollout" in read_settings(path) else load_config(path)
+
+
+def test_every_recipe_has_figures_and_a_row_in_the_docs() -> None:
+    assert len(FILES) >= 8
+    assert [path.stem for path in FILES] == sorted(FIGURES)
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    assert [path.stem for path in FILES if f"`recipes/{path.name}`" not in page] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_recipe_is_accepted_and_its_model_allows_the_layout(path: Path, tmp_path: Path) -> None:
+    config, row = load(path), FIGURES[path.stem]
+    published = json.loads((ROOT / "tests" / "models" / "published" / f"{row['model']}.json").read_text())
+    published.pop("quantization_config", None)
+    info = inspect_checkpoint(describe_checkpoint(tmp_path, published))
+    world = row["cards"]
+    if isinstance(config, RlConfig):
+        assert config.placement.trainer is not None
+        assert config.placement.engines is not None
+        world = len(config.placement.trainer)
+        assert world + sum(map(len, config.placement.engines)) <= row["cards"]
+    topology = plan(config.parallel, world, info.shape)
+    assert topology.world_size == world
+    # A card holds at least its share of the weights in bf16, and no more than it has.
+    assert 2 * info.parameter_count / row["cards"] < row["memory_bytes"]
+    assert config.batching.max_length == row["length"]
+    assert (config.lora is None) == (row["lora"] is None)
+    assert "predicted (not measured)" in path.read_text().replace("\n# ", " ")  # comments are wrapped
