@@ -30,7 +30,7 @@ from megascend.config import RunConfig, Section, TrainerConfig
 from megascend.config.commented import description, type_text
 from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
-from megascend.config.section import section_of
+from megascend.config.section import item_section, section_of
 from megascend.config.serve import ServeConfig
 from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
@@ -75,12 +75,13 @@ def section_tables(kind: type[BaseModel], names: Iterable[str], prefix: str = ""
     rows = []
     for name in names:
         field, key = kind.model_fields[name], prefix + name
-        section = section_of(kind, name)
+        item = item_section(kind, name)
+        section = section_of(kind, name) or item
         if section is not None:
             if section not in _anchors:
                 _anchors[section] = key.replace(".", "")
                 nested.append((key, section))
-            kind_text = f"[section](#{_anchors[section]})"
+            kind_text = f"{'list of [sections]' if item else '[section]'}(#{_anchors[section]})"
         else:
             kind_text = type_text(field.annotation, field.metadata, quote="`")
         if field.description is None and section is None:

@@ -108,10 +108,10 @@ def test_dry_run_compares_on_the_devices_of_this_machine(checkpoint: Path, monke
     assert result("cpu", "") is None
 
 
-@pytest.mark.parametrize("described", [{"model_type": "mamba", "vocab_size": 100}, CONFIG | {"hidden_size": None}])
-def test_errors_name_the_file_of_a_described_model(tmp_path: Path, described: dict[str, Any]) -> None:
+@pytest.mark.parametrize("values", [{"model_type": "mamba", "vocab_size": 100}, CONFIG | {"hidden_size": None}])
+def test_errors_name_the_file_of_a_described_model(tmp_path: Path, values: dict[str, Any]) -> None:
     path = tmp_path / "small.json"
-    path.write_text(json.dumps(described), encoding="utf-8")
+    path.write_text(json.dumps(values), encoding="utf-8")
     with pytest.raises(MegascendError) as caught, model_checkpoint(path) as folder:
         inspect_checkpoint(folder)
     assert str(caught.value).startswith(f"{path}: ")

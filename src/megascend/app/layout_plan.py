@@ -80,10 +80,10 @@ def model_checkpoint(model: Path) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix="megascend-plan-") as folder:
         # An fp8 checkpoint is trained in 16 bits.
-        described = {key: value for key, value in config.items() if key != "quantization_config"}
+        values = {key: value for key, value in config.items() if key != "quantization_config"}
         try:
             try:
-                checkpoint = describe_checkpoint(Path(folder), described)
+                checkpoint = describe_checkpoint(Path(folder), values)
             except MegascendError:
                 raise
             except Exception as error:  # transformers checks values with errors of several classes

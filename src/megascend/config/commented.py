@@ -15,7 +15,7 @@ from megascend.config.section import is_optional, section_of
 
 WIDTH = 110
 """Longest line of a comment, in columns."""
-PLURALS = {"string": "strings", "mapping": "mappings"}
+PLURALS = {"string": "strings", "mapping": "mappings", "section": "sections"}
 
 
 def default_settings(kind: type[BaseModel], title: str) -> str:
@@ -122,7 +122,9 @@ def type_text(annotation: Any, metadata: Iterable[Any] = (), quote: str = "") ->
     if origin is dict:
         return "mapping"
     name = {int: "integer", float: "number", str: "string", bool: "boolean", Path: "path"}.get(annotation)
-    if name is None:
+    if name is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        name = "section"
+    elif name is None:
         name = "mapping" if getattr(annotation, "__total__", None) is not None else annotation.__name__
     return name + bounds(metadata)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -100,9 +100,21 @@ def _settings_below(kind: type[BaseModel], parents: Sequence[str]) -> list[str]:
 
 
 def section_of(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """Return the class of a setting that is a section; None for a setting of another type."""
+    """Return the class of a setting that is a section; None for a setting of another type, a list of sections among them."""
     field = kind.model_fields.get(name)
-    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    if field is None or get_origin(field.annotation) in (list, tuple):
+        return None
+    return _section_in(field.annotation)
+
+
+def item_section(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """Return the class of the items of a setting that is a list of sections; None for a setting of another type."""
+    annotation = kind.model_fields[name].annotation
+    return _section_in(annotation) if get_origin(annotation) in (list, tuple) else None
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    kinds = (annotation, *get_args(annotation))
     sections = [candidate for candidate in kinds if isinstance(candidate, type) and issubclass(candidate, BaseModel)]
     return sections[0] if len(sections) == 1 else None
 
