@@ -31,8 +31,8 @@ from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models.base import LatentAttention, LinearAttention
 from megascend.planning.hardware import load
 from megascend.planning.layers import Execution
-from megascend.planning.search import Model, difference, stage_parameters, step_work
-from megascend.planning.step import StepTime, Work, step_time
+from megascend.planning.search import PlannedModel, difference, stage_parameters, step_work
+from megascend.planning.step import StepTime, StepWork, step_time
 from megascend.topology.topology import Topology, plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,7 +178,7 @@ class Shape:
         return shapes
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> PlannedModel:
         """Return the model as the planner takes it."""
         tensors = self.tensors()
         shape = ModelShape(
@@ -196,7 +196,7 @@ class Shape:
         )
         count = sum(math.prod(header.shape) for header in tensors.values())
         info = ModelInfo(shape, tensors, count, 0, self.heads * self.width, linear=self.linear_attention)
-        return Model(info, {}, self.sizes, self.windows)
+        return PlannedModel(info, {}, self.sizes, self.windows)
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def _published(row: dict[str, Any], shape: Shape) -> Row:
     _, trained = stage_parameters(replace(model, sizes=sizes), topology, config)
     count = row["global_batch"] // (row["micro_batch"] * topology.data)
     tokens = row["micro_batch"] * row["length"]
-    work: Work = step_work(model, config, topology, trained, tokens, row["length"], count)
+    work: StepWork = step_work(model, config, topology, trained, tokens, row["length"], count)
     program = PROGRAMS[row["source"].split("/")[0].split("-")[0]]
     execution = replace(
         program,

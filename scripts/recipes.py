@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megascend.app.run_template import Request, run_files
+from megascend.app.run_template import RunFileRequest, run_files
 from megascend.planning.hardware import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +68,7 @@ def main() -> None:
         overrides = [f"model=models/{model.rpartition('/')[2]}"]
         if recipe.task == "rl":
             overrides.append("rollout.reward=data/reward.py:reward")
-        request = Request(
+        request = RunFileRequest(
             PUBLISHED / f"{recipe.model}.json", data, Path("runs") / recipe.name, recipe.length, recipe.batch, recipe.lora,
             overrides, recipe.cards, hardware,
         )  # fmt: skip

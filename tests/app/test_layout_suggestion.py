@@ -20,7 +20,7 @@ from megascend.errors import MegascendError
 from megascend.huggingface.described import describe_checkpoint
 from megascend.huggingface.info import inspect_checkpoint
 from megascend.planning.hardware import load, matching
-from megascend.planning.search import Model, Request, run_candidate, search
+from megascend.planning.search import PlannedModel, PlanRequest, run_candidate, search
 from megascend.topology.topology import plan
 
 CONFIG = {
@@ -80,12 +80,12 @@ def test_fast_layout_has_none(checkpoint: Path) -> None:
 
 def test_layouts_are_mentioned_from_ten_percent(checkpoint: Path) -> None:
     info, hardware = inspect_checkpoint(checkpoint), load("h100")
-    model = Model.from_checkpoint(info, CONFIG)
+    model = PlannedModel.from_checkpoint(info, CONFIG)
     mentioned = {}
     for tensor in (1, 2, 4, 8):
         config = run(checkpoint, Parallel(tensor=tensor), 8192)
         topology = plan(config.parallel, 8, info.shape)
-        request = Request(8, 4096, 64, config)
+        request = PlanRequest(8, 4096, 64, config)
         seconds = run_candidate(model, request, topology, hardware).time.seconds
         best = search(model, request, hardware, best=1).candidates[0].time.seconds
         mentioned[tensor] = suggestion(config, info, topology, 4096, hardware) is not None

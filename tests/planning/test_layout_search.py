@@ -21,9 +21,9 @@ from megascend.memory.sizes import Workload
 from megascend.planning.hardware import load
 from megascend.planning.search import (
     MEMORY_SHARE,
-    Model,
-    Plan,
-    Request,
+    PlannedModel,
+    PlanRequest,
+    SearchResult,
     difference,
     joined_experts,
     layouts,
@@ -61,8 +61,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return describe_checkpoint(tmp_path_factory.mktemp("models") / "tiny", TINY)
 
 
-def model_of(checkpoint: Path) -> Model:
-    return Model.from_checkpoint(inspect_checkpoint(checkpoint), read_config(checkpoint))
+def model_of(checkpoint: Path) -> PlannedModel:
+    return PlannedModel.from_checkpoint(inspect_checkpoint(checkpoint), read_config(checkpoint))
 
 
 def config(checkpoint: Path, lora: int | None = None) -> TrainerConfig:
@@ -71,7 +71,7 @@ def config(checkpoint: Path, lora: int | None = None) -> TrainerConfig:
 
 def test_every_legal_layout_is_yielded(tiny: Path) -> None:
     model = model_of(tiny)
-    request = Request(8, 4096, 64, config(tiny))
+    request = PlanRequest(8, 4096, 64, config(tiny))
     yielded = {parallel: topology for topology, parallel in layouts(model, request)}
     # By trying every combination of sizes, and asking the code that refuses them at run time.
     sizes = (1, 2, 4, 8)
@@ -98,7 +98,7 @@ def test_every_legal_layout_is_yielded(tiny: Path) -> None:
 
 def test_fastest_layout_is_that_of_a_search_without_shortcuts(tiny: Path) -> None:
     model, device = model_of(tiny), load("h100")
-    request = Request(8, 4096, 32, config(tiny))
+    request = PlanRequest(8, 4096, 32, config(tiny))
     result = search(model, request, device)
     best = result.candidates[0]
     seconds = []
@@ -125,7 +125,7 @@ def test_fastest_layout_is_that_of_a_search_without_shortcuts(tiny: Path) -> Non
 
 
 def test_differences_add_up_to_what_the_next_layout_loses(tiny: Path) -> None:
-    first, second, *_ = search(model_of(tiny), Request(8, 4096, 64, config(tiny)), load("h100")).candidates
+    first, second, *_ = search(model_of(tiny), PlanRequest(8, 4096, 64, config(tiny)), load("h100")).candidates
     changes = difference(first, second)
     assert sum(seconds for _, seconds in changes) == pytest.approx(second.time.seconds - first.time.seconds)
     assert abs(changes[0][1]) == max(abs(seconds) for _, seconds in changes)
@@ -133,7 +133,7 @@ def test_differences_add_up_to_what_the_next_layout_loses(tiny: Path) -> None:
 
 def test_nothing_that_fits_is_reported_with_the_smallest_need(tiny: Path) -> None:
     device = replace(load("h100"), memory=2**20)
-    result = search(model_of(tiny), Request(8, 4096, 64, config(tiny)), device)
+    result = search(model_of(tiny), PlanRequest(8, 4096, 64, config(tiny)), device)
     assert result.candidates == []
     assert result.smallest is not None
     assert result.smallest[1].total > 2**20
@@ -141,11 +141,11 @@ def test_nothing_that_fits_is_reported_with_the_smallest_need(tiny: Path) -> Non
 
 def test_samples_longer_than_the_context_are_refused(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="length: 8192 is above the model's context of 4096 tokens"):
-        search(model_of(tiny), Request(8, 8192, 64, config(tiny)), load("h100"))
+        search(model_of(tiny), PlanRequest(8, 8192, 64, config(tiny)), load("h100"))
 
 
 def test_layouts_give_every_replica_a_sample(tiny: Path) -> None:
-    topologies = [topology for topology, _ in layouts(model_of(tiny), Request(8, 4096, 2, config(tiny)))]
+    topologies = [topology for topology, _ in layouts(model_of(tiny), PlanRequest(8, 4096, 2, config(tiny)))]
     assert topologies
     assert max(topology.data for topology in topologies) == 2
 
@@ -182,7 +182,9 @@ CLUSTERS = {
 def test_plans_of_published_models(name: str, tmp_path: Path) -> None:
     cards, device, batch, lora, budget = CLUSTERS[name]
     checkpoint = describe_checkpoint(tmp_path / name, json.loads((PUBLISHED / f"{name}.json").read_text()))
-    result: Plan = search(model_of(checkpoint), Request(cards, 4096, batch, config(checkpoint, lora)), load(device))
+    result: SearchResult = search(
+        model_of(checkpoint), PlanRequest(cards, 4096, batch, config(checkpoint, lora)), load(device)
+    )
     assert len(result.candidates) >= 5
     assert result.evaluations < budget
     for candidate in result.candidates:

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from megascend.planning.pipeline import Durations, Span, simulate, stage_order, step_seconds
+from megascend.planning.pipeline import Durations, TimedPass, simulate, stage_order, step_seconds
 
 UNIT = Durations((1.0,), (2.0,))
 
 
-def ends_without_overlap(spans: list[Span], stage: int) -> bool:
+def ends_without_overlap(spans: list[TimedPass], stage: int) -> bool:
     passes = sorted((span for span in spans if span.stage == stage), key=lambda span: span.start)
     return all(before.end <= after.start for before, after in pairwise(passes))
 

@@ -14,7 +14,7 @@ from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import elements
 from megascend.planning.hardware import load
 from megascend.planning.rl import CACHE_SHARE, DECODE_SHARE, cache_bytes, engines_on, splits, touched_share
-from megascend.planning.search import Model, Request
+from megascend.planning.search import PlannedModel, PlanRequest
 
 CONFIG = {
     "model_type": "qwen3",
@@ -32,16 +32,16 @@ CONFIG = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
     checkpoint = describe_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", CONFIG)
-    return Model.from_checkpoint(inspect_checkpoint(checkpoint), read_config(checkpoint))
+    return PlannedModel.from_checkpoint(inspect_checkpoint(checkpoint), read_config(checkpoint))
 
 
-def test_cache_holds_keys_and_values_of_every_layer(model: Model) -> None:
+def test_cache_holds_keys_and_values_of_every_layer(model: PlannedModel) -> None:
     assert cache_bytes(model.sizes) == 2 * 4 * 2 * (2 * 64)
 
 
-def test_engines_read_weights_and_cache_for_each_token(model: Model) -> None:
+def test_engines_read_weights_and_cache_for_each_token(model: PlannedModel) -> None:
     device = load("h100")
     engines = engines_on(model.info, model.sizes, 4, 2048, 64, device)
     assert engines is not None
@@ -51,7 +51,7 @@ def test_engines_read_weights_and_cache_for_each_token(model: Model) -> None:
     assert engines.tokens_per_second == pytest.approx(4 * 16 * device.bytes_per_s * DECODE_SHARE / read)
 
 
-def test_engine_spans_devices_until_the_weights_fit(model: Model) -> None:
+def test_engine_spans_devices_until_the_weights_fit(model: PlannedModel) -> None:
     weights = 2 * elements(model.info.tensors)
     small = replace(load("h100"), memory=int(weights / CACHE_SHARE))
     engines = engines_on(model.info, model.sizes, 4, 2048, 64, small)
@@ -61,14 +61,14 @@ def test_engine_spans_devices_until_the_weights_fit(model: Model) -> None:
     assert engines_on(model.info, model.sizes, 1, 2048, 64, small) is None
 
 
-def test_few_sequences_touch_few_experts(model: Model) -> None:
+def test_few_sequences_touch_few_experts(model: PlannedModel) -> None:
     sizes = replace(model.sizes, experts=128, topk=8)
     assert touched_share(sizes, 1) == pytest.approx(8 / 128)
     assert touched_share(sizes, 1000) == pytest.approx(1.0)
 
 
-def test_best_split_balances_sampling_and_training(model: Model) -> None:
-    request = Request(8, 2048, 64, TrainerConfig(model=Path("model"), output=Path("run")))
+def test_best_split_balances_sampling_and_training(model: PlannedModel) -> None:
+    request = PlanRequest(8, 2048, 64, TrainerConfig(model=Path("model"), output=Path("run")))
     divisions = splits(model, request, load("h100"))
     assert [split.engines.devices + split.trainer.topology.world_size for split in divisions] == [8] * len(divisions)
     assert [split.seconds for split in divisions] == sorted(split.seconds for split in divisions)

@@ -12,7 +12,7 @@ from megascend.memory.parameters import StageParameters
 from megascend.memory.sizes import ModelSizes
 from megascend.planning.hardware import BACKWARD_ATTENTION
 from megascend.planning.layers import ALL_LAYERS, BF16, Cost, Execution
-from megascend.planning.step import ADAM_BYTES, StepTime, Work, chunk_layers, step_time
+from megascend.planning.step import ADAM_BYTES, StepTime, StepWork, chunk_layers, step_time
 from megascend.topology.topology import Topology, plan
 from planning.devices import BYTES, RATE, flat, without_traffic
 
@@ -62,7 +62,7 @@ def products(time: StepTime) -> float:
 
 @pytest.mark.parametrize(("frozen", "factor"), [(False, 6), (True, 4)])
 def test_products_are_six_flops_for_a_weight_or_four_if_frozen(frozen: bool, factor: int) -> None:
-    work = Work(2 * LENGTH, LENGTH, 3, rank=8 if frozen else 0, adapted=frozenset())
+    work = StepWork(2 * LENGTH, LENGTH, 3, rank=8 if frozen else 0, adapted=frozenset())
     time = step_time(DENSE, topology(), parameters(), work, without_traffic(flat()))
     weights = LAYERS * LAYER_WEIGHTS + H * VOCABULARY
     attention = LAYERS * ATTENTION * (1 + BACKWARD_ATTENTION)
@@ -71,14 +71,14 @@ def test_products_are_six_flops_for_a_weight_or_four_if_frozen(frozen: bool, fac
 
 
 def test_full_recomputation_repeats_the_forward_pass_of_layers() -> None:
-    work = Work(LENGTH, LENGTH, 2, Recompute(granularity="full"))
+    work = StepWork(LENGTH, LENGTH, 2, Recompute(granularity="full"))
     time = step_time(DENSE, topology(), parameters(), work, without_traffic(flat()))
     forward = LAYERS * (2 * LAYER_WEIGHTS + ATTENTION)
     assert time.parts["recomputation"] == pytest.approx(2 * LENGTH * forward / RATE)
 
 
 def test_selective_recomputation_repeats_its_modules() -> None:
-    work = Work(LENGTH, LENGTH, 1, Recompute(granularity="selective", modules=("mlp",)))
+    work = StepWork(LENGTH, LENGTH, 1, Recompute(granularity="selective", modules=("mlp",)))
     time = step_time(DENSE, topology(), parameters(), work, without_traffic(flat()))
     assert time.parts["recomputation"] == pytest.approx(LENGTH * LAYERS * 2 * 3 * H * FFN / RATE)
 
@@ -87,8 +87,8 @@ def test_adapters_add_two_products_forward_and_four_backward() -> None:
     plain, adapted = (
         step_time(DENSE, topology(), parameters(), work, without_traffic(flat()))
         for work in (
-            Work(LENGTH, LENGTH, 1, rank=8, adapted=frozenset()),
-            Work(LENGTH, LENGTH, 1, rank=8, adapted=ALL_LAYERS),
+            StepWork(LENGTH, LENGTH, 1, rank=8, adapted=frozenset()),
+            StepWork(LENGTH, LENGTH, 1, rank=8, adapted=ALL_LAYERS),
         )
     )
     qkv, out = (HEADS + 2 * KEYS) * WIDTH, HEADS * WIDTH
@@ -173,7 +173,7 @@ def test_window_limits_attention() -> None:
 
 def test_update_moves_the_share_of_the_optimizer_and_reduces_gradients() -> None:
     count = 10**9
-    work = Work(LENGTH, LENGTH, 1)
+    work = StepWork(LENGTH, LENGTH, 1)
     time = step_time(DENSE, topology(4), parameters(count), work, flat())
     assert time.parts["optimizer"] == pytest.approx(((ADAM_BYTES + 4) * count / 4 + 4 * count) / BYTES)
     assert time.parts["gradient reduction"] == pytest.approx(flat().collective("reduce_scatter", 4 * count, range(4)))
@@ -187,7 +187,7 @@ def test_update_moves_the_share_of_the_optimizer_and_reduces_gradients() -> None
 
 def test_host_that_launches_slowly_is_the_limit() -> None:
     quick, slow, captured = (
-        step_time(DENSE, topology(), parameters(), Work(64, 64, 1, execution=execution), flat(launch_s=launch))
+        step_time(DENSE, topology(), parameters(), StepWork(64, 64, 1, execution=execution), flat(launch_s=launch))
         for launch, execution in (
             (0.0, Execution()),
             (1e-4, Execution()),
@@ -201,7 +201,7 @@ def test_host_that_launches_slowly_is_the_limit() -> None:
 
 def test_parts_are_the_step() -> None:
     layout = topology(4, pipeline=4)
-    time = step_time(DENSE, layout, parameters(10**8, stages=4), Work(LENGTH, LENGTH, 8), flat(gap_s=1e-6))
+    time = step_time(DENSE, layout, parameters(10**8, stages=4), StepWork(LENGTH, LENGTH, 8), flat(gap_s=1e-6))
     assert sum(time.parts.values()) == pytest.approx(time.seconds)
     assert time.bound <= time.seconds
     assert time.spans()[-1].end <= time.seconds

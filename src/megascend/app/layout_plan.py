@@ -19,7 +19,7 @@ from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
 from megascend.planning.hardware import Hardware
 from megascend.planning.rl import Split, splits
-from megascend.planning.search import Candidate, Model, Plan, Request, run_candidate, search
+from megascend.planning.search import Candidate, PlannedModel, PlanRequest, SearchResult, run_candidate, search
 from megascend.topology.topology import Topology
 
 GAIN = 1.1
@@ -43,10 +43,10 @@ class LayoutPlan:
         unchecked: why the engine was not asked, or None.
     """
 
-    request: Request
+    request: PlanRequest
     info: ModelInfo
     hardware: Hardware
-    plan: Plan
+    plan: SearchResult
     layouts: list[Candidate]
     refused: list[tuple[Candidate, str]] = field(default_factory=list)
     unchecked: str | None = None
@@ -124,8 +124,8 @@ def plan_layouts(
     """Search layouts of a run and have the engine check the ``best`` ones."""
     info = inspect_checkpoint(checkpoint, mtp=config.mtp)
     check_lora(config, info)
-    request = Request(cards, length, config.data.global_batch_size, config)
-    plan = search(Model.from_checkpoint(info, read_config(checkpoint)), request, hardware, best=3 * best)
+    request = PlanRequest(cards, length, config.data.global_batch_size, config)
+    plan = search(PlannedModel.from_checkpoint(info, read_config(checkpoint)), request, hardware, best=3 * best)
     layouts, refused, unchecked = checked(plan.candidates, checkpoint, info, best)
     return LayoutPlan(request, info, hardware, plan, layouts, refused, unchecked)
 
@@ -138,8 +138,8 @@ def plan_split(checkpoint: Path, config: RunConfig, cards: int, length: int, har
     """
     info = inspect_checkpoint(checkpoint, mtp=config.mtp)
     check_lora(config, info)
-    request = Request(cards, length, config.data.global_batch_size, config)
-    divisions = splits(Model.from_checkpoint(info, read_config(checkpoint)), request, hardware)
+    request = PlanRequest(cards, length, config.data.global_batch_size, config)
+    divisions = splits(PlannedModel.from_checkpoint(info, read_config(checkpoint)), request, hardware)
     if not divisions:
         raise ConfigError(
             f"--rl --cards {cards}: engines and trainer do not fit on {cards} x {hardware.title}: use more devices, or LoRA"
@@ -217,10 +217,10 @@ def suggestion(
     unlike = config.preference is not None or config.distillation is not None or ":" in (config.loss or "")
     if config.engine != "megatron" or config.precision != "bf16" or topology.world_size == 1 or unlike:
         return None
-    model = Model.from_checkpoint(info, read_config(config.model))
+    model = PlannedModel.from_checkpoint(info, read_config(config.model))
     # Lengths that are rounded up for context parallel ranks may exceed the model's context, for which a plan is refused.
     length = min(length, info.shape.max_position or length)
-    request = Request(topology.world_size, length, config.data.global_batch_size, config)
+    request = PlanRequest(topology.world_size, length, config.data.global_batch_size, config)
     current = run_candidate(model, request, topology, hardware)
     planned = search(model, request, hardware, best=1).candidates
     if not planned or current.time.seconds < GAIN * planned[0].time.seconds:

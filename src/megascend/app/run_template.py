@@ -60,7 +60,7 @@ def reward(response, example):
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskTemplate:
     """Learning task, with its settings and the format of its data.
 
     Attributes:
@@ -90,8 +90,8 @@ VALIDATION = {"validation": {"fraction": 0.05, "every": 50}}
 TRACKING = {"trackers": ["tensorboard"]}
 ANSWERS = {"generation": {"prompts": ["What is 2 + 2?"], "every": 50}}
 
-TASKS: dict[str, Task] = {
-    "sft": Task(
+TASKS: dict[str, TaskTemplate] = {
+    "sft": TaskTemplate(
         "train",
         "supervised fine-tuning on conversations",
         "conversations ({messages: [{role, content}, ...]}), or prompts with completions; only answers carry loss",
@@ -99,7 +99,7 @@ TASKS: dict[str, Task] = {
         {"epochs": 3, "optimizer": {"lr": 1e-5}, "schedule": {"kind": "cosine", "warmup_ratio": 0.03}},
         VALIDATION | ANSWERS | TRACKING,
     ),
-    "dpo": Task(
+    "dpo": TaskTemplate(
         "train",
         "direct preference optimisation",
         "preference pairs: a prompt, or messages, with chosen and rejected",
@@ -113,7 +113,7 @@ TASKS: dict[str, Task] = {
         VALIDATION | TRACKING,
         unit_samples=2,
     ),
-    "pretrain": Task(
+    "pretrain": TaskTemplate(
         "train",
         "pre-training, or its continuation, on texts",
         "texts ({text: ...}), of which all tokens carry loss; long ones are split",
@@ -125,7 +125,7 @@ TASKS: dict[str, Task] = {
         },
         VALIDATION | TRACKING,
     ),
-    "rl": Task(
+    "rl": TaskTemplate(
         "rl",
         "reinforcement learning on rewards",
         "prompts (a prompt, or messages), with fields for the reward function",
@@ -138,7 +138,7 @@ TASKS: dict[str, Task] = {
 
 
 @dataclass(frozen=True)
-class Request:
+class RunFileRequest:
     """Request for a run file.
 
     Attributes:
@@ -190,7 +190,7 @@ class RunFiles:
     prediction: Prediction | None
 
 
-def run_files(name: str, request: Request, path: Path) -> RunFiles:
+def run_files(name: str, request: RunFileRequest, path: Path) -> RunFiles:
     """Return the run file of a task, checked as its command checks it, with example data where none were named.
 
     Args:
@@ -225,7 +225,7 @@ def run_files(name: str, request: Request, path: Path) -> RunFiles:
     return RunFiles({path: _text(name, task, request, values, path, remarks)} | examples, prediction)
 
 
-def _examples(task: Task, folder: Path) -> dict[Path, str]:
+def _examples(task: TaskTemplate, folder: Path) -> dict[Path, str]:
     """Return example data, and of ``rl`` a reward function, by path."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in task.examples)
     if task.command == "rl":
@@ -233,7 +233,9 @@ def _examples(task: Task, folder: Path) -> dict[Path, str]:
     return {folder / "data.jsonl": lines}
 
 
-def _settings(name: str, task: Task, request: Request, data: Path, length: int, folder: Path) -> dict[str, Any]:
+def _settings(
+    name: str, task: TaskTemplate, request: RunFileRequest, data: Path, length: int, folder: Path
+) -> dict[str, Any]:
     """Return the settings of a run file in their order, without a layout."""
     batch = request.batch or max(BATCH, 2 * request.cards)
     values: dict[str, Any] = {"model": str(request.model), "output": str(request.output or Path("runs") / name)}
@@ -264,8 +266,8 @@ def _settings(name: str, task: Task, request: Request, data: Path, length: int, 
 
 
 def _layout(
-    task: Task,
-    request: Request,
+    task: TaskTemplate,
+    request: RunFileRequest,
     checkpoint: Path,
     values: Mapping[str, Any],
     length: int,
@@ -356,7 +358,12 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def _text(
-    name: str, task: Task, request: Request, values: Mapping[str, Any], path: Path, remarks: Sequence[str]
+    name: str,
+    task: TaskTemplate,
+    request: RunFileRequest,
+    values: Mapping[str, Any],
+    path: Path,
+    remarks: Sequence[str],
 ) -> str:
     command = f"megascend {task.command} {path}"
     if request.hardware is not None:
@@ -383,7 +390,7 @@ def _text(
     return "\n".join(lines) + "\n"
 
 
-def _suggestions(task: Task, values: Mapping[str, Any]) -> dict[str, Any]:
+def _suggestions(task: TaskTemplate, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return further settings that the run file does not have."""
     adapter = {"lora": {"rank": 16, "alpha": 32}}
     return {name: value for name, value in {**task.suggestions, **adapter}.items() if name not in values}

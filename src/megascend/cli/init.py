@@ -43,7 +43,7 @@ def init_command(
     """
     import json
 
-    from megascend.app.run_template import TASKS, Request, run_files
+    from megascend.app.run_template import TASKS, RunFileRequest, run_files
     from megascend.cli.messages import show_messages
     from megascend.config.commented import json_schema
     from megascend.errors import ConfigError
@@ -52,7 +52,7 @@ def init_command(
 
     show_messages()
     hardware = None if cards is None else load(device)
-    request = Request(model, data, output, length, batch, lora, overrides or (), cards or 0, hardware)
+    request = RunFileRequest(model, data, output, length, batch, lora, overrides or (), cards or 0, hardware)
     files = run_files(task, request, out).files
     command = TASKS[task].command
     if schema:

@@ -14,7 +14,7 @@ from megascend.app.preflight import format_bytes
 from megascend.cli.dry_run_text import GIB, LAYOUT
 from megascend.config import RunConfig
 from megascend.planning.hardware import Hardware
-from megascend.planning.pipeline import Span
+from megascend.planning.pipeline import TimedPass
 from megascend.planning.rl import Split
 from megascend.planning.search import Candidate, difference
 
@@ -182,7 +182,7 @@ def draw(candidate: Candidate, width: int = WIDTH) -> Iterator[str]:
         yield f"stage {stage + 1:>2} {_line([span for span in spans if span.stage == stage], end, width)}"
 
 
-def _line(spans: list[Span], end: float, width: int) -> str:
+def _line(spans: list[TimedPass], end: float, width: int) -> str:
     line = [IDLE] * width
     for span in spans:
         first, last = (round(moment / end * width) for moment in (span.start, span.end))

@@ -118,7 +118,7 @@ def profiled(settings: Settings) -> Settings:
     return settings if settings.profile is not None else settings.model_copy(update={"profile": Profile()})
 
 
-class Command(str, Enum):
+class SettingsCommand(str, Enum):
     """Commands that read a settings file."""
 
     train = "train"
@@ -133,10 +133,12 @@ def show_config_command(
         int | None, typer.Option("--nproc", min=1, help="Also check the parallel layout for this many processes.")
     ] = None,
     defaults: Annotated[
-        Command | None, typer.Option("--defaults", help="Print all settings of this command with comments instead.")
+        SettingsCommand | None,
+        typer.Option("--defaults", help="Print all settings of this command with comments instead."),
     ] = None,
     schema: Annotated[
-        Command | None, typer.Option("--schema", help="Print the JSON Schema of this command's settings instead.")
+        SettingsCommand | None,
+        typer.Option("--schema", help="Print the JSON Schema of this command's settings instead."),
     ] = None,
 ) -> None:
     """Print the resolved configuration as YAML; with --nproc also the ranks' layout, as YAML comments.
@@ -186,13 +188,13 @@ def show_config_command(
         typer.echo(f"# {line}")
 
 
-def settings_class(command: Command) -> type[Section]:
+def settings_class(command: SettingsCommand) -> type[Section]:
     """Return the class of a command's settings."""
-    if command is Command.rl:
+    if command is SettingsCommand.rl:
         from megascend.config.rl import RlConfig
 
         return RlConfig
-    if command is Command.serve:
+    if command is SettingsCommand.serve:
         from megascend.config.serve import ServeConfig
 
         return ServeConfig

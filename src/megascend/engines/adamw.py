@@ -18,7 +18,7 @@ from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Adam, Precision, Schedule, VisionTower
 from megascend.config.training import learning_rate
 from megascend.distributed.process_groups import ProcessGroups
-from megascend.engines.muon import Muon
+from megascend.engines.muon import MuonOptimizer
 from megascend.engines.weight_settings import MainParameter, SettingsByWeight, WeightSettings
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
@@ -117,7 +117,7 @@ class MainAdamW(GradientScaling):
         self._muon = None
         if adam.kind == "muon" and weights is not None:
             trained = [by_name[name] for name in self._muon_names]
-            self._muon = Muon(trained, adam.muon, weights.groups, weights.info, precision)
+            self._muon = MuonOptimizer(trained, adam.muon, weights.groups, weights.info, precision)
         self._on_device = mains[0].device.type == "cuda"  # the fused AdamW keeps its step count there
         self._updates = 0
 

@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixPiece:
     """A tile in a main parameter of this rank.
 
     Attributes:
@@ -75,7 +75,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Work:
+class Assignment:
     """A matrix, its owner, and where its pieces come from and go to.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Exchange:
             self.incoming[source].append(tile)
 
 
-class Muon:
+class MuonOptimizer:
     """Muon for the main parameters of this rank. Collective over all ranks, also those that have none.
 
     Args:
@@ -129,7 +129,7 @@ class Muon:
         self._mains = [parameter.main.detach() for parameter, _ in parameters]
         self._by_weight = [settings for _, settings in parameters]
         shapes = {name: header.shape for name, header in info.tensors.items()}
-        self._pieces: dict[Tile, Piece] = {}
+        self._pieces: dict[Tile, MatrixPiece] = {}
         for number, (parameter, _) in enumerate(parameters):
             for piece in _pieces(number, parameter, shapes):
                 self._pieces[piece.tile] = piece
@@ -159,7 +159,7 @@ class Muon:
         momentum.lerp_(grad.view_as(momentum), 1 - beta)
         return grad.view_as(momentum).lerp_(momentum, beta) if self._settings.nesterov else momentum
 
-    def _run(self, works: Sequence[Work], updates: Sequence[Tensor], lr: float) -> None:
+    def _run(self, works: Sequence[Assignment], updates: Sequence[Tensor], lr: float) -> None:
         """Assemble the matrices of a round on their owners, orthogonalise them, and apply the updates."""
         rank, gathered, returned = self._groups.rank, _Exchange(), _Exchange()
         communicates = False
@@ -171,7 +171,7 @@ class Muon:
                     communicates |= receiver != work.owner
                 communicates |= source != work.owner
         # Like shapes in one batch: experts are many and small.
-        batches: dict[tuple[int, int], list[Work]] = defaultdict(list)
+        batches: dict[tuple[int, int], list[Assignment]] = defaultdict(list)
         for work in works:
             if work.owner == rank:
                 batches[work.shape].append(work)
@@ -233,7 +233,7 @@ def _view(matrix: Tensor, tile: Tile) -> Tensor:
     return matrix[tile.row : tile.row + tile.rows, tile.column : tile.column + tile.columns]
 
 
-def _pieces(number: int, parameter: MainParameter, shapes: Mapping[str, Sequence[int]]) -> Iterator[Piece]:
+def _pieces(number: int, parameter: MainParameter, shapes: Mapping[str, Sequence[int]]) -> Iterator[MatrixPiece]:
     """Cut a parameter's slices at the borders of matrices."""
     main = parameter.main
     assert main.is_contiguous(), "pieces are addressed by their first element"
@@ -250,13 +250,13 @@ def _pieces(number: int, parameter: MainParameter, shapes: Mapping[str, Sequence
                 tile = Tile(
                     Matrix(weight, (lead[0] if lead else 0) + index, half), first - half * border, column, *part.shape
                 )
-                yield Piece(
+                yield MatrixPiece(
                     tile, number, int(part.storage_offset() - main.storage_offset()), (part.stride(0), part.stride(1))
                 )
                 first = last
 
 
-def plan(tiles: Sequence[Sequence[Tile]], shapes: Mapping[str, Sequence[int]]) -> list[list[Work]]:
+def plan(tiles: Sequence[Sequence[Tile]], shapes: Mapping[str, Sequence[int]]) -> list[list[Assignment]]:
     """Give every matrix an owner among the ranks that hold a piece of it, and divide the work into rounds. Pure.
 
     Args:
@@ -271,7 +271,7 @@ def plan(tiles: Sequence[Sequence[Tile]], shapes: Mapping[str, Sequence[int]]) -
         for tile in local:
             holders[tile.matrix][tile].append(rank)
     loads = [0.0] * len(tiles)
-    rounds: list[list[Work]] = []
+    rounds: list[list[Assignment]] = []
     assembled: list[list[int]] = []  # elements by round and owner
     next_round = [0] * len(tiles)
     for matrix, receivers in sorted(holders.items()):
@@ -297,7 +297,7 @@ def plan(tiles: Sequence[Sequence[Tile]], shapes: Mapping[str, Sequence[int]]) -
         if number == len(rounds):
             rounds.append([])
             assembled.append([0] * len(tiles))
-        rounds[number].append(Work(matrix, (rows, columns), owner, sources, dict(receivers)))
+        rounds[number].append(Assignment(matrix, (rows, columns), owner, sources, dict(receivers)))
         assembled[number][owner] += rows * columns
     return rounds
 

@@ -19,7 +19,7 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Span:
+class TimedPass:
     """A pass with its start and end, in seconds from the first one of the step."""
 
     stage: int
@@ -66,7 +66,7 @@ def stage_order(stage: int, stages: int, chunks: int, micro_batches: int) -> tup
     return tuple(order + backwards[len(forwards) - warmup :])
 
 
-def simulate(durations: Sequence[Durations], micro_batches: int, transfer: float, *, overlaps: bool) -> list[Span]:
+def simulate(durations: Sequence[Durations], micro_batches: int, transfer: float, *, overlaps: bool) -> list[TimedPass]:
     """Return all passes of a step with their times, in the order of their ends.
 
     Args:
@@ -78,7 +78,7 @@ def simulate(durations: Sequence[Durations], micro_batches: int, transfer: float
     orders = [stage_order(stage, stages, chunks, micro_batches) for stage in range(stages)]
     position, free = [0] * stages, [0.0] * stages
     ends: dict[tuple[int, bool, int, int], float] = {}
-    spans: list[Span] = []
+    spans: list[TimedPass] = []
     waiting = list(range(stages))
     while waiting:
         progressed = False
@@ -97,7 +97,7 @@ def simulate(durations: Sequence[Durations], micro_batches: int, transfer: float
                 end = start + seconds
                 ends[stage, forward, chunk, micro_batch] = end
                 free[stage] = end if overlaps or stages == 1 else end + transfer
-                spans.append(Span(stage, forward, chunk, micro_batch, start, end))
+                spans.append(TimedPass(stage, forward, chunk, micro_batch, start, end))
                 position[stage] += 1
                 progressed = True
         waiting = [stage for stage in waiting if position[stage] < len(orders[stage])]

@@ -14,7 +14,7 @@ from megascend.huggingface.info import ModelInfo
 from megascend.memory.parameters import elements
 from megascend.memory.sizes import ModelSizes
 from megascend.planning.hardware import Hardware
-from megascend.planning.search import Candidate, Model, Request, search
+from megascend.planning.search import Candidate, PlannedModel, PlanRequest, search
 
 BF16 = 2
 CACHE_SHARE = 0.85
@@ -24,7 +24,7 @@ DECODE_SHARE = 0.7
 
 
 @dataclass(frozen=True)
-class Engines:
+class EnginePool:
     """Inference engines on some devices.
 
     Attributes:
@@ -43,7 +43,7 @@ class Engines:
 class Split:
     """Devices of engines and trainer, and the seconds in which each does its part of a step."""
 
-    engines: Engines
+    engines: EnginePool
     trainer: Candidate
     generation_s: float
 
@@ -73,7 +73,7 @@ def touched_share(sizes: ModelSizes, sequences: int) -> float:
 
 def engines_on(
     info: ModelInfo, sizes: ModelSizes, devices: int, length: int, batch: int, hardware: Hardware
-) -> Engines | None:
+) -> EnginePool | None:
     """Return the engines of some devices; None if the weights do not fit.
 
     Args:
@@ -94,10 +94,10 @@ def engines_on(
     sequences = int(max(1, min(fitting, math.ceil(batch / count))))
     read = weights - experts * (1 - touched_share(sizes, sequences)) + sequences * cached / 2
     step_s = read / (tensor * hardware.bytes_per_s * DECODE_SHARE)
-    return Engines(devices, tensor, sequences, count * sequences / step_s)
+    return EnginePool(devices, tensor, sequences, count * sequences / step_s)
 
 
-def splits(model: Model, request: Request, hardware: Hardware) -> list[Split]:
+def splits(model: PlannedModel, request: PlanRequest, hardware: Hardware) -> list[Split]:
     """Return divisions of the devices, the one with the shortest step first.
 
     Engines get whole nodes, or powers of two of the devices of a node.

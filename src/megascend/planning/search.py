@@ -23,7 +23,7 @@ from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
 from megascend.planning.layers import ALL_LAYERS, Execution
-from megascend.planning.step import StepTime, Work, attention_windows, step_time
+from megascend.planning.step import StepTime, StepWork, attention_windows, step_time
 from megascend.topology.topology import Topology, plan
 
 MEMORY_SHARE = 0.92
@@ -45,7 +45,7 @@ RECOMPUTE = (
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """A model as a plan needs it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Model:
     windows: tuple[int | None, ...] = ()
 
     @classmethod
-    def from_checkpoint(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> Model:
+    def from_checkpoint(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> PlannedModel:
         """Describe the model of a checkpoint."""
         info = replace(info, tensors=joined_experts(info.tensors))
         return cls(info, hf_config, ModelSizes.of(info, hf_config), attention_windows(hf_config))
@@ -91,7 +91,7 @@ def joined_experts(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeade
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """The run and the cluster of a plan.
 
     Attributes:
@@ -154,7 +154,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchResult:
     """Result of a search.
 
     Attributes:
@@ -176,15 +176,15 @@ class Plan:
 class _Search:
     """State of a search."""
 
-    model: Model
-    request: Request
+    model: PlannedModel
+    request: PlanRequest
     hardware: Hardware
     fitting: list[Candidate] = field(default_factory=list)
     evaluations: int = 0
     smallest: tuple[Topology, Estimate] | None = None
 
 
-def search(model: Model, request: Request, hardware: Hardware, best: int = 20) -> Plan:
+def search(model: PlannedModel, request: PlanRequest, hardware: Hardware, best: int = 20) -> SearchResult:
     """Compute all legal layouts that fit into the device's memory, and return the ``best`` fastest ones.
 
     Raises:
@@ -199,7 +199,7 @@ def search(model: Model, request: Request, hardware: Hardware, best: int = 20) -
         legal += 1
         _evaluate(state, topology, parallel)
     smallest = None if state.fitting else state.smallest
-    return Plan(_fastest(state.fitting, best), state.evaluations, legal, len(state.fitting), smallest)
+    return SearchResult(_fastest(state.fitting, best), state.evaluations, legal, len(state.fitting), smallest)
 
 
 def _fastest(candidates: list[Candidate], count: int) -> list[Candidate]:
@@ -220,7 +220,7 @@ def _fastest(candidates: list[Candidate], count: int) -> list[Candidate]:
     return sorted(chosen.values(), key=lambda entry: (entry.time.seconds, entry.memory.total))[:count]
 
 
-def layouts(model: Model, request: Request) -> Iterator[tuple[Topology, Parallel]]:
+def layouts(model: PlannedModel, request: PlanRequest) -> Iterator[tuple[Topology, Parallel]]:
     """Yield every layout that topology and model accept and that gives each replica a sample."""
     shape, cards = model.info.shape, request.cards
     text = model.info.architecture.normalise(text_config(model.hf_config))
@@ -287,8 +287,8 @@ Parameters = tuple[list[StageParameters], list[StageParameters]]
 
 
 def memory_of(
-    model: Model,
-    request: Request,
+    model: PlannedModel,
+    request: PlanRequest,
     topology: Topology,
     config: TrainerConfig,
     micro_batch: int,
@@ -312,8 +312,8 @@ def memory_of(
 
 
 def candidate(
-    model: Model,
-    request: Request,
+    model: PlannedModel,
+    request: PlanRequest,
     topology: Topology,
     config: TrainerConfig,
     micro_batch: int,
@@ -328,7 +328,7 @@ def candidate(
     return Candidate(topology, config, micro_batch, count, time, memory, request.tokens)
 
 
-def run_candidate(model: Model, request: Request, topology: Topology, hardware: Hardware) -> Candidate:
+def run_candidate(model: PlannedModel, request: PlanRequest, topology: Topology, hardware: Hardware) -> Candidate:
     """Predict the time and memory of the layout that a run's settings choose."""
     config = request.config
     parameters = stage_parameters(model, topology, config)
@@ -337,14 +337,14 @@ def run_candidate(model: Model, request: Request, topology: Topology, hardware: 
     return candidate(model, request, topology, config, micro_batch, hardware, parameters, memory)
 
 
-def micro_batches(request: Request, topology: Topology, micro_batch: int) -> int:
+def micro_batches(request: PlanRequest, topology: Topology, micro_batch: int) -> int:
     """Return the micro batches of a data parallel rank in a step."""
     count = math.ceil(math.ceil(request.global_batch / topology.data) / micro_batch)
     # The interleaved schedule works in rounds of one micro batch for each stage.
     return math.ceil(count / topology.pipeline) * topology.pipeline if topology.virtual_pipeline > 1 else count
 
 
-def stage_parameters(model: Model, topology: Topology, config: TrainerConfig) -> Parameters:
+def stage_parameters(model: PlannedModel, topology: Topology, config: TrainerConfig) -> Parameters:
     """Return the parameters of a rank of each stage, and those that are trained if the model is not frozen."""
     info, sizes = model.info, model.sizes
     parameters = stages(
@@ -359,14 +359,14 @@ def stage_parameters(model: Model, topology: Topology, config: TrainerConfig) ->
 
 
 def step_work(
-    model: Model,
+    model: PlannedModel,
     config: TrainerConfig,
     topology: Topology,
     parameters: Sequence[StageParameters],
     tokens: int,
     length: int,
     micro_batches: int,
-) -> Work:
+) -> StepWork:
     """Describe a step of a run for :func:`megascend.planning.step.step_time`."""
     adapter = 0
     if config.lora is not None:
@@ -378,7 +378,7 @@ def step_work(
             )
             // 16
         )
-    return Work(
+    return StepWork(
         tokens,
         length,
         micro_batches,
@@ -393,7 +393,7 @@ def step_work(
     )
 
 
-def adapted_layers(model: Model, config: TrainerConfig) -> frozenset[str]:
+def adapted_layers(model: PlannedModel, config: TrainerConfig) -> frozenset[str]:
     """Return the kinds of layers that the run's adapter acts on."""
     lora = config.lora
     if lora is None or lora.targets == "all-linear":
@@ -404,7 +404,7 @@ def adapted_layers(model: Model, config: TrainerConfig) -> frozenset[str]:
 
 
 def _settings(
-    request: Request, parallel: Parallel, recompute: Recompute, tokens: int, *, overlapped: bool
+    request: PlanRequest, parallel: Parallel, recompute: Recompute, tokens: int, *, overlapped: bool
 ) -> TrainerConfig:
     config = request.config
     changed: dict[str, Any] = {
@@ -419,7 +419,7 @@ def _settings(
     return config.model_copy(update=changed)
 
 
-def _micro_batches(request: Request, topology: Topology) -> Iterator[int]:
+def _micro_batches(request: PlanRequest, topology: Topology) -> Iterator[int]:
     """Yield numbers of samples of a micro batch: powers of two up to those of a replica."""
     samples, size = math.ceil(request.global_batch / topology.data), 1
     while size <= samples and (size == 1 or size * request.length // topology.context <= MOST_MICRO_BATCH):
@@ -427,7 +427,7 @@ def _micro_batches(request: Request, topology: Topology) -> Iterator[int]:
         size *= 2
 
 
-def _recomputations(model: Model) -> Iterator[Recompute]:
+def _recomputations(model: PlannedModel) -> Iterator[Recompute]:
     """Yield what may be recomputed, nothing first; modules that the model lacks are left out."""
     for recompute in RECOMPUTE:
         needs_experts = {"moe", "moe_act"} & set(recompute.modules)
@@ -440,7 +440,7 @@ def _recomputations(model: Model) -> Iterator[Recompute]:
         yield recompute
 
 
-def _overlaps(model: Model, request: Request, topology: Topology) -> tuple[bool, ...]:
+def _overlaps(model: PlannedModel, request: PlanRequest, topology: Topology) -> tuple[bool, ...]:
     """Return whether reductions may run beside the passes: not for adapters, and not with grouped experts."""
     if request.config.lora is not None or topology.data * topology.context == 1 or any(model.sizes.with_experts):
         return (False,)

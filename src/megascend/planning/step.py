@@ -14,7 +14,7 @@ from megascend.memory.sizes import LayerKey, ModelSizes
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
 from megascend.planning.layers import ALL_LAYERS, BF16, FP32, Cost, Costs, Execution, scaled, total
-from megascend.planning.pipeline import Durations, Span, simulate, step_seconds
+from megascend.planning.pipeline import Durations, TimedPass, simulate, step_seconds
 from megascend.topology.topology import Topology
 
 ADAM_BYTES = 4 * FP32 + 3 * FP32 + BF16
@@ -37,7 +37,7 @@ HIDDEN_SHARE = 0.8
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """The largest micro batches of a step, and what is done with them.
 
     Attributes:
@@ -104,7 +104,7 @@ class StepTime:
     def seconds(self) -> float:
         return self.bound + self.bubble
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[TimedPass]:
         """Return all passes of the step."""
         return simulate(self.durations, self.micro_batches, self.transfer, overlaps=self.overlaps)
 
@@ -167,7 +167,7 @@ def step_time(
     sizes: ModelSizes,
     topology: Topology,
     parameters: Sequence[StageParameters],
-    work: Work,
+    work: StepWork,
     hardware: Hardware,
     windows: tuple[int | None, ...] = (),
 ) -> StepTime:
@@ -209,7 +209,7 @@ def step_time(
     return StepTime(busy, durations, work.micro_batches, transfer, topology.virtual_pipeline > 1)
 
 
-def _passes(cost: Cost, work: Work) -> list[list[tuple[_Pass, _Pass]]]:
+def _passes(cost: Cost, work: StepWork) -> list[list[tuple[_Pass, _Pass]]]:
     """Return the forward and the backward pass of each chunk of each stage."""
     sizes, topology = cost.sizes, cost.topology
     layers = len(sizes.with_experts)
@@ -260,7 +260,7 @@ def _passes(cost: Cost, work: Work) -> list[list[tuple[_Pass, _Pass]]]:
 def _update(
     topology: Topology,
     parameters: Sequence[StageParameters],
-    work: Work,
+    work: StepWork,
     hardware: Hardware,
     durations: Sequence[Durations],
     sizes: ModelSizes,

@@ -23,7 +23,7 @@ from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron.routers import Routers
-from megascend.engines.muon import Muon
+from megascend.engines.muon import MuonOptimizer
 from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.huggingface.info import ModelInfo
 
@@ -70,7 +70,7 @@ class MegatronOptimizer:
         self._routers = routers
         self._scales_loss = precision == "fp16"
         self.megatron = get_megatron_optimizer(optimizer_config(adam, precision), chunks)
-        self._muon: Muon | None = None
+        self._muon: MuonOptimizer | None = None
         self._muon_mains: list[tuple[Any, Tensor]] = []  # (one of Megatron's optimizers, main parameter)
         self.skipped_in_a_row = 0
 
@@ -106,7 +106,7 @@ class MegatronOptimizer:
             part.optimizer.param_groups[:] = divided
         if self._adam.kind == "muon":
             trained = [(parameter, settings) for parameter, settings in parameters if settings.muon]
-            self._muon = Muon(trained, self._adam.muon, self._groups, info, precision)
+            self._muon = MuonOptimizer(trained, self._adam.muon, self._groups, info, precision)
             part_of = {id(main): (part, main) for part, _, _, main in mains}
             self._muon_mains = [part_of[id(parameter.main)] for parameter, _ in trained]
 
