@@ -307,6 +307,7 @@ def commands() -> list[tuple[str, str]]:
             if not line.startswith("    "):
                 continue
             command = re.sub(r"^(\w+=\S+ )+", "", re.sub(r"\s+# .*| {3,}#.*", "", line.strip()))
+            command = re.sub(r" > \S+$", "", command)
             if command.startswith(tuple(f"{program} " for program in PROGRAMS)) or command in PROGRAMS:
                 commands_by_page.append((str(page.relative_to(ROOT)), command))
     return commands_by_page

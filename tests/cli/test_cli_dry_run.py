@@ -86,7 +86,7 @@ def test_dry_run_shows_samples_masks_and_statistics(megascend, folder: Path) -> 
             "ConfigError",
             ["selective", "single"],
         ),
-        (["--set", "dpo.beta=0.2"], "ConfigError", ["dpo is set", "no preference pairs"]),
+        (["--set", "dpo.beta=0.2"], "ConfigError", ["dpo is set, which learns from preference pairs", "conversations"]),
         (["--set", "validation.path=none.jsonl"], "DataError", ["none.jsonl"]),
     ],
 )
@@ -134,10 +134,21 @@ def test_long_pieces_are_abbreviated() -> None:
     assert text == f"{'p' * PIECE} [... {5000 - 2 * PIECE} characters ...] {'p' * PIECE}⟦{'a' * 10}⟧"
 
 
-@pytest.mark.parametrize(("dpo", "line"), [(None, ["samples", "12"]), (object(), ["pairs", "6"])])
-def test_data_table_counts_pairs_of_preferences(dpo: object, line: list[str]) -> None:
-    part = SampleStatistics(samples=12, tokens=90, supervised=40, shortest=2, median=5, mean=7.5, p95=9, longest=11)
-    dry: Any = SimpleNamespace(config=SimpleNamespace(dpo=dpo), learned=part, held_out=part)
+@pytest.mark.parametrize(("members", "line"), [(1, ["samples", "12"]), (2, ["pairs", "6"])])
+def test_data_table_counts_pairs_of_preferences(members: int, line: list[str]) -> None:
+    part = SampleStatistics(
+        samples=12,
+        tokens=90,
+        supervised=40,
+        shortest=2,
+        median=5,
+        mean=7.5,
+        p95=9,
+        longest=11,
+        members=members,
+        unit=line[0],
+    )
+    dry: Any = SimpleNamespace(learned=part, held_out=part)
     header, *rows = [row.split() for row in data_table(dry)]
     assert header[1] == line[0]
     assert [row[-9] for row in rows] == [line[1]] * 2  # learned, held out

@@ -154,7 +154,7 @@ class Schedule(Section):
         0.0,
         ge=0,
         lt=1,
-        description="the warm-up as a share of total_steps, rounded up to steps; in place of warmup_steps",
+        description="the warm-up as a share of total_steps, rounded up to steps but for the last one; in place of warmup_steps",
     )
     total_steps: Count = Field(
         0, description="step at which the decay reaches min_lr; 0 in a run file: the last step of the run"
@@ -195,8 +195,8 @@ class Schedule(Section):
 
     @property
     def warmup(self) -> int:
-        """Steps of the warm-up; a share of ``total_steps`` is rounded up, as in transformers."""
-        return self.warmup_steps or _share_of(self.warmup_ratio, self.total_steps)
+        """Steps of the warm-up; a share of ``total_steps`` is rounded up, as in transformers, and leaves at least one step."""
+        return self.warmup_steps or min(_share_of(self.warmup_ratio, self.total_steps), max(0, self.total_steps - 1))
 
     @property
     def decay(self) -> int:
