@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from megascend.config import Count, Section, Size, TrainerConfig, parsed, read_settings
+from megascend.config.data import PREFERENCE_LOSSES
 from megascend.config.rl_presets import LOSS_OPTIONS, PRESETS
 
 VLLM = "vllm"
@@ -25,7 +26,11 @@ COUNTERPARTS = {
     "evaluated shows the responses",
     "distillation": "set teacher: its distributions over what the model samples are learned",
     "epochs": "set steps: how many prompts they take depends on the groups that are dropped; the prompts are drawn repeatedly",
-    "dpo": "objective says what is learned from rewards; preference pairs are for megascend train",
+    **dict.fromkeys(
+        PREFERENCE_LOSSES, "objective says what is learned from rewards; preferences are data of megascend train"
+    ),
+    "loss": "set objective.loss, or objective.preset",
+    "loss_settings": "the settings of a loss are those of objective",
 }
 """Sections of ``megascend train`` that ``megascend rl`` lacks, and what to set in their place."""
 
