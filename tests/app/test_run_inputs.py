@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -118,6 +119,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_other_models_of_a_run_are_compared(config: Any, settings: dict[str, str]) -> None:
     training: Any = ReinforcementLearning() if isinstance(config, RlConfig) else SupervisedTraining()
+    if isinstance(config, RunConfig):
+        training.objective = SimpleNamespace(has_reference=config.dpo is not None)
     assert training.weights(config) == {name: Path(path) for name, path in settings.items()}
 
 
