@@ -107,7 +107,7 @@ EXPECTED = {
     "model": {"forward", "gating", "_reduce", "_gather_along_first_dim", "maybe_move_tensor_to_cpu", "zeros", "to"},
     "adapters": {"forward", "dispatch_preprocess", "dispatch_postprocess", "_reduce", "zeros", "to"},
 }
-WHOLE_PACKAGES = ("transformer_engine", "fla", "causal_conv1d")
+WHOLE_PACKAGES = ("transformer_engine", "fla", "causal_conv1d", "mamba_ssm")
 """Packages that are listed as one change."""
 CALLBACKS = {"grad_scale_func", "finalize_model_grads_func", "no_sync_func"}
 """Settings of Megatron's configuration that take functions of the caller."""
