@@ -1,4 +1,4 @@
-"""Programs of the ranks of test_optimizers.py, for engines that need a process without Megatron.
+"""Programs of the ranks of test_optimizer_layouts.py, for engines that need a process without Megatron.
 
 python optimizer_ranks.py JOB RESULT
 """

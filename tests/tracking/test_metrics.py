@@ -47,6 +47,7 @@ def test_metrics_of_built_in_losses_are_declared() -> None:
         teacher_logprobs=torch.full((2, 1), -1.0),
         candidate_logprobs=torch.full((2, 1), -1.0),
         last=torch.arange(2),
+        labels=torch.tensor([1.0, 0.0]),
     )
     reported: set[str] = set()
     for loss in BUILT_IN.values():

@@ -109,9 +109,14 @@ def isolated(engine: str, checkpoint: str, *, packing: bool, borders: bool = Tru
     return changes
 
 
+def no_functions(*, state_spaces: bool = True) -> list[str]:
+    """Stand in for :func:`megascend.reference_fla.install`, so that transformers has only its own functions."""
+    return []
+
+
 def refusal(checkpoint: str, *, packing: bool) -> str:
     """Return why engine fsdp refuses a model where transformers has only its own functions."""
-    reference_fla.install = list
+    reference_fla.install = no_functions
     batching = megascend.Batching(packing=packing, micro_batch_tokens=256)
     try:
         with make("fsdp", checkpoint, batching=batching) as backend:
@@ -137,7 +142,7 @@ def checked_beside_kernels(
     def causal_conv1d_fn(x: Any, weight: Any, bias: Any = None, seq_idx: Any = None, activation: Any = None) -> Any:
         raise AssertionError("a kernel was called on the CPU")
 
-    reference_fla.install = list
+    reference_fla.install = no_functions
     contents = {
         "fla": {},
         "fla.ops": {},
