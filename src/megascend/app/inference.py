@@ -189,7 +189,7 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
         ),
         "batching": Batching(micro_batch_tokens=min(context, LONGEST_CONTEXT)),
         "platform": settings.platform,
-        "self_check": False,
+        "self_check": settings.engine != "single",  # whose model is the one that it would be compared with
     }
     accepted = backends.accepted_settings(settings.engine)
     if settings.tensor > 1 and "parallel" not in accepted:
