@@ -133,7 +133,10 @@ def run_here(task: str, folder: Path) -> dict[str, Any]:
     return json.loads(completed.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("engine", REFUSED)
+@pytest.mark.parametrize(
+    "engine",
+    [engine if engine == "megatron" else pytest.param(engine, marks=pytest.mark.nightly) for engine in REFUSED],
+)
 def test_dry_run_and_real_run_refuse_in_the_same_words(engine: str, folder: Path) -> None:
     results = run_here(engine, folder)
     assert len(results) > len(REFUSED[engine]) or engine == "megatron"

@@ -55,7 +55,10 @@ def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {name: folder / name for name in ("dense", "moe")}
 
 
-@pytest.mark.parametrize("name", ["moe", "lora", "tp2 sequence", "dp2", "muon dp2"])
+@pytest.mark.parametrize(
+    "name",
+    ["moe", "lora", "tp2 sequence", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp2", "muon dp2"))],
+)
 def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType, models: dict[str, Path], name: str):
     case = script.CASES[name]
     model = models[case.model]
@@ -104,16 +107,16 @@ HYBRIDS = {
     "four for a key head": {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_conv_kernel_dim": 3},
 }
 """Settings of linear attention that differ from those of ``scripts/measure_memory.py``."""
+HYBRID_IN_CI = ("hybrid packed", "four for a key head")
 
 
 @first_stack_required
-@pytest.mark.parametrize("heads", HYBRIDS)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "heads"),
     [
-        "hybrid packed",
-        "hybrid lora",
-        *(pytest.param(f"hybrid {name}", marks=pytest.mark.nightly) for name in ("fp32", "recomputed", "tp2 sequence")),
+        pytest.param(name, heads, marks=() if (name, heads) == HYBRID_IN_CI else pytest.mark.nightly)
+        for name in ("hybrid packed", "hybrid lora", "hybrid fp32", "hybrid recomputed", "hybrid tp2 sequence")
+        for heads in HYBRIDS
     ],
 )
 def test_estimate_of_linear_attention_is_close_to_the_peak(
@@ -195,7 +198,9 @@ LATENT = {
 HEADS = {"one process": "packed", "recomputed": "recomputed", "stages": "pp2", "tensor parallel": "tp2 sequence"}
 
 
-@pytest.mark.parametrize("name", ["packed", pytest.param("dense", marks=pytest.mark.nightly), "lora", "tp2"])
+@pytest.mark.parametrize(
+    "name", ["packed", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dense", "lora", "tp2"))]
+)
 def test_estimate_of_latent_attention_is_close_to_the_peak(
     megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, name: str
 ):
@@ -211,9 +216,8 @@ def test_estimate_of_latent_attention_is_close_to_the_peak(
 
 
 @first_stack_required
-@pytest.mark.parametrize(
-    "settings", [name if name == "stages" else pytest.param(name, marks=pytest.mark.nightly) for name in HEADS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", HEADS)
 def test_estimate_counts_a_prediction_head(
     megatron_imported, script: ModuleType, tmp_path_factory: pytest.TempPathFactory, settings: str
 ):

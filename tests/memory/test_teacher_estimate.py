@@ -133,12 +133,16 @@ def is_close(expected: Estimate, peak: int) -> bool:
 @pytest.mark.parametrize(
     ("loss", "ranks", "settings"),
     [
-        ("forward_kl", 1, {}),
-        ("jsd", 1, {"precision": "fp32"}),
-        ("reverse_kl", 2, {"parallel": {"tensor": 2, "sequence": True}}),
-        ("reverse_kl", 2, {"parallel": {"pipeline": 2}}),
+        pytest.param("jsd", 1, {"precision": "fp32"}, id="fp32"),
+        *(
+            pytest.param(loss, ranks, settings, id=name, marks=pytest.mark.nightly)
+            for name, loss, ranks, settings in (
+                ("one rank", "forward_kl", 1, {}),
+                ("tensor parallel", "reverse_kl", 2, {"parallel": {"tensor": 2, "sequence": True}}),
+                ("pipeline", "reverse_kl", 2, {"parallel": {"pipeline": 2}}),
+            )
+        ),
     ],
-    ids=["one rank", "fp32", "tensor parallel", "pipeline"],
 )
 def test_estimate_with_a_teacher_is_close_to_the_peak(
     megatron_imported, models: Path, loss: str, ranks: int, settings: dict[str, Any]
@@ -159,13 +163,8 @@ TRANSFORMERS_CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("single, second", "fsdp, swapped") else pytest.param(name, marks=pytest.mark.nightly)
-        for name in TRANSFORMERS_CASES
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TRANSFORMERS_CASES)
 def test_estimate_of_transformers_engines_with_a_teacher_is_close_to_the_peak(name: str, tmp_path: Path) -> None:
     # In a process of its own: Megatron's bridge changes transformers' classes in this one.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

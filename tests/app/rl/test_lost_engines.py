@@ -406,6 +406,7 @@ def test_all_ranks_go_on_without_an_engine(folder: Path) -> None:
     assert max(row["mismatch_max"] for row in rows(config)) < EXACT
 
 
+@pytest.mark.nightly
 def test_killed_local_engine_is_started_again_a_bounded_number_of_times(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -220,11 +220,10 @@ def settings(models: tuple[Path, Path], folder: Path, **changes: Any) -> dict[st
 @pytest.mark.parametrize(
     ("teacher", "responses", "bound"),
     [
-        ({"loss": "policy"}, 16, 0.92),
-        ({"loss": "reverse_kl", "top": 32}, 4, 0.7),
-        ({"loss": "reverse_kl", "engine": "trainer"}, 4, 0.7),
+        pytest.param({"loss": "policy"}, 16, 0.92, id="policy", marks=pytest.mark.nightly),
+        pytest.param({"loss": "reverse_kl", "top": 32}, 4, 0.7, id="reverse_kl", marks=pytest.mark.nightly),
+        pytest.param({"loss": "reverse_kl", "engine": "trainer"}, 4, 0.7, id="reverse_kl of whole distributions"),
     ],
-    ids=["policy", "reverse_kl", "reverse_kl of whole distributions"],
 )
 def test_student_learns_a_teacher_without_rewards(
     teacher: dict[str, Any], responses: int, bound: float, models: tuple[Path, Path], tmp_path: Path
@@ -246,6 +245,7 @@ def test_student_learns_a_teacher_without_rewards(
     assert all(row["equal"] == 0 for row in rows)
 
 
+@pytest.mark.nightly
 def test_answers_that_overlap_the_step_change_no_figure(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +303,7 @@ def test_teacher_that_fails_ends_the_run_on_every_rank(
     run_distributed(run, 2, init=False, timeout_s=240)
 
 
+@pytest.mark.nightly
 def test_killed_teacher_is_started_again_and_a_server_has_its_time_to_return(
     models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
