@@ -215,6 +215,20 @@ def test_bradley_terry_equals_its_formula_in_float64(size: float) -> None:
     assert_same(result.metrics["loss"], reference.detach())
 
 
+def test_bradley_terry_subtracts_margins_and_centers_rewards() -> None:
+    values, margins = torch.tensor([1.5, 0.25, -0.5, 0.75]), torch.tensor([0.5, 0.5, 0.25, 0.25])
+    inputs = inputs_of(4, pairs=torch.tensor([[0, 1], [2, 3]]), extra={"margin": margins})
+    result = evaluate(BUILT_IN["bradley_terry"].with_settings(center_coefficient=0.125), values, inputs)
+    first = math.log1p(math.exp(0.5 - (1.5 - 0.25))) + 0.125 * (1.5 + 0.25) ** 2
+    second = math.log1p(math.exp(0.25 - (-0.5 - 0.75))) + 0.125 * (-0.5 + 0.75) ** 2
+    assert result.metrics["loss"].tolist() == pytest.approx([first, second])
+    assert result.metrics["accuracy"].tolist() == [1.0, 0.0]
+    assert result.metrics["reward_margin"].tolist() == [1.25, -1.25]
+    assert result.metrics["reward_mean"].tolist() == [0.875, 0.125]
+    # d loss / d chosen = -sigmoid(margin - difference) + 2 c (chosen + rejected)
+    assert float(result.scores[0]) == pytest.approx(-1 / (1 + math.exp(0.75)) + 2 * 0.125 * 1.75)
+
+
 # --- tokens of weight 0 ---
 
 

@@ -66,6 +66,27 @@ def test_stored_samples_equal_samples_in_memory(folder: Path) -> None:
     assert float(samples_of(folder)[0].weights[0]) == 0.0
 
 
+def test_scored_pairs_keep_all_tokens_but_padding_at_the_end(folder: Path) -> None:
+    write(
+        folder / "data.jsonl",
+        {"prompt": "p", "chosen": "one", "rejected": "two", "margin": 0.5},
+        {"prompt": "abcd", "chosen": "ef", "rejected": "eg", "margin": 1},
+    )
+    tokenizer = byte_tokenizer(256)
+    eos = tokenizer.eos_token_id
+    texts = [tokenizer(text)["input_ids"] for text in ("pone", "ptwo", "abcdef", "abcdeg")]
+    store = samples_of(folder, SampleLimits(7, vocab_size=300, scored=True))
+    assert [sample.input_ids.tolist() for sample in store] == [[*ids, eos] for ids in texts]
+    assert store.lengths.tolist() == [5, 5, 7, 7]
+    assert all(sample.weights.tolist() == [1.0] * len(sample) for sample in store)
+    assert [sample.extra["margin"].tolist() for sample in store] == [[0.5] * 5] * 2 + [[1.0] * 7] * 2
+    # transformers would take an end of sequence that is the padding token for padding. Cut to five tokens, sides are equal.
+    limits = SampleLimits(5, vocab_size=300, scored=True, padding=eos)
+    store = samples_of(folder, limits, on_too_long="truncate")
+    assert [sample.input_ids.tolist() for sample in store] == texts[:2]
+    assert store.remarks[-1].endswith("left out: both sides of the pair are the same tokens")
+
+
 def test_pairs_are_stored_as_pairs(folder: Path) -> None:
     write(
         folder / "data.jsonl",

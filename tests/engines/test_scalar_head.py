@@ -161,6 +161,10 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
                 backend.forward_backward(samples, "value", logprobs=True)
             with pytest.raises(DataError, match="needs old_values"):
                 backend.forward_backward(samples, "clipped_value")
+            pair = [Sample.scored(TOKENS[0], pair=1, chosen=True, extra={"margin": [0.5] * len(TOKENS[0])})]
+            pair += [Sample.scored(TOKENS[1], pair=1, chosen=False)]
+            with pytest.raises(DataError, match="only one of the samples 0 and 1 has extra\\['margin'\\]"):
+                backend.forward_backward(pair, "bradley_terry")
             pair = [Sample.scored(TOKENS[0], [1.0] * 19 + [0.0], pair=1, chosen=True)]
             pair += [Sample.scored(TOKENS[1], pair=1, chosen=False)]
             with pytest.raises(DataError, match="weight 0 at its last token"):
@@ -175,10 +179,10 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
 
 
 @pytest.mark.parametrize("engine", ["megatron", "single", "fsdp"])
-def test_adapters_on_a_scalar_head_are_refused_by_name(parity_folder, tmp_path, engine):
+def test_adapters_on_a_critic_are_refused_by_name(parity_folder, tmp_path, engine):
     checkpoint, layout = checkpoint_of(parity_folder, "critic"), Layout(engine=engine)
     (message,) = on_ranks(tmp_path, "lora_refused", layout, checkpoint, layout)
-    assert "LoRA on a model with a scalar head is not supported" in message
+    assert "LoRA on a token classifier (a critic) is not supported" in message
 
 
 def test_token_classifier_dropout_acts_only_in_training(parity_folder):

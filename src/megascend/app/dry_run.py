@@ -279,7 +279,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
             name = f"{name}, {'desirable' if sample.label else 'undesirable'}"
         if pair is not None:
             name = f"pair {pair + 1}, {'chosen' if sample.chosen else 'rejected'}"
-        return ShownSample(name, pieces(sample, decode))
+        return ShownSample(name, pieces(sample, decode, scored=samples.learned.scored))
 
     return DryRun(
         config=config,

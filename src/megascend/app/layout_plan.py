@@ -122,7 +122,7 @@ def plan_layouts(
     checkpoint: Path, config: RunConfig, cards: int, length: int, hardware: Hardware, best: int
 ) -> LayoutPlan:
     """Search layouts of a run and have the engine check the ``best`` ones."""
-    info = inspect_checkpoint(checkpoint, mtp=config.mtp)
+    info = inspect_checkpoint(checkpoint, config.head, config.mtp)
     check_lora(config, info)
     request = PlanRequest(cards, length, config.data.global_batch_size, config)
     plan = search(PlannedModel.from_checkpoint(info, read_config(checkpoint)), request, hardware, best=3 * best)
@@ -136,7 +136,7 @@ def plan_split(checkpoint: Path, config: RunConfig, cards: int, length: int, har
     Raises:
         ConfigError: no division leaves room for both.
     """
-    info = inspect_checkpoint(checkpoint, mtp=config.mtp)
+    info = inspect_checkpoint(checkpoint, config.head, config.mtp)
     check_lora(config, info)
     request = PlanRequest(cards, length, config.data.global_batch_size, config)
     divisions = splits(PlannedModel.from_checkpoint(info, read_config(checkpoint)), request, hardware)

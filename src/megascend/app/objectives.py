@@ -5,14 +5,15 @@ Collective where a backend is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from megascend.app.teacher_model import TeacherModel
-from megascend.batch.losses import BUILT_IN, Loss, LossInputs, LossUnit, resolve, split_output
+from megascend.batch.losses import BUILT_IN, MARGIN, Loss, LossInputs, LossUnit, resolve, split_output
 from megascend.batch.sample import Sample
 from megascend.config import Distillation, RunConfig
 from megascend.config.plugins import load_object
@@ -21,6 +22,10 @@ from megascend.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.data.store import SampleSubset
+
+
+LOSS = "loss"
+"""Name of a loss among its metrics, as :class:`megascend.batch.loss_call.LossEvaluation` has it."""
 
 
 class LearningObjective(Protocol):
@@ -64,9 +69,17 @@ class LearningObjective(Protocol):
         """Return the samples of some units."""
         ...
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
         """Measure the loss on all of ``samples``, without learning; ``batch`` units at a time."""
         ...
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Mean of a loss over held-out samples, and of its metrics where it is one of pairs."""
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
@@ -88,6 +101,9 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
     needs_labels = loss.per == "sample" and (samples.has_labels or "label" in loss.requires)
     _check_kind(config, samples, "sample" if needs_labels else "pair" if loss.per == "pair" else "token", setting)
     _check_fields(config, samples, setting, loss)
+    if loss.of == "values":
+        # Fields that all samples have reach a loss; one that it requires is checked on every sample.
+        return RewardObjective(replace(loss, requires=(MARGIN,)) if samples.has_margins else loss)
     if samples.has_pairs:
         return PreferenceObjective(loss)
     if samples.has_labels:
@@ -134,7 +150,7 @@ def _check_kind(config: RunConfig, samples: SampleSubset, needs: LossUnit, setti
     if kind == needs:
         return
     if setting == "no loss is set":
-        remedy, leave = "dpo: {beta: 0.1} (or orpo, simpo)", ""
+        remedy, leave = "dpo: {beta: 0.1} (or orpo, simpo, bradley_terry)", ""
         if kind == "sample":
             remedy = "kto: {beta: 0.1}"
             leave = ", or choose the columns to read with data.columns: {prompt: prompt, completion: completion}"
@@ -164,22 +180,25 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
             f"{setting}: the loss requires {', '.join(missing)}, which the samples of {config.data.path} do not have; they have: "
             f"{', '.join(sorted(available)) or 'no further fields'}"
         )
-    if loss.of == "values":
-        raise ConfigError(f"{setting}: a loss of a scalar head's values, and run files train causal language models")
+    if loss.of == "values" and config.head == "lm":
+        raise ConfigError(
+            f"{setting}: a loss of a scalar head's values; of these, run files train bradley_terry, and programs the others "
+            '(docs/data.md, "Reward models and critics")'
+        )
 
 
 def loss_values(
     loss: Loss,
     samples: Sequence[Sample],
-    logprobs: Sequence[torch.Tensor],
+    scores: Sequence[torch.Tensor],
     entropies: Sequence[torch.Tensor] | None = None,
     candidates: Sequence[torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Return the values of a loss without gradients, in float64: of each token, of each sample, or of the pair that they are.
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the values and metrics of a loss without gradients, in float64: of each token, each sample, or the pair.
 
     Args:
         samples: a few, chosen and rejected one of a pair.
-        logprobs: of each sample's targets [length], from the model; ``entropies`` likewise.
+        scores: log-probabilities of each sample's targets [length] from the model, or values; ``entropies`` likewise.
         candidates: log-probabilities [length, K or more] of each sample's candidates.
     """
 
@@ -197,6 +216,10 @@ def loss_values(
         fields["candidate_logprobs"] = joined(
             [part[:, : entry.ids.shape[1]] for part, entry in zip(candidates, teacher, strict=True)]
         )
+    if loss.of == "values":
+        fields["last"] = torch.tensor([len(sample) for sample in samples]).cumsum(0) - 1
+        names = set.intersection(*(set(sample.extra) for sample in samples))
+        fields["extra"] = {name: joined([sample.extra[name] for sample in samples]) for name in names}
     inputs = LossInputs(
         torch.cat([sample.target_ids for sample in samples]),
         joined([sample.weights for sample in samples]),
@@ -209,7 +232,7 @@ def loss_values(
         **fields,
     )
     count = {"token": len(inputs.targets), "sample": len(samples), "pair": 1}[loss.per]
-    return split_output(loss, loss(joined(logprobs), inputs), count)[0]
+    return split_output(loss, loss(joined(scores), inputs), count)
 
 
 class TokenObjective:
@@ -242,7 +265,7 @@ class TokenObjective:
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         return [samples[unit] for unit in units]
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
         """Return the mean of :meth:`losses` over the weights of all samples, or over the samples."""
         total = weight = 0.0
         for start in range(0, len(samples), batch):
@@ -255,7 +278,7 @@ class TokenObjective:
                 weight += float(sample.weights.double().sum())
         # The mean over tokens, not over ranks: ranks have different numbers of them.
         totals, weights = zip(*backend.gather_by_data_rank((total, weight)), strict=True)
-        return sum(totals) / sum(weights)
+        return Measurement(sum(totals) / sum(weights))
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
         """Return the loss of every target [length], or of the sample [1], for each sample, without gradients."""
@@ -268,7 +291,7 @@ class TokenObjective:
                 [scores.logprobs[number]],
                 None if scores.entropy is None else [scores.entropy[number]],
                 None if scores.candidates is None else [scores.candidates[number]],
-            )
+            )[0]
             for number, sample in enumerate(samples)
         ]
 
@@ -364,23 +387,37 @@ class PreferenceObjective:
             sample.pair = index // 2
         return batch
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Return the mean of the loss over the pairs."""
-        total = count = 0.0
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
+        """Return the means of the loss and its metrics over the pairs."""
+        sums: dict[str, float] = defaultdict(float)
+        count = 0
         for start in range(0, self.units(samples), batch):
             units = range(start, min(start + batch, self.units(samples)))
             # Pairs stay together and in order.
             shard = backend.shard(self._members(samples, units))
-            scores = backend.forward(shard, entropy=self._loss.entropy, adapter=adapter)
+            scores, entropies = self._scores(backend, shard, adapter)
             for sample in shard:
                 self._add_reference(samples, sample)
             for first in range(0, len(shard), 2):
                 pair = slice(first, first + 2)
-                entropies = None if scores.entropy is None else scores.entropy[pair]
-                total += float(loss_values(self._loss, shard[pair], scores.logprobs[pair], entropies))
+                loss, metrics = loss_values(
+                    self._loss, shard[pair], scores[pair], None if entropies is None else entropies[pair]
+                )
+                for name, value in {**metrics, LOSS: loss}.items():
+                    sums[name] += float(value)
                 count += 1
-        totals, counts = zip(*backend.gather_by_data_rank((total, count)), strict=True)
-        return sum(totals) / sum(counts)
+        parts, counts = zip(*backend.gather_by_data_rank((dict(sums), count)), strict=True)
+        # A rank without pairs has no sums; the names are the same on all others.
+        names = list(dict.fromkeys(name for part in parts for name in part))
+        means = {name: sum(part.get(name, 0.0) for part in parts) / sum(counts) for name in names}
+        return Measurement(means.pop(LOSS), means)
+
+    def _scores(
+        self, backend: Backend, samples: Sequence[Sample], adapter: str | None
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor] | None]:
+        """Return what the loss is of for each sample, and entropies where it needs them, without gradients."""
+        scores = backend.forward(samples, entropy=self._loss.entropy, adapter=adapter)
+        return scores.logprobs, scores.entropy
 
     def _members(self, samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
         """Return the two samples of each unit."""
@@ -401,6 +438,19 @@ class PreferenceObjective:
     def _key(samples: SampleSubset, sample: Sample) -> tuple[str, int, bool]:
         """Return what identifies a sample: its data, its unit, and whether it is the unit's first one."""
         return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen) or sample.label is not None
+
+
+class RewardObjective(PreferenceObjective):
+    """A loss of preference pairs by the values of a scalar head."""
+
+    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
+        # The samples of a trial are no pairs, which changes nothing for memory.
+        return samples, Loss("squared values", lambda values, inputs: values.square(), of="values")
+
+    def _scores(
+        self, backend: Backend, samples: Sequence[Sample], adapter: str | None
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor] | None]:
+        return backend.values(samples, adapter), None
 
 
 class LabelledObjective(PreferenceObjective):
@@ -445,7 +495,7 @@ class LabelledObjective(PreferenceObjective):
         self._mismatched = batch[1::2]
         return batch[::2]
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
         """Return the mean of the loss over the samples, with the reference point of all of them."""
         labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
         ratios: list[float] = []
@@ -462,11 +512,11 @@ class LabelledObjective(PreferenceObjective):
             labelled += zip(shard, scores.logprobs, entropies, strict=True)
         loss = self._with_kl(self._divergence(backend, ratios)) if self._has_kl else self._loss
         values = [
-            float(loss_values(loss, [sample], [logprobs], None if entropy is None else [entropy]).sum())
+            float(loss_values(loss, [sample], [logprobs], None if entropy is None else [entropy])[0].sum())
             for sample, logprobs, entropy in labelled
         ]
         totals, counts = zip(*backend.gather_by_data_rank((sum(values), len(values))), strict=True)
-        return sum(totals) / sum(counts)
+        return Measurement(sum(totals) / sum(counts))
 
     def _log_ratios(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[float]:
         """Return this rank's share of the log-ratios of policy and reference, summed over each sample."""

@@ -22,7 +22,9 @@ from megascend.config.plugins import check_name, check_names, check_plugins
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, DataError
+from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint, linear_layers
+from megascend.huggingface.scalar_head import padding_id
 from megascend.io.paths import real
 from megascend.topology.topology import Topology, plan
 from megascend.tracking.registry import check_trackers
@@ -98,7 +100,9 @@ class RunPlan(Generic[AnyConfig]):
                 "batching.micro_batch_tokens: auto, and the model does not say how long samples may be: set batching.max_length"
             )
         length, setting = min(limits, key=lambda limit: limit[0])
-        return SampleLimits(length, setting, shape.vocab_size, budget, multiple, layout.packing)
+        scored = self.info.scalar_head is not None
+        padding = padding_id(read_config(self.config.model), self.config.model) if scored else None
+        return SampleLimits(length, setting, shape.vocab_size, budget, multiple, layout.packing, scored, padding)
 
 
 def preflight(
@@ -141,7 +145,7 @@ def check_run(
     if not (plugins_pending and config.plugins):
         check_names(config)
     check_packages(config, plugins_pending=plugins_pending)
-    info = inspect_checkpoint(config.model, mtp=config.mtp)
+    info = inspect_checkpoint(config.model, config.head, config.mtp)
     topology = plan(config.parallel, world_size, info.shape)
     check_paths(config, overwrite)
     context, longest = info.shape.max_position, config.batching.max_length

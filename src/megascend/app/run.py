@@ -445,10 +445,11 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
     settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
     settings["save_timeout_s"] = config.checkpoint.timeout_s
+    settings["head"] = config.head
     # A setting that the engine does not have is left out while it has its default. Otherwise the engine refuses it by name.
     defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
-    # The run file has these two under other names.
-    defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s}
+    # The run file has these under other names, or not at all.
+    defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s, "head": "lm"}
     accepted = backends.accepted_settings(config.engine)
     return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}
 

@@ -90,6 +90,8 @@ class RunSamples:
             return cls(rest, held_out, longest, remarks)
         if stores[1].has_pairs != learned.has_pairs:
             raise DataError(f"of {sources[0][0]} and {sources[1][0]} one holds preference pairs and the other does not")
+        if stores[1].has_margins != learned.has_margins:
+            raise DataError(f"of {sources[0][0]} and {sources[1][0]} only one holds pairs with 'margin'")
         if stores[1].has_labels != learned.has_labels:
             raise DataError(f"of {sources[0][0]} and {sources[1][0]} only one holds completions with 'label'")
         if stores[1].has_candidates != learned.has_candidates:

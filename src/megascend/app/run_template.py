@@ -113,6 +113,20 @@ TASKS: dict[str, TaskTemplate] = {
         VALIDATION | TRACKING,
         unit_samples=2,
     ),
+    "reward": TaskTemplate(
+        "train",
+        "a reward model on preference pairs",
+        "preference pairs: a prompt, or messages, with chosen and rejected, and optionally the margin between their rewards",
+        PAIRS,
+        {
+            "bradley_terry": {"center_coefficient": 0.01},
+            "epochs": 1,
+            "optimizer": {"lr": 1e-5},
+            "schedule": {"kind": "linear", "warmup_ratio": 0.1},
+        },
+        VALIDATION | TRACKING,
+        unit_samples=2,
+    ),
     "pretrain": TaskTemplate(
         "train",
         "pre-training, or its continuation, on texts",

@@ -246,10 +246,12 @@ class SupervisedTraining(Training[RunConfig]):
         run, held_out = self._run, self.samples.held_out
         validation = run.config.validation
         if validation is not None and validation.at_start and held_out is not None and run.backend.step_count == 0:
-            loss = self.objective.measure(run.backend, held_out, run.adapter, run.config.data.global_batch_size)
-            run.event_log.event("validated", step=0, validation_loss=loss)
+            measured = self.objective.measure(run.backend, held_out, run.adapter, run.config.data.global_batch_size)
+            run.event_log.event(
+                "validated", step=0, validation_loss=measured.loss, **validation_metrics(measured.metrics)
+            )
             if run.main_rank:
-                print(f"validation loss before the first step: {loss:.4f}", flush=True)
+                print(f"validation loss before the first step: {measured.loss:.4f}", flush=True)
         self._step_start = time.perf_counter()
 
     @property
@@ -290,10 +292,12 @@ class SupervisedTraining(Training[RunConfig]):
         counts.skipped += step.skipped
         counts.seconds += seconds
         counts.loss, self._last_step = result.loss, number
-        validation_loss = None
+        validation_loss, metrics = None, dict(result.metrics)
         if held_out is not None and (number % config.validation_every == 0 or number == config.steps):
-            validation_loss = objective.measure(backend, held_out, run.adapter, config.data.global_batch_size)
+            measured = objective.measure(backend, held_out, run.adapter, config.data.global_batch_size)
             assert config.validation is not None
+            validation_loss = measured.loss
+            metrics |= validation_metrics(measured.metrics)
             counts.measured(validation_loss, number, config.validation.min_delta)
         tokens_per_s = result.total_tokens / seconds
         return StepRecord(
@@ -312,7 +316,7 @@ class SupervisedTraining(Training[RunConfig]):
             seconds=counts.seconds,
             mfu=model_flops_utilisation(tokens_per_s, batch, backend),
             validation_loss=validation_loss,
-            metrics=result.metrics,
+            metrics=metrics,
         )
 
     def after_step(self, number: int) -> None:
@@ -366,6 +370,11 @@ class SupervisedTraining(Training[RunConfig]):
         return {"loss": self.counts.loss}, end_line(self._run.config, self.counts, self._last_step)
 
 
+def validation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics of held-out samples under their names in the log."""
+    return {f"validation_{name}": value for name, value in metrics.items()}
+
+
 def end_line(config: RunConfig, counts: TrainCounts, steps: int | None = None) -> str:
     """Return a one-line summary of the run.
 
@@ -415,7 +424,8 @@ class StepRecord(MetricsRecord):
     """A step of supervised training. ``loss`` and ``grad_norm`` are null where they are not finite.
 
     Attributes:
-        metrics: further metrics of the loss, by name; ``LOSS_METRICS`` declares those of built-in losses.
+        metrics: further metrics of the loss, by name, and ``validation_NAME`` of those measured on held-out pairs;
+            ``LOSS_METRICS`` declares those of built-in losses.
     """
 
     loss: Annotated[
@@ -464,6 +474,7 @@ class StepRecord(MetricsRecord):
         """Return the figures of a step in one short line."""
         figures = [
             f"loss {self.loss:.4f}",
+            f"accuracy {self.metrics['accuracy']:.3f}" if "accuracy" in self.metrics else "",
             self.last_measured("validation_loss", "validation", 4, earlier),
             f"grad norm {self.grad_norm:.3f}",
             f"{self.tokens_per_s:,.0f} tokens/s",

@@ -97,6 +97,9 @@ class LossInputs:
         return self.reduce_context(last_values)
 
 
+MARGIN = "margin"
+"""Name in ``Sample.extra`` of the margin of a preference pair, the same number at each token."""
+
 LossFunction = Callable[[Tensor, LossInputs], Any]
 LossUnit = Literal["token", "sample", "pair"]
 
@@ -445,14 +448,34 @@ def clipped_value(values: Tensor, inputs: LossInputs, clip: float = 0.2) -> tupl
     }
 
 
-def bradley_terry(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry (1952) loss of a reward model, -log sigmoid(chosen - rejected), of last tokens; needs complete pairs."""
-    scores = inputs.at_last(values)
-    chosen, rejected = scores[inputs.pairs[:, 0]], scores[inputs.pairs[:, 1]]
-    return -F.logsigmoid(chosen - rejected), {
+def bradley_terry(
+    values: Tensor, inputs: LossInputs, center_coefficient: float = 0.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Bradley-Terry (1952) loss of a reward model, -log sigmoid(chosen - rejected - margin); needs complete pairs.
+
+    A reward is the value at a sample's last token. The margin is ``extra["margin"]`` of the chosen sample there, or 0 (Touvron et
+    al. 2023, arXiv:2307.09288, eq. 2).
+
+    Args:
+        center_coefficient: factor of (chosen + rejected)^2 beside it, which keeps rewards around 0 (Eisenstein et al. 2023,
+            arXiv:2312.09244, eq. 2).
+    """
+    rewards = inputs.at_last(values)
+    chosen, rejected = rewards[inputs.pairs[:, 0]], rewards[inputs.pairs[:, 1]]
+    difference = gain = chosen - rejected
+    margin = (inputs.extra or {}).get(MARGIN)
+    if margin is not None:
+        gain = difference - inputs.at_last(margin)[inputs.pairs[:, 0]]
+    loss = -F.logsigmoid(gain)
+    if center_coefficient:
+        loss = loss + center_coefficient * (chosen + rejected).square()
+    return loss, {
         "accuracy": (chosen > rejected).float(),
         "reward_chosen": chosen.detach(),
         "reward_rejected": rejected.detach(),
+        # Finite: an infinite metric would spoil the average over all pairs.
+        "reward_margin": difference.detach().clamp(-LARGEST, LARGEST),
+        "reward_mean": (0.5 * chosen + 0.5 * rejected).detach(),
     }
 
 
@@ -534,6 +557,8 @@ LOSS_METRICS = {
         "log-probability)",
     ),
     "reward_rejected": Metric("", "mean reward of rejected responses"),
+    "reward_margin": Metric("", "bradley_terry: mean difference of the rewards of a pair"),
+    "reward_mean": Metric("", "bradley_terry: mean reward of all responses"),
     "nll_chosen": Metric("nats", "mean negative log-likelihood per token of chosen responses"),
     "log_odds_ratio": Metric("", "mean log odds ratio of chosen to rejected responses"),
     "reference_point": Metric(

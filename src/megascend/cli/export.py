@@ -57,8 +57,10 @@ def export_command(
         from megascend.config import Adapters
 
         adapter = find_adapter(adapter)
-        lora = read_settings(adapter)
+        lora, has_head = read_settings(adapter)
         settings["adapters"] = Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
+        if has_head:
+            settings["head"] = "reward_model"
         merged = f" with {adapter} merged"
         # A warning only: the recorded name may be a path on another machine, or a name on the Hub.
         if (trained_on := other_base(adapter, source)) is not None:
@@ -98,11 +100,13 @@ def find_adapter(path: Path) -> Path:
     )
 
 
-def read_settings(adapter: Path) -> Lora:
-    """Return the adapter's rank and targets; reject anything beyond plain LoRA."""
+def read_settings(adapter: Path) -> tuple[Lora, bool]:
+    """Return the adapter's rank and targets, and whether it has a scalar head; reject anything beyond plain LoRA."""
     from megascend.lora import peft_format
+    from megascend.lora.target_modules import HEAD
 
-    return peft_format.read(adapter)[0]
+    lora, factors = peft_format.read(adapter)
+    return lora, HEAD in factors
 
 
 def other_base(adapter: Path, model: Path) -> str | None:

@@ -89,11 +89,11 @@ class Data(Section):
 
 DATA_COLUMNS = (
     "messages", "conversations", "system", "prompt", "completion", "label", "instruction", "input", "output", "history",
-    "chosen", "rejected", "text", "token_ids", "prompt_length", "weights", "top_ids", "top_logprobs", "tools",
+    "chosen", "rejected", "margin", "text", "token_ids", "prompt_length", "weights", "top_ids", "top_logprobs", "tools",
     "chat_template_kwargs", "images", "image",
 )  # fmt: skip
 """Columns of data files that are read."""
-PREFERENCE_LOSSES = ("dpo", "orpo", "simpo", "kto")
+PREFERENCE_LOSSES = ("dpo", "orpo", "simpo", "kto", "bradley_terry")
 """Losses with a section of a run file of their own."""
 
 
@@ -194,3 +194,13 @@ class Kto(Section):
     beta: float = Field(0.1, gt=0, description="strength of the penalty for moving away from the initial model")
     desirable_weight: float = Field(1.0, gt=0, description="weight of the loss of desirable responses")
     undesirable_weight: float = Field(1.0, gt=0, description="weight of the loss of undesirable responses")
+
+
+class BradleyTerry(Section):
+    """A reward model (Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155) of preference pairs, with a scalar head."""
+
+    center_coefficient: float = Field(
+        0.0,
+        ge=0,
+        description="factor of (chosen + rejected)^2, which keeps rewards around 0 (Eisenstein et al., arXiv:2312.09244)",
+    )

@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationError, model_validator
 from typing_extensions import Self, TypedDict
 
-from megascend.config.data import PREFERENCE_LOSSES, Data, Distillation, Dpo, Kto, Orpo, Simpo, Validation
+from megascend.config.data import (
+    PREFERENCE_LOSSES,
+    BradleyTerry,
+    Data,
+    Distillation,
+    Dpo,
+    Kto,
+    Orpo,
+    Simpo,
+    Validation,
+)
 from megascend.config.run_file import read_settings
 from megascend.config.section import Count, Seconds, Section, Seed, Size, explain
 from megascend.config.training import (
@@ -110,12 +120,12 @@ class TrainerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _causal_models_only(cls, values: Any) -> Any:
+    def _no_head(cls, values: Any) -> Any:
         # Named explicitly: as an unknown key it would get the advice to check its spelling.
         if isinstance(values, dict) and "head" in values:
             raise ValueError(
-                f"head: {values['head']!r:.200} is a setting of backends, not of run files, which train causal language models: "
-                "reward models (loss bradley_terry) and critics (loss value) are trained by programs, "
+                f"head: {values['head']!r:.200} is a setting of backends, not of run files, where the loss decides it: "
+                "megascend train makes reward models with bradley_terry; critics (loss value) are trained by programs, "
                 'megascend.MegatronBackend(model, head="scalar"); see docs/data.md, "Reward models and critics"'
             )
         return values
@@ -206,6 +216,11 @@ class TrainerConfig(Section):
         return {}
 
     @property
+    def head(self) -> Literal["lm", "reward_model"]:
+        """Kind of the model's last layer; see :data:`megascend.huggingface.scalar_head.HeadKind`."""
+        return "lm"
+
+    @property
     def tracker_options(self) -> dict[str, dict[str, Any]]:
         """Options of every tracker, by name."""
         entries = [{entry: {}} if isinstance(entry, str) else entry for entry in self.trackers]
@@ -282,8 +297,9 @@ class RunConfig(TrainerConfig):
     validation: Validation | None = Field(None, description="measure the loss on held-out samples at intervals")
     loss: str | None = Field(
         None,
-        description="loss by name: cross_entropy, dpo, orpo, simpo, kto, one that a plug-in registers, or a function of yours as "
-        "path/to/file.py:function or package.module:function; default: that of the section below that is set, else cross_entropy",
+        description="loss by name: cross_entropy, dpo, orpo, simpo, kto, bradley_terry, one that a plug-in registers, or a "
+        "function of yours as path/to/file.py:function or package.module:function; default: that of the section below that is "
+        "set, else cross_entropy",
     )
     loss_settings: dict[str, float] = Field(
         {}, description="keyword arguments of a loss that is a function of yours or of a plug-in"
@@ -292,6 +308,7 @@ class RunConfig(TrainerConfig):
     orpo: Orpo | None = Field(None, description="train on preference pairs with ORPO")
     simpo: Simpo | None = Field(None, description="train on preference pairs with SimPO")
     kto: Kto | None = Field(None, description="train on responses labelled desirable or undesirable with KTO")
+    bradley_terry: BradleyTerry | None = Field(None, description="train a reward model on preference pairs")
     distillation: Distillation | None = Field(
         None, description="learn the distributions of a teacher that are stored with the data's tokens"
     )
@@ -345,6 +362,17 @@ class RunConfig(TrainerConfig):
             remedy = f"set them in {sections[0]}" if sections else "the loss is cross_entropy, which has none"
             raise ValueError(f"loss_settings are of a loss that is a function of yours or of a plug-in: {remedy}")
         return self
+
+    @model_validator(mode="after")
+    def _language_model_for_answers(self) -> RunConfig:
+        if self.bradley_terry is not None and self.generation is not None:
+            raise ValueError("generation and bradley_terry are both set: a reward model gives scores, not answers")
+        return self
+
+    @property
+    def head(self) -> Literal["lm", "reward_model"]:
+        """Kind of the model's last layer, which the loss decides."""
+        return "lm" if self.bradley_terry is None else "reward_model"
 
     @property
     def preference(self) -> tuple[str, Section] | None:

@@ -148,6 +148,7 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(
         ("beta", "rl_beta"), Synonym(("dpo.beta", "orpo.beta", "simpo.beta", "kto.beta", "reference.coefficient"))
     ),
+    "center_rewards_coefficient": Synonym(("bradley_terry.center_coefficient",)),
     "num_generations": Synonym(("rollout.group_size",)),
     **dict.fromkeys(("max_completion_length", "max_new_tokens", "response_length"), Synonym(("rollout.max_tokens",))),
     "max_prompt_length": Synonym(("batching.max_length",), "of prompt and response together, in tokens"),

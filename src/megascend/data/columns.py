@@ -7,13 +7,14 @@
 | ``prompt``, ``completion`` | text of which the completion is learned, or a conversation, if both are lists of messages |
 | ``prompt``, ``completion``, ``label`` | the same, labelled desirable (true) or undesirable (false) |
 | ``instruction``, ``output`` (and ``input``, ``system``, ``history``) | Alpaca's: a conversation |
-| ``chosen``, ``rejected`` (and ``prompt``) | a preference pair, of conversations or of text |
+| ``chosen``, ``rejected`` (and ``prompt``, ``margin``) | a preference pair, of conversations or of text |
 | ``text`` | a text |
 | ``token_ids`` (and ``prompt_length``, ``weights``, ``top_ids``, ``top_logprobs``) | tokens, with a teacher's likeliest ones |
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from megascend.batch.candidates import Candidates
 
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "chosen": (("chosen", "rejected"), ("prompt",)),
+    "chosen": (("chosen", "rejected"), ("prompt", "margin")),
     "messages": (("messages",), ()),
     "conversations": (("conversations",), ("system",)),
     "completion": (("prompt", "completion"), ("label",)),
@@ -251,18 +252,24 @@ def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
 def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
     sides = {name: from_sharegpt(values[name], f"{source}: {name}") for name in ("chosen", "rejected")}
     lists = [isinstance(side, list) for side in sides.values()]
+    margin = values.get("margin")
+    if margin is not None and (type(margin) not in (int, float) or not math.isfinite(margin)):
+        raise DataError(
+            f"{source}: 'margin' must be a finite number, the least difference of the rewards of both sides, found "
+            f"{margin!r:.60}; if it is something else, choose the columns to read with data.columns"
+        )
     if not any(lists):
         chosen, rejected = (_text(values, name, source) for name in sides)
         prompt = _text(values, "prompt", source)
         if chosen == rejected:
             raise DataError(f"{source}: 'chosen' and 'rejected' are the same")
-        return Document(source, prompt=prompt, chosen=chosen, rejected=rejected, **_chat(values, source))
+        return Document(source, prompt=prompt, chosen=chosen, rejected=rejected, margin=margin, **_chat(values, source))
     if not all(lists):
         raise DataError(f"{source}: 'chosen' and 'rejected' must be both strings or both lists of messages")
     conversations = [_side(side, values.get("prompt"), f"{source}: {name}") for name, side in sides.items()]
     if conversations[0] == conversations[1]:
         raise DataError(f"{source}: 'chosen' and 'rejected' are the same")
-    return Document(source, chosen=conversations[0], rejected=conversations[1], **_chat(values, source))
+    return Document(source, chosen=conversations[0], rejected=conversations[1], margin=margin, **_chat(values, source))
 
 
 def _side(side: list[Any], prompt: Any, label: str) -> Messages:

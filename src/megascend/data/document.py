@@ -25,6 +25,7 @@ class Document:
         prompt, completion: plain text of which only the completion is learned. If ``chosen`` and ``rejected`` are plain text,
             ``prompt`` precedes both.
         chosen, rejected: the sides of a preference pair, both plain text or both complete conversations.
+        margin: least difference of the rewards of a pair's sides, for reward models; None: none is named.
         loss_weights: loss weight of each message; None: 1 for the assistant's, 0 for all others.
         prompt_messages: number of ``messages`` that are a prompt, which is not learned unless prompts are.
         tools: functions that the conversation may call, for the chat template.
@@ -42,6 +43,7 @@ class Document:
     completion: str | None = None
     chosen: Messages | str | None = None
     rejected: Messages | str | None = None
+    margin: float | None = None
     loss_weights: tuple[float, ...] | None = None
     prompt_messages: int = 0
     tools: tuple[dict[str, Any], ...] | None = None

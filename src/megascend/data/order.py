@@ -181,6 +181,8 @@ def add_to_fingerprint(state: xxhash.xxh3_64, sample: Sample) -> None:
     if sample.label is not None:
         # Tokens do not show it.
         state.update(sample.label.to_bytes(8, "little", signed=True))
+    for name in sorted(sample.extra):
+        state.update(sample.extra[name].numpy().tobytes())
     if sample.candidates is not None:
         for values in (sample.candidates.ids, sample.candidates.logprobs):
             state.update(values.numpy().tobytes())

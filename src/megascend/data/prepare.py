@@ -104,7 +104,7 @@ def prepare_samples(
             template_date=template_date,
             pictures=pictures,
         )
-        write_store(fresh, _encoded(path, data, encoder, findings), findings, sources)
+        write_store(fresh, _encoded(path, data, encoder, findings), findings, sources, scored=limits.scored)
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
         findings.raise_problems()
 
@@ -123,6 +123,8 @@ def prepare_samples(
         raise DataError(f"{path} holds preference pairs and other documents: they cannot be trained together")
     if store.has_labels and not store.all_labels:
         raise DataError(f"{path} holds completions with 'label' and other documents: they cannot be trained together")
+    if store.has_margins and not store.all_margins:
+        raise DataError(f"{path} holds pairs with 'margin' and others without: give each pair one, 0 for example")
     if store.has_candidates and not store.all_candidates:
         raise DataError(
             f"{path} holds documents with a teacher's distributions (top_ids) and others without: they cannot be trained together"

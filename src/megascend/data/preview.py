@@ -72,13 +72,17 @@ class SamplePiece:
     tokens: int
 
 
-def pieces(sample: Sample, decode: Decode) -> list[SamplePiece]:
+def pieces(sample: Sample, decode: Decode, *, scored: bool = False) -> list[SamplePiece]:
     """Return the tokens read and predicted, in order, by weight; the first, which nothing predicts, has weight 0.
 
     A character whose tokens differ in weight shows as the replacement character in each piece.
+
+    Args:
+        scored: the sample is for a scalar head, whose tokens are read only.
     """
-    ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
-    weights = [0.0, *sample.weights.tolist()]
+    ids, weights = sample.input_ids.tolist(), sample.weights.tolist()
+    if not scored:
+        ids, weights = [ids[0], *sample.target_ids.tolist()], [0.0, *weights]
     result, start, before = [], 0, ""
     for weight, members in groupby(weights):
         count = len(list(members))

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
 from megascend.batch.candidates import Candidates
+from megascend.batch.losses import MARGIN
 from megascend.batch.packing import round_up
 from megascend.batch.picture_sources import PictureSources
 from megascend.batch.sample import Sample
@@ -49,6 +52,8 @@ class SampleLimits:
         budget: most tokens of a preference pair, ``batching.micro_batch_tokens``; None: unlimited.
         multiple: each sample of a pair is padded to a multiple of it.
         packing: False if both are padded to the length of the longer.
+        scored: samples are for a scalar head (:meth:`Sample.scored`), which has a value after their last token, too.
+        padding: token that does not count at the end of a scored sample, as transformers' sequence classifiers have it.
     """
 
     length: int
@@ -57,6 +62,13 @@ class SampleLimits:
     budget: int | None = None
     multiple: int = 1
     packing: bool = True
+    scored: bool = False
+    padding: int | None = None
+
+    @property
+    def targets(self) -> int:
+        """Tokens of a sample beyond those that it reads: the last target, which nothing follows."""
+        return 0 if self.scored else 1
 
     def pair_tokens(self, lengths: Sequence[int]) -> int:
         """Return the tokens that a pair of samples takes in a micro batch."""
@@ -164,8 +176,15 @@ class Encoder:
                 "left out: the pair is longer than a micro batch (data.on_too_long: skip)", document.source
             )
             return []
+        if self._limits.scored and torch.equal(samples[0].input_ids, samples[1].input_ids):
+            self._findings.remark("left out: both sides of the pair are the same tokens", document.source)
+            return []
+        if document.margin is not None and not self._limits.scored:
+            self._findings.remark("'margin' is not read: it is for reward models", document.source)
         for sample, chosen in zip(samples, (True, False), strict=True):
             sample.pair, sample.chosen = number, chosen
+            if document.margin is not None and self._limits.scored:
+                sample.extra = {MARGIN: torch.full((len(sample),), float(document.margin))}
         return samples
 
     def _labelled(self, document: Document, number: int) -> list[Sample]:
@@ -319,9 +338,12 @@ class Encoder:
             raise DataError(
                 "no assistant turn to learn from, or none whose loss counts; add one, or set data.train_on_prompt: true"
             )
-        length, limit = len(tokens) - 1, self._limits.length
+        while self._limits.scored and len(tokens) > 1 and tokens[-1] == self._limits.padding:
+            tokens, weights = tokens[:-1], weights[:-1]
+        targets, limit = self._limits.targets, self._limits.length
+        length = len(tokens) - targets
         if length <= limit:
-            return Sample.causal(tokens, weights=weights, images=pictures, candidates=candidates)
+            return self._sample(tokens, weights, pictures, candidates)
         if self._on_too_long == "error":
             raise DataError(
                 f"the {kind} has {length} tokens and the limit is {limit} ({self._limits.setting}): shorten or remove it, raise "
@@ -329,7 +351,7 @@ class Encoder:
             )
         rest = tokens[limit:]
         # limit + 1 ids give `limit` inputs with a target each.
-        tokens, weights = tokens[: limit + 1], weights[: limit + 1]
+        tokens, weights = tokens[: limit + targets], weights[: limit + targets]
         cuts_picture = pictures is not None and self._pictures is not None and self._pictures.layout.token in rest
         # Truncation may cut off everything that is learned.
         if self._on_too_long == "skip" or cuts_picture or not any(weights[1:]):
@@ -338,7 +360,14 @@ class Encoder:
             self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {setting})", source)
             return None
         self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
-        candidates = None if candidates is None else candidates[: limit + 1]
+        candidates = None if candidates is None else candidates[: limit + targets]
+        return self._sample(tokens, weights, pictures, candidates)
+
+    def _sample(
+        self, tokens: list[int], weights: list[float], pictures: PictureSources | None, candidates: Candidates | None
+    ) -> Sample:
+        if self._limits.scored:  # engines refuse scalar heads on models that take pictures
+            return Sample.scored(tokens)
         return Sample.causal(tokens, weights=weights, images=pictures, candidates=candidates)
 
     def _check_vocabulary(self, tokens: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ import xxhash
 
 from megascend.batch.candidates import Candidates
 from megascend.batch.images import DeferredImages, SampleImages
+from megascend.batch.losses import MARGIN
 from megascend.batch.picture_sources import PictureSource, PictureSources
 from megascend.batch.sample import Sample
 from megascend.data.findings import Findings
@@ -46,6 +48,7 @@ class SampleStore(Sequence[Sample]):
         fingerprint: digest of all samples, see :func:`megascend.data.order.fingerprint_of`.
         remarks: remarks of the tokenisation.
         sources: inputs of the samples: name for messages, to a digest or the value.
+        scored: the samples are for a scalar head (:meth:`Sample.scored`).
     """
 
     def __init__(self, path: Path, processor: PictureProcessor | None = None) -> None:
@@ -53,9 +56,12 @@ class SampleStore(Sequence[Sample]):
         self.fingerprint: str = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
         self.sources: dict[str, str] = about["sources"]
+        self.scored: bool = about["scored"]
         # One row per sample: start of its tokens, their number, number of the document, NO_PAIR or a kind of those
-        # above, first picture, number of pictures, first number in the candidates' files, and candidates of a target.
-        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 8)
+        # above, first picture, number of pictures, first number in the candidates' files, candidates of a target, and the
+        # bits of the margin in float64, which is NaN without one.
+        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 9)
+        self._margins = np.ascontiguousarray(self._index[:, 8]).view(np.float64)
         # One row per picture: PATH or CONTENT, start and length in the file, digest of the picture, its size and time of change.
         self._picture_index = np.fromfile(path / PICTURE_INDEX, dtype=np.int64).reshape(-1, 6)
         self._pictures = _mapped(path / PICTURES, np.uint8)
@@ -77,7 +83,7 @@ class SampleStore(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        start, count, document, side, picture, pictures, slot, width = self._index[index].tolist()
+        start, count, document, side, picture, pictures, slot, width, _ = self._index[index].tolist()
         stored = slice(start, start + count)
         # Copies: the files are mapped for reading only, and tensors can be written to.
         tokens = torch.from_numpy(self._tokens[stored].astype(np.int64))
@@ -85,7 +91,10 @@ class SampleStore(Sequence[Sample]):
         # Every rank draws the global batch, and decodes its own share of it.
         numbers = range(picture, picture + pictures)
         images = DeferredImages(lambda: self._images(numbers)) if pictures else None
-        sample = Sample.causal(tokens, weights=weights, images=images)
+        sample = Sample.scored(tokens) if self.scored else Sample.causal(tokens, weights=weights, images=images)
+        margin = float(self._margins[index])
+        if not math.isnan(margin):
+            sample.extra = {MARGIN: torch.full((count,), margin)}
         if width:
             slots = slice(slot, slot + (count - 1) * width)
             sample.candidates = Candidates(
@@ -131,7 +140,7 @@ class SampleStore(Sequence[Sample]):
     @property
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each sample, int64 [samples]."""
-        return self._index[:, 1] - 1
+        return self._index[:, 1] - (0 if self.scored else 1)
 
     @property
     def supervised(self) -> np.ndarray:
@@ -162,6 +171,16 @@ class SampleStore(Sequence[Sample]):
         return bool(np.isin(self._index[:, 3], (REJECTED, CHOSEN)).all())
 
     @property
+    def has_margins(self) -> bool:
+        """True if some samples have a margin."""
+        return not bool(np.isnan(self._margins).all())
+
+    @property
+    def all_margins(self) -> bool:
+        """True if all samples have a margin."""
+        return not bool(np.isnan(self._margins).any())
+
+    @property
     def has_labels(self) -> bool:
         """True if there are labelled documents among the samples."""
         return bool((self._index[:, 3] >= UNDESIRABLE).any())
@@ -187,10 +206,12 @@ def write_store(
     documents: Iterable[tuple[int, list[Sample]]],
     findings: Findings,
     sources: Mapping[str, str] | None = None,
+    *,
+    scored: bool = False,
 ) -> None:
     """Write documents, given as (number, samples), to a new directory, with the remarks of ``findings`` and ``sources``.
 
-    Pictures that are files stay where they are; others are copied.
+    Pictures that are files stay where they are; others are copied. ``scored``: the samples are for a scalar head.
     """
     path.mkdir()
     state, start, pictures, slots = xxhash.xxh3_64(), 0, 0, 0
@@ -206,9 +227,11 @@ def write_store(
             for sample in samples:
                 add_to_fingerprint(state, sample)
                 # Inputs and targets overlap in all but one token: one list of ids holds both.
-                ids = [int(sample.input_ids[0]), *sample.target_ids.tolist()]
+                ids, values = sample.input_ids.tolist(), sample.weights.tolist()
+                if not scored:
+                    ids, values = [ids[0], *sample.target_ids.tolist()], [0.0, *values]
                 tokens.write(np.asarray(ids, dtype=np.int32).tobytes())
-                weights.write(np.asarray([0.0, *sample.weights.tolist()], dtype=np.float32).tobytes())
+                weights.write(np.asarray(values, dtype=np.float32).tobytes())
                 side = _kind(sample)
                 added = writer.add(sample.images, state) if isinstance(sample.images, PictureSources) else 0
                 width, candidates = 0, sample.candidates
@@ -216,7 +239,8 @@ def write_store(
                     width = candidates.ids.shape[1]
                     candidate_ids.write(candidates.ids.numpy().tobytes())
                     candidate_logprobs.write(candidates.logprobs.numpy().tobytes())
-                row = [start, len(ids), number, side, pictures, added, slots, width]
+                margin = np.float64(sample.extra[MARGIN][0] if MARGIN in sample.extra else math.nan)
+                row = [start, len(ids), number, side, pictures, added, slots, width, int(margin.view(np.int64))]
                 index.write(np.asarray(row, dtype=np.int64).tobytes())
                 start += len(ids)
                 pictures += added
@@ -225,6 +249,7 @@ def write_store(
         "fingerprint": state.hexdigest(),
         "remarks": findings.lines(),
         "sources": dict(sources or {}),
+        "scored": scored,
     }
     # Last: it holds the fingerprint and the remarks of all documents.
     (path / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
@@ -291,6 +316,7 @@ class SampleSubset(Sequence[Sample]):
         self._store, self._indices = store, np.flatnonzero(chosen)
         self.fingerprint = fingerprint
         self.has_pairs, self.has_labels, self.has_candidates = store.has_pairs, store.has_labels, store.has_candidates
+        self.has_margins, self.scored = store.has_margins, store.scored
         self.sources = store.sources
 
     def __len__(self) -> int:

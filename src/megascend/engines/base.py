@@ -27,11 +27,13 @@ from megascend.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
 from megascend.config import Adam, Precision, VisionTower
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
+from megascend.engines.heads import fresh_weights
 from megascend.engines.router_replay import RouterReplay
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
+from megascend.huggingface.scalar_head import WEIGHT
 from megascend.kernels.linear_divergence import TeacherDivergence
-from megascend.lora.adapter_io import SavedAdapter
+from megascend.lora.adapter_io import SavedAdapter, read_tensor
 from megascend.lora.registry import AdapterSettings
 from megascend.selfcheck.verdict import Verdict
 from megascend.topology.topology import Receivers
@@ -237,7 +239,7 @@ class Engine(ABC):
         replay_unsupported_reason: reason why this engine cannot replay experts, or None.
 
     Raises:
-        ConfigError: adapters on a model with a scalar head.
+        ConfigError: adapters on a token classifier.
     """
 
     kind: str
@@ -383,15 +385,20 @@ def longest_sample(spec: EngineSpec, info: ModelInfo) -> int:
     return min(limits, default=sys.maxsize)
 
 
-def adapter_settings(spec: EngineSpec, device: torch.device) -> AdapterSettings:
+def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) -> AdapterSettings:
     """Return what the adapters of an engine with these settings share."""
     assert spec.adapters is not None
     spec.optimizer.check_for_adapters()
-    return AdapterSettings(spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device)
+    head = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed).get(WEIGHT)
+    if head is None and info.scalar_head is not None:
+        head = read_tensor(spec.model, WEIGHT)
+    return AdapterSettings(
+        spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device, head
+    )
 
 
 def check_head(spec: EngineSpec, info: ModelInfo) -> None:
-    """Raise ConfigError for adapters on a model with a scalar head, and for a vision tower that cannot be trained."""
+    """Raise ConfigError for adapters on a token classifier, and for a vision tower that cannot be trained."""
     if spec.vision_tower not in get_args(VisionTower):
         raise ConfigError(f"vision_tower must be frozen or train, got {spec.vision_tower!r}")
     if spec.vision_tower == "train" and info.image_layout is None:
@@ -400,8 +407,8 @@ def check_head(spec: EngineSpec, info: ModelInfo) -> None:
         raise ConfigError(
             f"head: a scalar head on {info.architecture.model_type}, which takes pictures, is not supported"
         )
-    if info.scalar_head is not None and spec.adapters is not None:
+    if info.scalar_head is not None and info.scalar_head.unit == "token" and spec.adapters is not None:
         raise ConfigError(
-            "adapters: LoRA on a model with a scalar head is not supported: peft trains the head beside the adapter "
-            "(modules_to_save), and adapters here have no weights but A and B; leave adapters out"
+            "adapters: LoRA on a token classifier (a critic) is not supported: an adapter has the weight of its head, as that of "
+            "a sequence classifier (a reward model), and neither bias nor dropout; leave adapters out"
         )

@@ -6,6 +6,7 @@ before the layer, and their checkpoints are critics'; those of sequences are rew
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.exported import OUTPUT
 from megascend.huggingface.files import TensorHeader
 
-HeadKind = Literal["lm", "scalar", "new_sequence_classifier", "new_token_classifier"]
-"""Output of a backend's model: logits; the checkpoint's scalar head; or a scalar head drawn at random in its place."""
+HeadKind = Literal["lm", "scalar", "new_sequence_classifier", "new_token_classifier", "reward_model"]
+"""Output of a backend's model: logits; the checkpoint's scalar head; or a scalar head drawn at random in its place.
+
+``reward_model`` is ``scalar`` where the checkpoint has such a head, else ``new_sequence_classifier``.
+"""
 
 Unit = Literal["sequence", "token"]
 
@@ -68,10 +72,12 @@ def find(
         if weight_name is not None:
             raise CheckpointError(
                 f"{model_dir}: {weight_name} is the head of a sequence or token classifier (a reward model, a critic): give the "
-                "backend head='scalar', or train a checkpoint of a ...ForCausalLM class. Run files train the latter only; "
-                'docs/data.md, "Reward models and critics", shows a program'
+                "backend head='scalar', or train a checkpoint of a ...ForCausalLM class. A run file trains it with the loss "
+                'bradley_terry; docs/data.md, "Reward models and critics"'
             )
         return None
+    if head == "reward_model":
+        head = "new_sequence_classifier" if weight_name is None else "scalar"
     if head != "scalar":
         if weight_name is not None:
             raise CheckpointError(
@@ -103,7 +109,8 @@ def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHe
     shape, bias = tensors[WEIGHT].shape, BIAS in tensors
     if len(shape) != 2 or shape[0] != 1:
         raise CheckpointError(
-            f"{model_dir}: {WEIGHT} has shape {list(shape)}; a scalar head has one row (num_labels: 1)"
+            f"{model_dir}: {WEIGHT} has shape {list(shape)}; a scalar head has one row (num_labels: 1), and classifiers "
+            "with more labels are not trained"
         )
     # transformers would ignore the bias, and so give other scores than the model was trained for.
     if bias and unit == "sequence":
@@ -133,8 +140,38 @@ def with_head(
     return headers | {name: TensorHeader(dtype, shapes[name]) for name in head.names}
 
 
-def exported_config(config: Mapping[str, Any], head: ScalarHead | None) -> dict[str, Any]:
-    """Return ``config.json`` of an export; with a fresh head, as transformers writes a classifier with one label."""
+def padding_id(config: Mapping[str, Any], model_dir: Path) -> int | None:
+    """Return the padding token of a sequence classifier: that of ``config.json``, else its tokenizer's; None without one.
+
+    transformers reads the score at the last token that is another one.
+    """
+    for part in (config.get("text_config") or {}, config):
+        if isinstance(part.get("pad_token_id"), int):
+            return part["pad_token_id"]
+    try:
+        settings, tokenizer = (
+            json.loads((model_dir / name).read_text(encoding="utf-8"))
+            for name in ("tokenizer_config.json", "tokenizer.json")
+        )
+        token = settings.get("pad_token")
+        name = token.get("content") if isinstance(token, dict) else token
+        added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens") or []}
+        vocabulary = tokenizer["model"]["vocab"]
+        return added.get(name, vocabulary.get(name) if isinstance(vocabulary, dict) else None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # a tokenizer of another form, which says nothing about padding here
+
+
+def exported_config(config: Mapping[str, Any], head: ScalarHead | None, model_dir: Path) -> dict[str, Any]:
+    """Return ``config.json`` of an export; with a fresh head, as transformers writes a classifier with one label.
+
+    A sequence classifier has a padding token, without which transformers scores no batch.
+
+    Args:
+        model_dir: directory of ``config`` and the tokenizer.
+    """
+    if head is not None and head.unit == "sequence" and (padding := padding_id(config, model_dir)) is not None:
+        config = {**config, "pad_token_id": padding}
     if head is None or not head.fresh:
         return dict(config)
     classes: Collection[Any] = config.get("architectures") or []

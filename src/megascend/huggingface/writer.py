@@ -126,7 +126,7 @@ def check_target(target: Path) -> None:
 
 def exported_config(source: Path, info: ModelInfo, dtype: str) -> dict[str, Any]:
     """Return the ``config.json`` of an export, corrected to describe the exported tensors."""
-    config = scalar_head.exported_config(read_config(source), info.scalar_head)
+    config = scalar_head.exported_config(read_config(source), info.scalar_head, source)
     if info.scalar_head is None and not info.shape.tied and OUTPUT in info.tensors:
         # Readers other than transformers 5 believe this setting and would drop the output layer.
         parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]

@@ -32,7 +32,7 @@ from megascend.lora.peft_tensors import to_tensors
 from megascend.lora.registry import AdapterRegistry
 from megascend.lora.segments import TokenSegments, token_segments, tokens_per_adapter
 from megascend.lora.stacked_adapters import StackedAdapters, StackPool, stack_capacity
-from megascend.lora.target_modules import matches
+from megascend.lora.target_modules import HEAD, matches
 from megascend.lora.transfer import gather, scatter
 from megascend.topology.topology import Topology
 
@@ -292,7 +292,8 @@ def loaded_settings(saved: SavedAdapter, lora: Lora | None, projections: Sequenc
         has = "adapts" if different[0] in saved.values else "does not adapt"
         raise ConfigError(f"{path} {has} {different[0]}, unlike the targets passed, {lora.targets}")
     # A targeted layer without saved factors would start with A = 0 and B = 0, and never learn.
-    return settings.model_copy(update={"targets": tuple(sorted(saved.values))}) if different else settings
+    names = tuple(sorted(saved.values.keys() - {HEAD}))
+    return settings.model_copy(update={"targets": names}) if different else settings
 
 
 class MixedAdapters(AdapterSet):

@@ -35,6 +35,7 @@ class AppliedAdapters:
         self.stacked: StackedAdapters | None = None
         self.segments: TokenSegments | None = None
         self._output: tuple[int, TargetModule] | None = None
+        self._head: tuple[int, TargetModule] | None = None
         self._root = torch.empty(0, requires_grad=True)  # makes autograd call LookUp.backward; token ids cannot
 
     @property
@@ -112,6 +113,26 @@ class AppliedAdapters:
         return SegmentedLinear.apply(down.flatten(0, -2), b, b_grads, segments.local, out.flatten(0, -2)).view(
             out.shape
         )
+
+    def values(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return a scalar head's values with the head of each token's adapter in place of the model's.
+
+        Args:
+            x: [..., h], the head's input; of this rank's tokens.
+            out: fp32, the values of the model's head, in any shape.
+        """
+        if self.stacked is None or self._head is None:
+            return out
+        stacked, segments = self._active()
+        a, a_grads, _, _ = stacked.factors(self._head[0], 0, segments.single)
+        # In fp32, as the model's head.
+        rows = SegmentedLinear.apply(x.flatten(0, -2).float(), a.float(), a_grads, segments.local, None)
+        values = rows[:, 0].view(out.shape)
+        base = [index for index, adapter in enumerate(stacked.adapters) if adapter is None]
+        if not base:
+            return values
+        tokens = segments.adapter_index[segments.local_slice]
+        return torch.where(torch.isin(tokens, tokens.new_tensor(base)).view(out.shape), out, values)
 
     def down_of_output(self, x: Tensor) -> Tensor | None:
         """Return ``A x`` [..., r] of the output layer's input; None if no adapter of the micro batch acts on that layer."""

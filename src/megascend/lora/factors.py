@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megascend.config import Lora
 from megascend.kernels.reductions import to_dtype
-from megascend.lora.target_modules import is_embedding
+from megascend.lora.target_modules import HEAD, is_embedding
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def merged(
 ) -> Callable[[str, Tensor], Tensor] | None:
     """Return a function that adds ``scaling * B A`` to every weight of a Hugging Face checkpoint that the adapter adapts.
 
+    A scalar head is replaced by the adapter's.
     Experts may be stored separately or fused; gate and up, too. The result has the weight's dtype; a number beyond it is a
     CheckpointError. None stays None (ranks that write nothing).
 
@@ -60,6 +61,8 @@ def merged(
     lora, factors = adapter
 
     def merge(name: str, weight: Tensor) -> Tensor:
+        if name == f"{HEAD}.weight" and HEAD in factors:
+            return to_dtype(name, factors[HEAD].a[:1].to(weight.device), weight.dtype)
         delta = delta_for(model_name(name), lora, factors)
         if delta is None:
             return weight

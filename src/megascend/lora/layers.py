@@ -59,6 +59,7 @@ class AdapterManager(MixedAdapters):
         vocab_size: int,
         model_dir: Path,
         tower: tuple[list[TargetModule], RefusedTargets | None] = ([], None),
+        head: Sequence[TargetModule] = (),
         merge: int | None = None,
     ) -> None:
         """Freeze the model, and add hooks to its layers. Collective.
@@ -66,6 +67,7 @@ class AdapterManager(MixedAdapters):
         Args:
             chunks: language models of this rank.
             tower: this rank's :func:`megascend.lora.transformers_targets.divided_tower`.
+            head: the scalar head, on the rank that has it.
             merge: side of the square of patches that makes one feature of a picture.
         """
         for chunk in chunks:
@@ -74,7 +76,7 @@ class AdapterManager(MixedAdapters):
         layout = ModelLayout(config, topology, groups.coordinates, tensor_names, vocab_size)
         tied = not config.untie_embeddings_and_output_weights
         check_untied(settings.limits.targets, layout.prefix, tied=tied)
-        targets = find_target_modules(chunks, layout) + tower[0]
+        targets = find_target_modules(chunks, layout) + tower[0] + list(head)
         # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
         coordinates = groups.coordinates
         # Of a replica, the names are another rank's, but for those of experts.
@@ -117,6 +119,10 @@ class AdapterLayers(AppliedAdapters):
                     continue
                 if target.is_embedding:
                     target.module.register_forward_hook(partial(self._after_embedding, number, target))
+                    continue
+                if target.is_head:
+                    self._head = number, target
+                    target.module.register_forward_hook(self._after_head)
                     continue
                 # Its product with the vocabulary is computed by the output head, in chunks and fused with the loss; a
                 # hook on this layer's output would see no logits.
@@ -184,6 +190,10 @@ class AdapterLayers(AppliedAdapters):
             return output
         hidden, bias = output
         return torch.cat([hidden, down], dim=-1), bias
+
+    def _after_head(self, module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        values, bias = output
+        return self.values(inputs[0], values), bias
 
     def _after_embedding(
         self, shape_group: int, target: TargetModule, module: Any, inputs: tuple[Any, ...], out: Tensor

@@ -22,7 +22,7 @@ from megascend.errors import CheckpointError
 from megascend.huggingface.exported import abbreviated
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import CONFIG, EXPERT_PARAMETERS, WEIGHTS, is_expert_parameter, to_factors, to_tensors
-from megascend.lora.target_modules import matches
+from megascend.lora.target_modules import HEAD, matches
 
 
 def write(
@@ -63,7 +63,7 @@ def read(folder: Path) -> tuple[Lora, dict[str, Factors]]:
         config = _load_config(folder / CONFIG)
         check_plain(config)
         factors = to_factors(_load_tensors(folder), config["r"], config.get("target_parameters") or [])
-        return to_lora(config, factors), factors
+        return to_lora(config, factors.keys() - {HEAD}), factors
     except CheckpointError as error:
         raise CheckpointError(f"adapter {folder}: {error}") from None
 
@@ -121,6 +121,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "alpha_pattern": dict,
     "use_rslora": bool,
 }
+_HEADS = (HEAD, "classifier")
+"""Names of classifiers' heads, which peft adds to ``modules_to_save``; only :data:`HEAD` can be read, as a tensor."""
 _NOT_PLAIN = {
     "use_dora": "DoRA also learns the length of every row",
     "lora_bias": "its B has a bias",
@@ -143,7 +145,9 @@ def to_config(
     """Build the content of ``adapter_config.json`` for an adapter of the projections ``names``; see :func:`write`."""
     if not names:
         raise CheckpointError("cannot save an adapter without layers")
-    universe = {*names, *(adaptable or ())}
+    heads = [name for name in names if name == HEAD]
+    names = [name for name in names if name != HEAD]
+    universe = {*names, *(adaptable or ())} - {HEAD}
     # Also if no expert is adapted: PEFT's renaming depends only on the model.
     fused = any(is_expert_parameter(name) for name in universe)
     parameters = [name for name in names if is_expert_parameter(name)]
@@ -155,7 +159,7 @@ def to_config(
     shorten = universe if adaptable is not None else set()
     config: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "r": lora.rank,
@@ -167,7 +171,7 @@ def to_config(
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": heads or None,
         "rank_pattern": {},
         "alpha_pattern": {},
         "use_dora": False,
@@ -202,9 +206,12 @@ def check_plain(config: Mapping[str, Any]) -> None:
     if config.get("bias", "none") != "none":
         raise CheckpointError(f"{CONFIG}: bias is {config['bias']!r}; it must be 'none': biases are not adapted")
     for field, reason in _NOT_PLAIN.items():
+        value = config.get(field)
+        if field == "modules_to_save" and isinstance(value, list) and all(name in _HEADS for name in value):
+            continue
         # peft writes all fields: None, False and empty values mean plain LoRA.
-        if config.get(field):
-            raise CheckpointError(f"{CONFIG}: {field} is {config[field]!r}; this is not plain LoRA: {reason}")
+        if value:
+            raise CheckpointError(f"{CONFIG}: {field} is {value!r}; this is not plain LoRA: {reason}")
     for field, default, value in (("rank_pattern", "r", rank), ("alpha_pattern", "lora_alpha", alpha)):
         for pattern, pattern_value in (config.get(field) or {}).items():
             if pattern_value != value:

@@ -6,6 +6,8 @@ declares is nested in the second's wrapper (``experts.base_layer``).
 
 Factors of an embedding are parameters named ``lora_embedding_A`` [rank, vocabulary] and ``lora_embedding_B`` [hidden, rank].
 If the embedding or output layer is adapted, peft also saves its base weight (``base_layer.weight``).
+
+A scalar head is a full weight (``score.weight``), which peft saves beside the factors for ``modules_to_save``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from megascend.errors import CheckpointError
 from megascend.lora.factors import Factors
-from megascend.lora.target_modules import EMBEDDING, OUTPUT, is_embedding, matches
+from megascend.lora.target_modules import EMBEDDING, HEAD, OUTPUT, is_embedding, matches
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -27,6 +29,7 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _PREFIX = "base_model.model."
 _KEY = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_((?P<factor>[AB])\.weight|embedding_(?P<embedding>[AB]))")
 _BASE_KEY = re.compile(re.escape(_PREFIX) + rf"(?P<module>(.+\.)?({EMBEDDING}|{OUTPUT}))\.base_layer\.weight")
+_HEAD_KEY = f"{_PREFIX}{HEAD}.weight"
 _ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)")
 
 
@@ -41,6 +44,9 @@ def to_tensors(factors: Mapping[str, Factors], rank: int) -> dict[str, Tensor]:
     tensors = {}
     for name, pair in factors.items():
         _check_factors(name, pair, rank)
+        if name == HEAD:
+            tensors[_HEAD_KEY] = pair.a[:1].clone()
+            continue
         a, b = pair.a, pair.b
         if a.ndim == 3:
             # peft keeps one matrix for all experts: rows of A by expert, then rank; columns of B by rank, then expert.
@@ -66,6 +72,13 @@ def to_factors(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iter
     """
     target_parameters = list(target_parameters)
     factors: dict[str, Factors] = {}
+    if (head := tensors.get(_HEAD_KEY)) is not None:
+        if head.ndim != 2 or len(head) != 1:
+            raise CheckpointError(f"{WEIGHTS}: {_HEAD_KEY} is {list(head.shape)}; a scalar head has one row")
+        a = torch.zeros(rank, head.shape[1])
+        a[0] = head[0]
+        factors[HEAD] = Factors(a, torch.zeros(1, rank))
+        tensors = {key: tensor for key, tensor in tensors.items() if key != _HEAD_KEY}
     fused: dict[str, dict[int, Factors]] = {}
     single: dict[str, dict[str, dict[int, Factors]]] = {}
     for module, pair in _pairs(tensors).items():

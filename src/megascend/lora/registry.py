@@ -15,7 +15,7 @@ from megascend.config import Adam, Adapters, Lora, Schedule
 from megascend.errors import ConfigError
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import ShapeGroup, flat_layout, shape_groups
-from megascend.lora.target_modules import FusedSlice, RefusedTargets, TargetModule, matches, restrict
+from megascend.lora.target_modules import HEAD, FusedSlice, RefusedTargets, TargetModule, matches, restrict
 
 # Names become directories in checkpoints.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -30,6 +30,7 @@ class AdapterSettings:
         adam, schedule, seed: defaults of adapters whose ``Lora`` has none.
         dtype: dtype of the model; with float16 adapters scale their loss.
         device: device of the model and of the adapters' values.
+        head: float32 [1, h], the weight that the scalar head of every adapter starts with; None for language models.
     """
 
     limits: Adapters
@@ -38,6 +39,7 @@ class AdapterSettings:
     seed: int
     dtype: torch.dtype
     device: torch.device
+    head: Tensor | None = None
 
 
 class AdapterRegistry(Mapping[str, Adapter]):
@@ -137,6 +139,11 @@ class AdapterRegistry(Mapping[str, Adapter]):
         for span, values in adapter.views(adapter.values.detach()):
             # The product B A starts at 0, as in peft: B is 0, of an embedding A.
             target_modules = self.shape_groups[span.shape_group].target_modules
+            if target_modules[0].is_head:
+                if span.factor == "a":
+                    assert settings.head is not None, "a model with a scalar head has a weight for it"
+                    values[0, 0, 0, 0].copy_(settings.head[0])
+                continue
             if span.factor == ("b" if target_modules[0].is_embedding else "a"):
                 initialise(values, target_modules, lora, seed)
         return adapter
@@ -177,6 +184,7 @@ def check_exist(
         refused = next((name for name in refused_targets.names if matches(name, [target])), None)
         if refused is not None and (refused_targets.always or not any(matches(name, [target]) for name in projections)):
             raise ConfigError(f"{subject} {target!r}, which is {refused}, {refused_targets.reason}")
+    projections = [projection for projection in projections if projection != HEAD]  # no target, as it is always trained
     unknown = [t for t in targets if not any(matches(p, [t]) for p in projections)] if targets != "all-linear" else []
     if unknown or not any(matches(projection, targets) for projection in projections):
         ends = sorted({projection.rsplit(".", 1)[-1] for projection in projections})

@@ -23,6 +23,11 @@ from megascend.topology.topology import Coordinates, Topology
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """Names in transformers of the modules before and after the layers. As in peft, ``all-linear`` does not include them."""
+HEAD = "score"
+"""Name in transformers of a scalar head, which every adapter of such a model has as a full weight (peft's modules_to_save).
+
+Its factors are that weight in the first row of A, and zeros, which have no gradient: neither the other rows of A nor B are used.
+"""
 
 
 Split = Literal["column", "row", "none"]
@@ -125,6 +130,11 @@ class TargetModule:
         return is_output(self.slices[0].name)
 
     @property
+    def is_head(self) -> bool:
+        """True for a scalar head."""
+        return self.slices[0].name == HEAD
+
+    @property
     def shape_key(self) -> tuple[Any, ...]:
         """Key that is equal for target modules whose factors have the same shapes and sharding."""
         # By projection, too: StackedAdapters takes the row blocks of a group from its first target.
@@ -203,7 +213,12 @@ def is_output(name: str) -> bool:
 
 
 def matches(name: str, targets: Literal["all-linear"] | Sequence[str]) -> bool:
-    """Check whether ``targets`` include the projection ``name``, in full or by its last components, as in peft."""
+    """Check whether ``targets`` include the projection ``name``, in full or by its last components, as in peft.
+
+    A scalar head is always included.
+    """
+    if name == HEAD:
+        return True
     if targets == "all-linear":
         return not is_embedding(name) and not is_output(name)
     return any(name == target or name.endswith(f".{target}") for target in targets)

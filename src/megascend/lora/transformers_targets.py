@@ -13,6 +13,7 @@ from megascend.config import VisionTower
 from megascend.lora.peft_tensors import EXPERT_PARAMETERS
 from megascend.lora.target_modules import (
     EMBEDDING,
+    HEAD,
     OUTPUT,
     FusedSlice,
     RefusedTargets,
@@ -84,6 +85,11 @@ def embedding_and_output(model: Any) -> list[TargetModule]:
             out_features, in_features = module.weight.shape
             targets.append(_target(name, module, out_features, in_features))
     return targets
+
+
+def head_targets(layer: Any) -> list[TargetModule]:
+    """Return the scalar head ``layer`` as a target that every rank has completely; nothing for None."""
+    return [] if layer is None else [replace(_target(HEAD, layer, *layer.weight.shape), split="none")]
 
 
 def experts_without_gate(model: nn.Module) -> Iterator[str]:

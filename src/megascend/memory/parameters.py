@@ -10,6 +10,7 @@ from megascend.config import Adam, Lora, VisionTower
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, is_hidden_matrix
 from megascend.huggingface.info import EMBEDDINGS, NO_TARGETS
+from megascend.huggingface.scalar_head import WEIGHT
 from megascend.memory.sizes import layer_of
 from megascend.models import Images
 from megascend.topology.topology import Topology
@@ -136,7 +137,7 @@ def _stage(
     for name, header in by_layer.get(None, ()):
         count = local_elements(name, header.shape, topology.tensor)
         is_embedding = name.endswith((*EMBEDDINGS, "wte.weight"))
-        is_head = name.endswith("lm_head.weight")
+        is_head = name.endswith("lm_head.weight") or name == WEIGHT
         if (is_embedding and embeds) or (is_head and last) or not (is_embedding or is_head or not last):
             dense += count
         if (is_embedding and embeds) or (is_head and last):

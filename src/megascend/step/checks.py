@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Literal
 
 from megascend.batch import images
-from megascend.batch.losses import Loss
+from megascend.batch.losses import MARGIN, Loss
 from megascend.batch.sample import Sample
 from megascend.engines import router_replay
 from megascend.engines.base import Engine
@@ -135,6 +135,11 @@ def check_fields(samples: Sequence[Sample], loss: Loss) -> None:
         if loss.of == "values" and loss.per != "token" and not float(sample.weights[-1]):
             raise DataError(
                 f"sample {index} has weight 0 at its last token, where the loss {loss.name!r} reads its score; set it to 1"
+            )
+        if loss.of == "values" and loss.per == "pair" and (MARGIN in sample.extra) != (MARGIN in samples[0].extra):
+            # Fields of a micro batch are those that all of its samples have: the others' margins would be ignored.
+            raise DataError(
+                f"only one of the samples 0 and {index} has extra[{MARGIN!r}]; give each sample of a call one, or none"
             )
         rows = None if loss.divergence is None else loss.divergence.weight
         if rows is not None and sample.teacher_states.shape[1] != rows.shape[1]:

@@ -25,12 +25,13 @@ from megascend.lora.applied_adapters import AppliedAdapters, start_graph
 from megascend.lora.layout import ShapeGroup
 from megascend.lora.registry import AdapterRegistry, check_limits
 from megascend.lora.segments import ExpertAdapterRows, by_expert_and_adapter
-from megascend.lora.target_modules import EMBEDDING, RefusedTargets, TargetModule, check_untied, matches
+from megascend.lora.target_modules import EMBEDDING, HEAD, RefusedTargets, TargetModule, check_untied, matches
 from megascend.lora.transformers_targets import (
     divided_tower,
     drawn_as,
     embedding_and_output,
     experts_without_gate,
+    head_targets,
     is_transposed,
     layer_targets,
 )
@@ -58,6 +59,9 @@ class FsdpAdapterLayers(AppliedAdapters):
                 name, module = target.slices[0].name, target.module
                 if target.is_output:
                     self._output = number, target  # applied by the loss head, not by a hook
+                    continue
+                if target.is_head:
+                    self._head = number, target  # by the loss head, too
                     continue
                 self._not_called[id(module)] = name
                 if target.is_expert:
@@ -182,7 +186,7 @@ class FsdpAdapters(MixedAdapters):
         share: ExpertShare | None,
         refused_targets: RefusedTargets | None = None,
     ) -> None:
-        settings = adapter_settings(spec, context.groups.device)
+        settings = adapter_settings(spec, context.info, context.groups.device)
         # Before the registry exists, which allocates factors by each target's number of experts.
         targets = [_local_experts(target, share) for target in targets]
         names = sorted(target.slices[0].name for target in targets)
@@ -222,6 +226,7 @@ def adapter_targets(
         )
     tower_layers, refused_targets = divided_tower(None if images is None else tower(model, images), images, trained)
     targets = layer_targets(model) + ([] if tied else embedding_and_output(model)) + tower_layers
+    targets += head_targets(getattr(model, HEAD, None))
     check_limits(limits, [target.slices[0].name for target in targets], refused_targets)
     return targets, refused_targets
 

@@ -68,7 +68,10 @@ class LossHead:
         assert self._call is not None, "the model is called by the engine only"
         batch, on_output = self._call
         if self._scalar:
-            self._result = on_output(batch, ScalarOutput(values_of(self._layer, hidden)))
+            values = values_of(self._layer, hidden)
+            if self._adapters is not None:
+                values = self._adapters.values(hidden, values)
+            self._result = on_output(batch, ScalarOutput(values))
             return self._result[0]
         down = lora_delta = None
         if self._adapters is not None:

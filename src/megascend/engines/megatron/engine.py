@@ -166,22 +166,25 @@ class MegatronEngine(Engine):
     def _add_adapters(self, spec: EngineSpec, expert_weights: list[grouped_experts.ExpertWeights]) -> None:
         """Freeze the model, and add adapters, which are trained in its place."""
         from megascend.lora.layers import AdapterManager
-        from megascend.lora.transformers_targets import divided_tower
+        from megascend.lora.transformers_targets import divided_tower, head_targets
 
         images = self.info.architecture.inputs
         towers = [tower for chunk in self.bare_chunks if (tower := vision.tower(chunk, images)) is not None]
         for tower in towers:
             tower.requires_grad_(False)  # beside the language models, which the manager freezes
+        last = self.decoders[-1]
+        scalar_head = last.output_layer if last.post_process and self.info.scalar_head is not None else None
         self.trainable = self.adapters = AdapterManager(
             self.decoders,
             self.config,
             self.topology,
             self.groups,
             self.info.tensor_names,
-            adapter_settings(spec, self.device),
+            adapter_settings(spec, self.info, self.device),
             vocab_size=self.info.shape.vocab_size,
             model_dir=self.model_dir,
             tower=divided_tower(towers[0] if towers else None, images, spec.vision_tower),
+            head=head_targets(scalar_head),
             merge=None if self.info.image_layout is None else self.info.image_layout.merge,
         )
         # Pure data parallelism of a dense model: adapters communicate only in their step.

@@ -21,9 +21,9 @@ from megascend.lora.adapter_set import AdapterSet
 from megascend.lora.factors import Factors
 from megascend.lora.peft_tensors import is_expert_parameter
 from megascend.lora.registry import AdapterRegistry
-from megascend.lora.target_modules import RefusedTargets, TargetModule
+from megascend.lora.target_modules import HEAD, RefusedTargets, TargetModule
 from megascend.lora.transfer import scatter
-from megascend.lora.transformers_targets import divided_tower, is_transposed, layer_targets
+from megascend.lora.transformers_targets import divided_tower, head_targets, is_transposed, layer_targets
 from megascend.models import Images
 
 ACTIVE = "active"
@@ -41,7 +41,7 @@ class PeftAdapters(AdapterSet):
         model.requires_grad_(False)
         targets, refused_targets = adapter_targets(model, context.info.architecture.inputs, spec.vision_tower)
         names = sorted(target.slices[0].name for target in targets)
-        settings = adapter_settings(spec, context.groups.device)
+        settings = adapter_settings(spec, context.info, context.groups.device)
         registry = AdapterRegistry.for_model(targets, names, settings, refused_targets)
         super().__init__(registry, context.topology, context.groups, context.model_dir)
         self._model = model
@@ -113,7 +113,8 @@ def adapter_targets(
     """
     tower_layers, refused_targets = divided_tower(None if images is None else tower(model, images), images, trained)
     # peft before 0.20 swaps the dimensions of transposed experts.
-    return [target for target in layer_targets(model) if not is_transposed(target)] + tower_layers, refused_targets
+    targets = [target for target in layer_targets(model) if not is_transposed(target)]
+    return targets + tower_layers + head_targets(getattr(model, HEAD, None)), refused_targets
 
 
 class ActiveAdapter:
@@ -127,6 +128,9 @@ class ActiveAdapter:
         from peft import LoraConfig
         from peft.tuners.lora import LoraModel
 
+        self._model, self._base_head = model, None if HEAD not in factors else model.get_submodule(HEAD).weight
+        head = factors.get(HEAD)
+        factors = {name: pair for name, pair in factors.items() if name != HEAD}
         parameters = sorted(name for name in factors if is_expert_parameter(name))
         config = LoraConfig(
             r=lora.rank,
@@ -148,6 +152,9 @@ class ActiveAdapter:
             with torch.no_grad():
                 a.copy_(pair.a.reshape(a.shape))
                 b.copy_(pair.b if pair.b.ndim == 2 else pair.b.permute(1, 2, 0).reshape(b.shape))
+        if head is not None and self._base_head is not None:
+            # After peft, which freezes all parameters but its own.
+            model.get_submodule(HEAD).weight = torch.nn.Parameter(head.a[:1].to(self._base_head))
 
     def take_gradients(self) -> dict[str, Factors]:
         """Return and clear the gradients since the last call, float32; experts as [experts, ...]."""
@@ -158,11 +165,17 @@ class ActiveAdapter:
                 grad_a = grad_a.view(-1, self._rank, grad_a.shape[1])
                 grad_b = grad_b.view(grad_b.shape[0], self._rank, -1).permute(2, 0, 1)
             gradients[name] = Factors(grad_a, grad_b)
+        if self._base_head is not None:
+            grad = _take_gradient(self._model.get_submodule(HEAD).weight)
+            rest = grad.new_zeros(self._rank - 1, grad.shape[1])
+            gradients[HEAD] = Factors(torch.cat([grad, rest]), grad.new_zeros(1, self._rank))
         return gradients
 
     def deactivate(self) -> None:
         """Make the model the base model again."""
         self._tuner.unload()
+        if self._base_head is not None:
+            self._model.get_submodule(HEAD).weight = self._base_head
 
 
 @contextlib.contextmanager
