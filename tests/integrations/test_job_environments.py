@@ -1,0 +1,104 @@
+"""Job files in the environments of their schedulers: Ray Train runs a driver, SkyPilot checks a task."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megascend.app.job_file import ClusterRequest, job_file
+from megascend.config import load_config
+from megascend.planning.hardware import load
+from support import forked_programs
+from support.job_runs import DEADLINE_S, events_of, started, steps_of, wait_for_step, write_run
+
+pytestmark = pytest.mark.nightly
+SCRIPT = "bash scripts/test_integrations.sh jobs"
+CHECK = """
+import sys, yaml
+from sky.utils import common_utils, schemas
+
+task = yaml.safe_load(open(sys.argv[1]))
+common_utils.validate_schema(task, schemas.get_task_schema(), "task: ")
+common_utils.validate_schema(task["resources"], schemas.get_resources_schema(), "resources: ")
+"""
+
+
+def write_job(kind: str, folder: Path, **request: object) -> Path:
+    path = folder / "job.py"
+    config = load_config(folder / "run.yaml")
+    values = {"nodes": 2, "cards": 1, "hardware": None, "directory": folder} | request
+    path.write_text(job_file(kind, config, ClusterRequest(Path("run.yaml"), **values), path))
+    return path
+
+
+def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
+    python = os.environ.get("MEGASCEND_SKYPILOT_PYTHON")
+    if python is None:
+        pytest.skip(f"no SkyPilot here (MEGASCEND_SKYPILOT_PYTHON): {SCRIPT}")
+
+    def check(path: Path) -> subprocess.CompletedProcess[str]:
+        variables = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+        command = [python, "-c", CHECK, str(path)]
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+    write_run(tmp_path, platform="cuda")
+    path = write_job("skypilot", tmp_path, cards=8, hardware=load("h200"))
+    completed = check(path)
+    assert completed.returncode == 0, completed.stderr
+    path.write_text(path.read_text().replace("num_nodes:", "nodes:"))
+    assert "num_nodes" in check(path).stderr
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Start two Ray nodes on this machine for a block; return the environment of a driver."""
+    pytest.importorskip("ray.train.torch", reason=f"no Ray here: {SCRIPT}", exc_type=ImportError)
+    ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    variables = forked_programs.environment(
+        GLOO_SOCKET_IFNAME="lo", RAY_DISABLE_IMPORT_WARNING="1", RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(tmp_path)
+    )
+    common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
+    head = [*ray, "start", "--head", "--node-ip-address=127.0.0.1", "--port=0", "--include-dashboard=false", *common]
+    address = tmp_path / "ray" / "ray_current_cluster"
+    with started(head, tmp_path, variables) as first:
+        until = time.monotonic() + DEADLINE_S
+        while not address.exists():
+            assert first.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        variables["RAY_ADDRESS"] = address.read_text().strip()
+        second = [*ray, "start", f"--address={variables['RAY_ADDRESS']}", "--node-ip-address=127.0.0.1", *common]
+        with started(second, tmp_path, variables):
+            yield variables
+            for process in psutil.Process(first.pid).children(recursive=True):
+                process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.torchrun
+def test_ray_trains_on_two_nodes_through_a_lost_rank(cluster: dict[str, str], tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    made = forked_programs.run_command("new-model", model, "--hidden", "32", "--layers", "2", "--context", "256")
+    assert made.returncode == 0, made.stderr
+    write_run(tmp_path, model=str(model), steps=400)
+    driver = write_job("ray", tmp_path)
+    run = tmp_path / "runs" / "job"
+    with started([sys.executable, driver], tmp_path, cluster) as process:
+        wait_for_step(15, tmp_path, process)
+        starts = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        os.kill(next(event["pid"] for event in starts if event["event"] == "start"), signal.SIGKILL)
+        assert process.wait(2 * DEADLINE_S) == 0, (tmp_path / "log").read_text()[-4000:]
+    assert steps_of(run) == [*range(1, 401)]
+    assert events_of(run).count("start") == 2
+    assert events_of(run)[-1] == "finished"
+    (result,) = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith('{"')]
+    assert result["step"] == 400
