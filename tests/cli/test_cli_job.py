@@ -61,7 +61,7 @@ def directives(script: str) -> dict[str, str]:
     return options
 
 
-def slurm_environment(script: str, folder: Path, **more: str) -> dict[str, str]:
+def slurm_environment(script: str, folder: Path, **variables: str) -> dict[str, str]:
     """Return the environment of a batch script: Slurm's variables, and the stand-ins before everything on PATH."""
     options = directives(script)
     paths = [str(folder / "bin"), str(SLURM), str(Path(sys.executable).parent), os.environ["PATH"]]
@@ -73,7 +73,7 @@ def slurm_environment(script: str, folder: Path, **more: str) -> dict[str, str]:
         SLURM_NTASKS_PER_NODE=options["ntasks-per-node"],
         SLURM_CPUS_PER_TASK=options["cpus-per-task"],
         REQUEUED=str(folder / "requeued"),
-        **more,
+        **variables,
     )
 
 
@@ -89,7 +89,7 @@ case ${actions[$start]} in
   end) exit 0 ;;
   fail) exit 2 ;;
   save-and-fail) mkdir -p runs/job/checkpoints; echo "step-$start" > runs/job/checkpoints/latest; kill -KILL $$ ;;
-  wait) touch waiting-"$RANK"; while :; do sleep 0.02; done ;;
+  wait) touch waiting-"$RANK"; while :; do sleep 0.02; stopped_at ;;
 esac
 """
 
@@ -199,7 +199,7 @@ def ranks_of(pid: int) -> list[int]:
 
 # --- Kubernetes ---
 
-WHOLE = {"type": "integer", "minimum": 0}
+COUNT = {"type": "integer", "minimum": 0}
 TEXT = {"type": "string", "minLength": 1}
 
 
@@ -226,7 +226,7 @@ VOLUME = closed(
 )
 POD = closed(
     ["containers"],
-    terminationGracePeriodSeconds=WHOLE,
+    terminationGracePeriodSeconds=COUNT,
     containers={"type": "array", "items": CONTAINER, "minItems": 1, "maxItems": 1},
     volumes={"type": "array", "items": VOLUME},
 )
@@ -248,11 +248,11 @@ PYTORCH_JOB = closed(
             [],
             rdzvBackend=TEXT,
             rdzvId=TEXT,
-            minReplicas=WHOLE,
-            maxReplicas=WHOLE,
-            maxRestarts=WHOLE,
+            minReplicas=COUNT,
+            maxReplicas=COUNT,
+            maxRestarts=COUNT,
         ),
-        runPolicy=closed([], backoffLimit=WHOLE, cleanPodPolicy={"enum": ["Running", "All", "None", ""]}),
+        runPolicy=closed([], backoffLimit=COUNT, cleanPodPolicy={"enum": ["Running", "All", "None", ""]}),
         # An elastic policy needs Worker: the operator's webhook.
         pytorchReplicaSpecs=closed(["Worker"], Worker=REPLICAS),
     ),
@@ -320,11 +320,11 @@ def test_kubernetes_pods_train_and_save_when_they_are_deleted(small_model: Path,
         for pod in (first, second):
             pod.wait(DEADLINE_S)
     assert events_of(run)[-1] == "stopped"
-    done = steps_of(run)[-1]
-    again = [*container["command"], "--set", f"steps={done + 5}"]
-    with started(again, tmp_path, variables) as first, started(again, tmp_path, variables) as second:
+    stopped_at = steps_of(run)[-1]
+    resumed = [*container["command"], "--set", f"steps={stopped_at + 5}"]
+    with started(resumed, tmp_path, variables) as first, started(resumed, tmp_path, variables) as second:
         assert (first.wait(DEADLINE_S), second.wait(DEADLINE_S)) == (0, 0), (tmp_path / "log").read_text()[-4000:]
-    assert steps_of(run) == [*range(1, done + 6)]
+    assert steps_of(run) == [*range(1, stopped_at + 6)]
 
 
 # --- SkyPilot ---

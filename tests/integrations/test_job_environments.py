@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -58,17 +62,26 @@ def test_skypilot_accepts_the_task(tmp_path: Path) -> None:
     assert "num_nodes" in check(path).stderr
 
 
+@dataclass
+class Cluster:
+    """Two Ray nodes on this machine: their processes, and the environment of a driver."""
+
+    nodes: list[subprocess.Popen]
+    variables: dict[str, str]
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Start two Ray nodes on this machine for a block; return the environment of a driver."""
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     pytest.importorskip("ray.train.torch", reason=f"no Ray here: {SCRIPT}", exc_type=ImportError)
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
+    # Paths of sockets have at most 107 characters.
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     variables = forked_programs.environment(
-        GLOO_SOCKET_IFNAME="lo", RAY_DISABLE_IMPORT_WARNING="1", RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(tmp_path)
+        GLOO_SOCKET_IFNAME="lo", RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder)
     )
     common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
     head = [*ray, "start", "--head", "--node-ip-address=127.0.0.1", "--port=0", "--include-dashboard=false", *common]
-    address = tmp_path / "ray" / "ray_current_cluster"
+    address = folder / "ray" / "ray_current_cluster"
     with started(head, tmp_path, variables) as first:
         until = time.monotonic() + DEADLINE_S
         while not address.exists():
@@ -77,23 +90,27 @@ def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
             time.sleep(0.1)
         variables["RAY_ADDRESS"] = address.read_text().strip()
         second = [*ray, "start", f"--address={variables['RAY_ADDRESS']}", "--node-ip-address=127.0.0.1", *common]
-        with started(second, tmp_path, variables):
-            yield variables
-            for process in psutil.Process(first.pid).children(recursive=True):
-                process.kill()
+        with started(second, tmp_path, variables) as other:
+            yield Cluster([first, other], variables)
+            # Workers have sessions of their own.
+            for node in (first, other):
+                for process in psutil.Process(node.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+    shutil.rmtree(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.torchrun
-def test_ray_trains_on_two_nodes_through_a_lost_rank(cluster: dict[str, str], tmp_path: Path) -> None:
+def test_ray_trains_on_two_nodes_through_a_lost_rank(cluster: Cluster, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    made = forked_programs.run_command("new-model", model, "--hidden", "32", "--layers", "2", "--context", "256")
-    assert made.returncode == 0, made.stderr
+    created = forked_programs.run_command("new-model", model, "--hidden", "32", "--layers", "2", "--context", "256")
+    assert created.returncode == 0, created.stderr
     write_run(tmp_path, model=str(model), steps=400)
     driver = write_job("ray", tmp_path)
     run = tmp_path / "runs" / "job"
-    with started([sys.executable, driver], tmp_path, cluster) as process:
-        wait_for_step(15, tmp_path, process)
+    with started([sys.executable, driver], tmp_path, cluster.variables) as process:
+        wait_for_step(15, tmp_path, process, *cluster.nodes)
         starts = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         os.kill(next(event["pid"] for event in starts if event["event"] == "start"), signal.SIGKILL)
         assert process.wait(2 * DEADLINE_S) == 0, (tmp_path / "log").read_text()[-4000:]
