@@ -80,24 +80,39 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         GLOO_SOCKET_IFNAME="lo", RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder)
     )
     common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
-    head = [*ray, "start", "--head", "--node-ip-address=127.0.0.1", "--port=0", "--include-dashboard=false", *common]
-    address = folder / "ray" / "ray_current_cluster"
-    with started(head, tmp_path, variables) as first:
-        until = time.monotonic() + DEADLINE_S
-        while not address.exists():
-            assert first.poll() is None, (tmp_path / "log").read_text()
-            assert time.monotonic() < until
+    head = [*ray, "start", "--head", "--port=0", "--include-dashboard=false", *common]
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        nodes = [start_node(head, tmp_path, variables, stack)]
+        variables["RAY_ADDRESS"] = (folder / "ray" / "ray_current_cluster").read_text().strip()
+        nodes.append(
+            start_node([*ray, "start", f"--address={variables['RAY_ADDRESS']}", *common], tmp_path, variables, stack)
+        )
+        yield Cluster(nodes, variables)
+
+
+def start_node(
+    command: list[str], folder: Path, variables: dict[str, str], stack: contextlib.ExitStack
+) -> subprocess.Popen:
+    """Start a Ray node until the end of ``stack``; on a busy machine it may need more than the 30 s that Ray allows it."""
+    log = folder / "log"
+    for _ in range(4):
+        before = log.read_text().count("Ray runtime started") if log.exists() else 0
+        node = stack.enter_context(started(command, folder, variables))
+        stack.callback(end_below, node.pid)
+        while node.poll() is None:
+            if log.read_text().count("Ray runtime started") > before:
+                return node
             time.sleep(0.1)
-        variables["RAY_ADDRESS"] = address.read_text().strip()
-        second = [*ray, "start", f"--address={variables['RAY_ADDRESS']}", "--node-ip-address=127.0.0.1", *common]
-        with started(second, tmp_path, variables) as other:
-            yield Cluster([first, other], variables)
-            # Workers have sessions of their own.
-            for node in (first, other):
-                for process in psutil.Process(node.pid).children(recursive=True):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
-    shutil.rmtree(folder)
+    raise AssertionError(log.read_text()[-4000:])
+
+
+def end_below(pid: int) -> None:
+    """End the processes that a node has started: workers have sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 @pytest.mark.slow
@@ -106,7 +121,7 @@ def test_ray_trains_on_two_nodes_through_a_lost_rank(cluster: Cluster, tmp_path:
     model = tmp_path / "model"
     created = forked_programs.run_command("new-model", model, "--hidden", "32", "--layers", "2", "--context", "256")
     assert created.returncode == 0, created.stderr
-    write_run(tmp_path, model=str(model), steps=400)
+    write_run(tmp_path, model=str(model), steps=100)
     driver = write_job("ray", tmp_path)
     run = tmp_path / "runs" / "job"
     with started([sys.executable, driver], tmp_path, cluster.variables) as process:
@@ -114,8 +129,8 @@ def test_ray_trains_on_two_nodes_through_a_lost_rank(cluster: Cluster, tmp_path:
         starts = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         os.kill(next(event["pid"] for event in starts if event["event"] == "start"), signal.SIGKILL)
         assert process.wait(2 * DEADLINE_S) == 0, (tmp_path / "log").read_text()[-4000:]
-    assert steps_of(run) == [*range(1, 401)]
+    assert steps_of(run) == [*range(1, 101)]
     assert events_of(run).count("start") == 2
     assert events_of(run)[-1] == "finished"
     (result,) = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines() if line.startswith('{"')]
-    assert result["step"] == 400
+    assert result["step"] == 100
