@@ -6,7 +6,8 @@
 # A part is a function part_NAME below: it creates its environment if it is missing, and runs its tests.
 #
 # MEGASCEND_VERL_PYTHON     verl's interpreter, which has everything installed, instead of .venv-verl
-# MEGASCEND_TWINKLE_PYTHON, MEGASCEND_BRIDGES_PYTHON, MEGASCEND_MEGATRON_BRIDGE_PYTHON, MEGASCEND_SKYRL_PYTHON    likewise
+# MEGASCEND_TWINKLE_PYTHON, MEGASCEND_BRIDGES_PYTHON, MEGASCEND_MEGATRON_BRIDGE_PYTHON, MEGASCEND_SKYRL_PYTHON,
+# MEGASCEND_RAY_PYTHON, MEGASCEND_SKYPILOT_PYTHON    likewise
 # MEGASCEND_VLLM_PYTHON     the interpreter of a vLLM (scripts/vllm_env.sh), with which verl's rollouts are tested, too
 # MEGASCEND_TWINKLE         a checkout of twinkle, whose cookbook is then run, too
 # MEGASCEND_MEGATRON_BRIDGE  a checkout of Megatron-Bridge (tag v0.3.1), whose conversion example is then run, too
@@ -91,6 +92,23 @@ part_skyrl() {
     MEGASCEND_SKYRL_PYTHON=$PWD/.venv-skyrl/bin/python
   fi
   run_tests "$MEGASCEND_SKYRL_PYTHON" tests/integrations/skyrl "$@"
+}
+
+# job files: Ray Train runs one, SkyPilot checks one
+part_jobs() {
+  if [ -z "${MEGASCEND_RAY_PYTHON:-}" ]; then
+    bash scripts/ray_env.sh .venv-ray
+    MEGASCEND_RAY_PYTHON=$PWD/.venv-ray/bin/python
+  fi
+  if [ -z "${MEGASCEND_SKYPILOT_PYTHON:-}" ]; then
+    local python
+    python=$(python_of 3.10) || return 1
+    [ -x .venv-skypilot/bin/python ] || "$python" -m venv .venv-skypilot
+    .venv-skypilot/bin/pip install --quiet --no-compile "skypilot==0.14.1"
+    MEGASCEND_SKYPILOT_PYTHON=$PWD/.venv-skypilot/bin/python
+  fi
+  export MEGASCEND_SKYPILOT_PYTHON
+  run_tests "$MEGASCEND_RAY_PYTHON" tests/integrations/test_job_environments.py "$@"
 }
 
 parts=$(declare -F | sed -n 's/^declare -f part_//p')

@@ -58,6 +58,9 @@ NIGHTLY = {
     "cli/test_cli_doctor.py": {
         "doctor_on_this_machine": "what it reports of simulated machines, in the same file",
     },
+    "cli/test_cli_init.py": {
+        "run_file_trains_to_the_end_as_it_stands[pretrain-1]": "test_sessions_page.py: the session of pre-training",
+    },
     "cli/test_cli_launch.py": {
         "unexpected_exception_keeps_its_traceback": "killed worker is named; root cause",
         "root_cause_wins_over_its_consequences": "killed worker is named",

@@ -379,7 +379,7 @@ def _text(
     path: Path,
     remarks: Sequence[str],
 ) -> str:
-    command = f"megascend {task.command} {path}"
+    command, job = f"megascend {task.command} {path}", []
     if request.hardware is not None:
         ranks = len(values["placement"]["trainer"]) if "placement" in values else request.cards
         nodes = -(-ranks // request.hardware.cards_per_node)
@@ -389,10 +389,13 @@ def _text(
                 f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
                 f"-m megascend.cli.main {task.command} {path}"
             )
+            options = f"--nodes {nodes} --device {request.hardware.name}"
+            job = [f"#   megascend job slurm {path} {options}   # or kubernetes, skypilot, ray"]
     lines = [
         *comment(f"{name}: {task.title}, written by `megascend init`. Paths are relative to the working directory."),
         f"#   {command} --dry-run   # checks it, and shows samples and memory",
         f"#   {command}",
+        *job,
         *(line for remark in remarks for line in comment(remark)),
         *comment(f"All settings, with their defaults: megascend show-config --defaults {task.command}"),
         *comment(f"Lines of the data: {task.data}."),

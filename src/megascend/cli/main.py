@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megascend.cli import doctor, export, generate, init, new_model, plan, rollouts, run, serve, train
+from megascend.cli import doctor, export, generate, init, job, new_model, plan, rollouts, run, serve, train
 from megascend.cli.messages import several_ranks
 from megascend.errors import MegascendError
 from megascend.surroundings import set_user_variables
@@ -113,6 +113,7 @@ app.command("rollouts")(rollouts.rollouts_command)
 app.command("serve")(serve.serve_command)
 app.command("plan")(plan.plan_command)
 app.command("run", context_settings=run.CONTEXT_SETTINGS)(run.run_command)
+app.command("job")(job.job_command)
 app.command("doctor")(doctor.doctor_command)
 app.command("show-config")(train.show_config_command)
 app.command("new-model")(new_model.new_model_command)
