@@ -18,10 +18,11 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_block import TransformerBlock
 from packaging.version import Version
 from torch import Tensor
 
-from megascend.changes import changed, patch
+from megascend.changes import changed, patch, patched
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
@@ -156,6 +157,8 @@ def build_config(
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
     arguments["mtp_num_layers"] = 1 if prediction_head else None
+    if topology.is_uneven:
+        arguments["pipeline_model_parallel_layout"] = pipeline_layout(topology, prediction_head=prediction_head)
     if platform.has_transformer_engine_kernels:
         arguments["apply_rope_fusion"] = fuses_rotary(arguments)
     # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
@@ -200,7 +203,7 @@ def fuses_rotary(arguments: Mapping[str, Any]) -> bool:
 def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:
     """Raise TopologyError for parallel sizes over which the family's layers cannot be divided."""
     problems = architecture.undivided(config, tensor=topology.tensor, context=topology.context)
-    problems += architecture.unstaged(config, topology.pipeline * topology.virtual_pipeline)
+    problems += architecture.unstaged(config, topology.chunk_layers)
     oldest, installed = architecture.context_core, metadata.version("megatron-core")
     if topology.context > 1 and oldest is not None and Version(installed) < Version(oldest):
         problems.append(
@@ -265,6 +268,14 @@ def parallel_arguments(topology: Topology) -> dict[str, Any]:
         "cuda_graph_scope": [],  # mcore-bridge cannot handle 0.15's default, "full", when norms are recomputed
         "moe_token_dispatcher_type": "alltoall",  # allgather does not support micro batches of different length
     }
+
+
+def pipeline_layout(topology: Topology, *, prediction_head: bool) -> list[list[str]]:
+    """Return TransformerConfig's ``pipeline_model_parallel_layout``: what each chunk has, in the order of the model."""
+    chunks = [["decoder"] * size for size in topology.chunk_layers]
+    chunks[0].insert(0, "embedding")
+    chunks[-1] += ["mtp", "loss"] if prediction_head else ["loss"]
+    return chunks
 
 
 def precision_arguments(precision: Precision) -> dict[str, Any]:
@@ -406,7 +417,12 @@ def preserved_rope_functions() -> Iterator[None]:
 
 def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | None = None) -> list[Any]:
     """Build this rank's model chunks (one, or one per virtual pipeline stage) on ``device``; weights are not loaded yet."""
-    with preserved_rope_functions():
+    with (
+        preserved_rope_functions(),
+        patched(
+            TransformerBlock, "has_final_layernorm_in_this_stage", has_final_norm, "the last norm is on the last stage"
+        ),
+    ):
         chunks = get_mcore_model(config)
     if head is not None:
         scalar_head.install(chunks, config, head, device)
@@ -415,6 +431,13 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
         move(chunk, device)
         mark_tensor_parallel(chunk)
     return chunks
+
+
+def has_final_norm(block: Any) -> bool:
+    """Check whether a chunk has the model's last norm, as Megatron-Core does for models without a prediction head."""
+    # With a head, Megatron-Core builds the norm where the last layer is. If the last chunk has the head and no layer, that is
+    # another one, where mcore-bridge neither reads nor exports it.
+    return bool(block.submodules.layer_norm and block.post_process and block.post_layer_norm)
 
 
 def set_latent_norm_epsilon(chunk: torch.nn.Module, config: ModelConfig) -> None:
