@@ -323,7 +323,7 @@ def _published(row: dict[str, Any], shape: Shape) -> Row:
 
 
 def _topology(row: dict[str, Any], shape: Shape) -> Topology:
-    """Return the layout of a published row."""
+    """Return the layout of a published row, whose last chunk may have a prediction head alone, which is refused here."""
     parallel = Parallel(
         tensor=row["tensor"],
         pipeline=row["pipeline"],
@@ -334,8 +334,7 @@ def _topology(row: dict[str, Any], shape: Shape) -> Topology:
         expert_tensor=1 if row["expert"] > 1 else None,
         sequence=True if row["tensor"] > 1 else None,
     )
-    model = replace(shape.model.info.shape, prediction_head=row.get("prediction_head", False))
-    return plan(parallel, row["cards"], model)
+    return plan(parallel, row["cards"], shape.model.info.shape)
 
 
 def summary(rows: Iterable[Row]) -> dict[str, float]:

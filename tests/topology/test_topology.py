@@ -181,6 +181,12 @@ def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
         ({"pipeline": 3, "pipeline_layout": "Ett||ttL"}, 3, DENSE, r"chunk 2 of 3 is empty"),
         ({"pipeline": 2, "pipeline_layout": "Ett|tL"}, 2, DENSE, r"has 3 layers \(t\), but the model has 4"),
         ({"pipeline": 2, "pipeline_layout": "Ettt|tmL"}, 2, DENSE, r"has a head for .* \(m\), .* leave m out"),
+        (
+            {"pipeline": 2, "pipeline_layout": "Ett*3|mL"},
+            2,
+            WITH_HEAD,
+            r"the last chunk, 'mL', has a head .* no layer; .*: tmL",
+        ),
         ({"pipeline": 2, "pipeline_layout": "Ettt|tL"}, 2, WITH_HEAD, r"has no place for the head .* end it with mL"),
         ({"pipeline": 2, "virtual_pipeline": 4}, 2, DENSE, r"pipeline=2 x parallel.virtual_pipeline=4 = 8 stages"),
         ({"virtual_pipeline": 2}, 1, DENSE, r"virtual_pipeline=2 .* parallel.pipeline=1; set pipeline to 2 or more"),
@@ -201,7 +207,7 @@ def test_layouts_that_cannot_work(parallel: dict[str, Any], world: int, model: M
 @pytest.mark.parametrize(
     ("layout", "sizes"),
     [
-        ("Et|(tt|)*30mL", (1, *[2] * 30, 0)),  # DeepSeek-V3 in NVIDIA's recipes, and the next one
+        ("Et|(tt|)*30L", (1, *[2] * 30, 0)),  # DeepSeek-V3 in NVIDIA's recipes, without its head, and the next one
         ("Et*4|(t*4|)*14tmL", (*[4] * 15, 1)),
         ("E|tt|ttt|L", (0, 2, 3, 0)),
         ("Ettt|tttttL", (3, 5)),

@@ -115,7 +115,7 @@ BALANCING_MOVES = 64
 
 @lru_cache(maxsize=4096)
 def balanced_chunks(
-    layers: tuple[float, ...], first: float, last: float, stages: int, chunks: int
+    layers: tuple[float, ...], first: float, last: float, stages: int, chunks: int, least_last: int = 0
 ) -> tuple[int, ...] | None:
     """Divide layers over the chunks of a pipeline so that the stage that works longest takes as little time as possible.
 
@@ -124,13 +124,14 @@ def balanced_chunks(
         first, last: time of what the first and the last chunk have beside layers: embedding; output layer, loss, and a head for
             multi-token prediction.
         chunks: of a stage.
+        least_last: layers of the last chunk, at least; the first one may have none, and all others have one or more.
 
     Returns:
-        Layers of each chunk, in the order in which a token passes them; None if there are too few for a layer in each chunk but
-        the first and the last one.
+        Layers of each chunk, in the order in which a token passes them; None if there are too few.
     """
     count, total = stages * chunks, len(layers)
-    sizes = [0, *[1] * (count - 2), 0]
+    least = [0, *[1] * (count - 2), least_last]
+    sizes = list(least)
     if count < 2 or sum(sizes) > total:
         return None
     mean = sum(layers) / total
@@ -159,7 +160,7 @@ def balanced_chunks(
     for _ in range(BALANCING_MOVES):
         moved = []
         for source in range(best[2].index(max(best[2])), count, stages):
-            if sizes[source] > (source not in ends):
+            if sizes[source] > least[source]:
                 for target in range(count):
                     other = list(sizes)
                     other[source] -= 1

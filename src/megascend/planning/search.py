@@ -281,7 +281,8 @@ def _pipelines(model: PlannedModel, request: PlanRequest, sizes: Parallel, hardw
         for virtual in sorted(chunks):
             parallel = sizes.model_copy(update={"pipeline": pipeline, "virtual_pipeline": virtual})
             if layers % (pipeline * virtual):
-                division = balanced_chunks(*_stage_weights(model, request, sizes, hardware), pipeline, virtual)
+                weights = _stage_weights(model, request, sizes, hardware)
+                division = balanced_chunks(*weights, pipeline, virtual, int(model.info.shape.prediction_head))
                 if division is None:
                     continue
                 layout = format_pipeline_layout(division, prediction_head=model.info.shape.prediction_head)

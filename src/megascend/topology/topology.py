@@ -354,6 +354,12 @@ def chunk_layers(parallel: Parallel, model: ModelShape) -> tuple[int, ...]:
         raise TopologyError(
             f"parallel.pipeline_layout={p.pipeline_layout!r} has {sum(sizes)} layers (t), but the model has {layers}"
         )
+    if chunks[-1] == "mL":
+        # There mcore-bridge makes the head like the last layer, and Megatron-Core builds the model's last norm.
+        raise TopologyError(
+            f"parallel.pipeline_layout={p.pipeline_layout!r}: the last chunk, 'mL', has a head for multi-token prediction and no "
+            "layer; move one there: tmL"
+        )
     has_head = "m" in chunks[-1]
     if has_head != model.prediction_head:
         raise TopologyError(

@@ -18,11 +18,10 @@ from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.transformer_block import TransformerBlock
 from packaging.version import Version
 from torch import Tensor
 
-from megascend.changes import changed, patch, patched
+from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
@@ -417,12 +416,7 @@ def preserved_rope_functions() -> Iterator[None]:
 
 def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | None = None) -> list[Any]:
     """Build this rank's model chunks (one, or one per virtual pipeline stage) on ``device``; weights are not loaded yet."""
-    with (
-        preserved_rope_functions(),
-        patched(
-            TransformerBlock, "has_final_layernorm_in_this_stage", has_final_norm, "the last norm is on the last stage"
-        ),
-    ):
+    with preserved_rope_functions():
         chunks = get_mcore_model(config)
     if head is not None:
         scalar_head.install(chunks, config, head, device)
@@ -431,13 +425,6 @@ def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | N
         move(chunk, device)
         mark_tensor_parallel(chunk)
     return chunks
-
-
-def has_final_norm(block: Any) -> bool:
-    """Check whether a chunk has the model's last norm, as Megatron-Core does for models without a prediction head."""
-    # With a head, Megatron-Core builds the norm where the last layer is. If the last chunk has the head and no layer, that is
-    # another one, where mcore-bridge neither reads nor exports it.
-    return bool(block.submodules.layer_norm and block.post_process and block.post_layer_norm)
 
 
 def set_latent_norm_epsilon(chunk: torch.nn.Module, config: ModelConfig) -> None:
