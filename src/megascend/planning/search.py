@@ -37,6 +37,11 @@ MOST_MICRO_BATCH = 65536
 """Tokens of a micro batch on a rank, at most: products gain nothing beyond."""
 LONGEST_PIPELINE = 64
 """Pipeline stages, at most."""
+UNEVEN_LAYERS = 2
+"""Layers of a chunk, at most, where stages have several chunks and layers do not divide over stages: published layouts of
+DeepSeek-V3 and Llama 3.1 405B have as many."""
+STATES = ("parameters", "main parameters", "gradients", "moments", "adapters")
+"""Items of memory that micro batches and recomputation do not change."""
 RECOMPUTE = (
     Recompute(),
     Recompute(granularity="selective", modules=("layernorm",)),
@@ -267,21 +272,23 @@ def layouts(model: PlannedModel, request: PlanRequest, hardware: Hardware) -> It
 
 
 def _pipelines(model: PlannedModel, request: PlanRequest, sizes: Parallel, hardware: Hardware) -> Iterator[Parallel]:
-    """Yield the pipelines of a layout's other sizes: even ones, and where layers do not divide, balanced ones.
+    """Yield the pipelines of a layout's other sizes: even ones, and where layers do not divide over stages, balanced ones.
 
-    The latter have chunks of at most 1, 2, 4, ... layers: more chunks of the same number of layers gain nothing.
+    The latter have one chunk a stage, or chunks of at most :data:`UNEVEN_LAYERS`, and tensor parallelism within a node: every
+    number of chunks would be ten times as many layouts.
     """
-    layers = model.info.shape.num_layers
+    layers, weights = model.info.shape.num_layers, None
     yield sizes
     for pipeline in range(2, min(request.cards, layers, LONGEST_PIPELINE) + 1):
         if request.cards % (sizes.tensor * sizes.context * pipeline):
             continue
         chunks = set(_divisors(layers // pipeline, layers)) if layers % pipeline == 0 else set()
-        chunks |= {-(-layers // (pipeline * size)) for size in _powers(layers)}
+        if layers % pipeline and sizes.tensor <= hardware.cards_per_node:
+            chunks |= {1, -(-layers // (pipeline * UNEVEN_LAYERS))}
         for virtual in sorted(chunks):
             parallel = sizes.model_copy(update={"pipeline": pipeline, "virtual_pipeline": virtual})
             if layers % (pipeline * virtual):
-                weights = _stage_weights(model, request, sizes, hardware)
+                weights = weights or _stage_weights(model, request, sizes, hardware)
                 division = balanced_chunks(*weights, pipeline, virtual, int(model.info.shape.prediction_head))
                 if division is None:
                     continue
@@ -338,6 +345,19 @@ def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
     model, request = state.model, state.request
     parameters = stage_parameters(model, topology, request.config)
     limit = MEMORY_SHARE * state.hardware.memory
+    least = memory_of(
+        model,
+        request,
+        topology,
+        _settings(request, parallel, RECOMPUTE[-1], request.length, overlapped=False),
+        1,
+        parameters,
+    )
+    state.evaluations += 1
+    if sum(least.items.get(item, 0) for item in STATES) > limit:
+        if state.smallest is None or least.total < state.smallest[1].total:
+            state.smallest = (topology, least)
+        return
     for micro_batch in _micro_batches(request, topology):
         fits = False
         for recompute in _recomputations(model):
