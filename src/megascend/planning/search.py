@@ -376,6 +376,8 @@ def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
                 )
             if fits and recompute.granularity == "none":
                 break  # recomputing what fits only costs time
+            if not fits and recompute.granularity == "full":
+                break  # recomputing less needs more
         if not fits:
             break  # larger micro batches need more
 
@@ -526,8 +528,8 @@ def _micro_batches(request: PlanRequest, topology: Topology) -> Iterator[int]:
 
 
 def _recomputations(model: PlannedModel) -> Iterator[Recompute]:
-    """Yield what may be recomputed, nothing first; modules that the model lacks are left out."""
-    for recompute in RECOMPUTE:
+    """Yield what may be recomputed, nothing first, then everything; modules that the model lacks are left out."""
+    for recompute in (RECOMPUTE[0], RECOMPUTE[-1], *RECOMPUTE[1:-1]):
         needs_experts = {"moe", "moe_act"} & set(recompute.modules)
         dense_only = {"mlp"} & set(recompute.modules)
         if recompute.granularity == "selective":
