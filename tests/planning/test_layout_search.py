@@ -149,8 +149,8 @@ def test_layers_that_do_not_divide_are_planned_with_a_layout_that_runs(five_laye
         run = parsed(RunConfig, yaml.safe_load(layout_plan.run_file(candidate)), "run file")
         assert plan(run.parallel, 4, shape) == candidate.topology
         assert run.parallel.pipeline_layout in candidate.describe()
-        drawn = list(draw(candidate))
-        stages = [line for line in drawn if line.startswith("stage")]
+        lines = list(draw(candidate))
+        stages = [line for line in lines if line.startswith("stage")]
         layers = [sum(map(int, line.split()[2].split("+"))) for line in stages]
         assert layers == [sum(sizes[stage :: len(stages)]) for stage in range(len(stages))]
 

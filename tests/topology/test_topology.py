@@ -223,8 +223,8 @@ def test_pipeline_layouts_are_megatrons(layout: str, sizes: tuple[int, ...]) -> 
     parallel = Parallel(pipeline=2, virtual_pipeline=len(sizes) // 2, pipeline_layout=layout)
     topology = plan(parallel, 2, model)
     assert topology.chunk_layers == sizes
-    written = format_pipeline_layout(sizes, prediction_head=has_head)
-    megatron = [PipelineParallelLayerLayout(text, 2) for text in (layout, written)]
+    formatted = format_pipeline_layout(sizes, prediction_head=has_head)
+    megatron = [PipelineParallelLayerLayout(text, 2) for text in (layout, formatted)]
     assert megatron[0].layout == megatron[1].layout
     megatron[0].validate_layer_layout(sum(sizes), 1 if has_head else None)
     first = 0

@@ -81,7 +81,9 @@ class LayerTensors:
     tower: int = 0
 
     @classmethod
-    def of(cls, headers: Mapping[str, TensorHeader], layers: int, images: Images | None = None) -> LayerTensors:
+    def sorted_by_layer(
+        cls, headers: Mapping[str, TensorHeader], layers: int, images: Images | None = None
+    ) -> LayerTensors:
         """Sort the tensors of a checkpoint; ``images``: declaration of a model's pictures, None if it takes none."""
         tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
         by_layer: dict[int | None, list[tuple[str, TensorHeader]]] = {}
@@ -120,7 +122,7 @@ def stages(
         fused: projections of one input are one matrix, as in Megatron.
         tensors: ``headers`` by layer, where they are sorted already: plans count one model for many layouts.
     """
-    tensors = tensors or LayerTensors.of(headers, layers, images)
+    tensors = tensors or LayerTensors.sorted_by_layer(headers, layers, images)
     counts = [_layer_parameters(kind, topology, fused) for kind in tensors.kinds]
     parameters = [
         _stage(tensors, counts, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)
@@ -169,8 +171,8 @@ def _stage(
     # Megatron has a copy of a tied embedding on the last stage, where it is the output layer; a head for multi-token
     # prediction embeds tokens there.
     embeds = first or (last and (tied or prediction_head))
-    held = [counts[tensors.layer_kinds[layer]] for layer in stage_layers if layer in tensors.layer_kinds]
-    dense = sum(layer[0] for layer in held)
+    layer_counts = [counts[tensors.layer_kinds[layer]] for layer in stage_layers if layer in tensors.layer_kinds]
+    dense = sum(layer[0] for layer in layer_counts)
     vocabulary = embedding = 0
     for name, header in tensors.outside:
         count = local_elements(name, header.shape, topology.tensor)
@@ -184,13 +186,13 @@ def _stage(
             vocabulary = -(-header.shape[0] // topology.tensor)
     return StageParameters(
         dense,
-        sum(layer[1] for layer in held),
+        sum(layer[1] for layer in layer_counts),
         vocabulary,
         embedding,
-        max((layer[4] for layer in held), default=0),
+        max((layer[4] for layer in layer_counts), default=0),
         tuple(stage_layers),
-        dense_matrices=sum(layer[2] for layer in held),
-        expert_matrices=sum(layer[3] for layer in held),
+        dense_matrices=sum(layer[2] for layer in layer_counts),
+        expert_matrices=sum(layer[3] for layer in layer_counts),
     )
 
 

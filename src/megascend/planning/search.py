@@ -70,7 +70,9 @@ class PlannedModel:
     @cached_property
     def layer_tensors(self) -> LayerTensors:
         """Tensors of the checkpoint by layer."""
-        return LayerTensors.of(self.info.tensors, len(self.sizes.with_experts), self.info.architecture.inputs)
+        return LayerTensors.sorted_by_layer(
+            self.info.tensors, len(self.sizes.with_experts), self.info.architecture.inputs
+        )
 
     @classmethod
     def from_checkpoint(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> PlannedModel:

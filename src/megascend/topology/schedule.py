@@ -47,8 +47,8 @@ def layers_in_flight(stage: int, stages: int, chunk_layers: tuple[int, ...], mic
     # Every round of the steady state keeps as much as the one before.
     rounds = min(micro_batches, 4 * stages)
     rounds += -rounds % stages if chunks > 1 else 0
-    kept = most = 0
+    load = peak = 0
     for forward, chunk, _ in stage_order(stage, stages, chunks, rounds):
-        kept += chunk_layers[chunk] if forward else -chunk_layers[chunk]
-        most = max(most, kept)
-    return most
+        load += chunk_layers[chunk] if forward else -chunk_layers[chunk]
+        peak = max(peak, load)
+    return peak

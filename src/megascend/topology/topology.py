@@ -80,7 +80,7 @@ class Topology:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether chunks differ in their number of layers."""
+        """Return True if chunks differ in their number of layers."""
         return len(set(self.chunk_layers)) > 1
 
     def layers_of(self, stage: int, layers: int) -> list[range]:
