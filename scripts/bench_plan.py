@@ -323,19 +323,18 @@ def _published(row: dict[str, Any], shape: Shape) -> Row:
 
 
 def _topology(row: dict[str, Any], shape: Shape) -> Topology:
-    """Return the layout of a published row; other programs divide layers unevenly, which this package's own check refuses."""
-    stages = row["pipeline"] * row["virtual_pipeline"]
-    divisible = replace(shape.model.info.shape, num_layers=stages)
+    """Return the layout of a published row, whose last chunk may have a prediction head alone, which is refused here."""
     parallel = Parallel(
         tensor=row["tensor"],
         pipeline=row["pipeline"],
         virtual_pipeline=row["virtual_pipeline"],
+        pipeline_layout=row.get("pipeline_layout"),
         context=row["context"],
         expert=row["expert"],
         expert_tensor=1 if row["expert"] > 1 else None,
         sequence=True if row["tensor"] > 1 else None,
     )
-    return plan(parallel, row["cards"], divisible)
+    return plan(parallel, row["cards"], shape.model.info.shape)
 
 
 def summary(rows: Iterable[Row]) -> dict[str, float]:

@@ -37,6 +37,7 @@ def test_the_layout_the_optimizer_and_recomputation_are_taken_over() -> None:
             "override_transformer_config": {
                 "recompute_granularity": "full",
                 "recompute_method": "uniform",
+                "pipeline_model_parallel_layout": "Et|(tt|)*10tL",
                 "recompute_num_layers": 3,
                 "moe_aux_loss_coeff": 0.5,
             },
@@ -51,6 +52,7 @@ def test_the_layout_the_optimizer_and_recomputation_are_taken_over() -> None:
     )
     parallel, adam = settings.parallel, settings.adam
     assert (parallel.tensor, parallel.pipeline, parallel.virtual_pipeline, parallel.context) == (2, 4, 3, 5)
+    assert parallel.pipeline_layout == "Et|(tt|)*10tL"
     assert (parallel.expert, parallel.expert_tensor, parallel.sequence) == (8, 1, True)
     assert (adam.lr, adam.betas, adam.weight_decay, adam.max_grad_norm, adam.eps) == (3e-4, (0.8, 0.9), 0.2, 0.7, 1e-6)
     assert (adam.distributed, adam.overlap_grad_reduce, adam.overlap_param_gather) == (False, True, False)

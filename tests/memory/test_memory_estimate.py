@@ -13,7 +13,7 @@ from megascend.config import Lora, Parallel, RunConfig
 from megascend.kernels import linear_logprobs
 from megascend.memory import activations
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.parameters import adapter_bytes, layers_of_stage, stages
+from megascend.memory.parameters import adapter_bytes, stages
 from megascend.memory.sizes import Kernels, ModelSizes, TeacherSizes, Workload
 from megascend.topology.topology import plan
 
@@ -101,6 +101,7 @@ def test_the_chunks_of_the_head_are_those_of_its_kernel():
     [
         (QWEN3_1_7B, 2, Parallel(tensor=2)),
         (QWEN3_4B, 8, Parallel(tensor=2, pipeline=4, virtual_pipeline=3)),
+        (QWEN3_4B, 8, Parallel(tensor=2, pipeline=2, virtual_pipeline=2, pipeline_layout="E|t*11|t*24|tL")),
         (SIX_LAYERS_OF_30B_A3B, 8, Parallel(tensor=2, expert=4, expert_tensor=1)),
     ],
 )
@@ -124,7 +125,7 @@ def test_ranks_together_hold_every_parameter(model: dict[str, Any], world_size: 
 
 def test_layers_of_interleaved_stages():
     topology = plan(Parallel(pipeline=2, virtual_pipeline=3), 2, info_of(QWEN3_4B).shape)
-    assert layers_of_stage(1, 12, topology) == (2, 3, 6, 7, 10, 11)
+    assert topology.layers_of(1, 36) == [range(6, 12), range(18, 24), range(30, 36)]
 
 
 def test_the_first_stage_keeps_more_micro_batches():

@@ -80,7 +80,8 @@ def cases() -> list[Case]:
             if architecture.undivided(architecture.tiny, tensor=case.parallel.tensor, context=case.parallel.context):
                 continue  # refused, as test_qwen_hybrid.py checks
             tiny = tiny_config(architecture.model_type)
-            if architecture.unstaged(tiny, case.parallel.pipeline * case.parallel.virtual_pipeline):
+            chunks = case.parallel.pipeline * case.parallel.virtual_pipeline
+            if architecture.unstaged(tiny, [tiny["num_hidden_layers"] // chunks] * chunks):
                 continue  # refused, as test_sparse_attention.py checks
             if case.parallel.context > 1 and architecture.context_algorithms is not None:
                 algorithm = {"context_algorithm": architecture.context_algorithms[0]}

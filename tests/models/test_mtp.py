@@ -52,6 +52,10 @@ LAYOUTS = {
     "PP2": Case("PP2", 2, Parallel(pipeline=2)),
     "PP2, saved and loaded": Case("PP2, saved and loaded", 2, Parallel(pipeline=2), resumes=True),
     "PP2 x VPP2": Case("PP2 x VPP2", 2, Parallel(pipeline=2, virtual_pipeline=2)),
+    "PP2, uneven": Case("PP2, uneven", 2, Parallel(pipeline=2, pipeline_layout="Et*3|tmL")),
+    "PP2 x VPP2, uneven": Case(
+        "PP2 x VPP2, uneven", 2, Parallel(pipeline=2, virtual_pipeline=2, pipeline_layout="E|tt|t|tmL"), resumes=True
+    ),
     "CP2": Case("CP2", 2, Parallel(context=2)),
     "CP2, padded": Case("CP2, padded", 2, Parallel(context=2), packing=False, micro_batch_tokens=200),
     "DP2": Case("DP2", 2),
@@ -68,7 +72,7 @@ LAYOUTS = {
 
 IN_CI = (
     ("deepseek_v3", "single"),
-    ("deepseek_v3", "PP2"),
+    ("deepseek_v3", "PP2, uneven"),
     ("deepseek_v3", "CP2"),
     ("deepseek_v3", "TP2 x EP2 + SP"),
     ("glm4_moe", "full recompute"),

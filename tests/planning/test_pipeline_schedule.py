@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import accumulate, pairwise, product
 
 import pytest
 
-from megascend.planning.pipeline import Durations, TimedPass, simulate, stage_order, step_seconds
+from megascend.planning.pipeline import Durations, TimedPass, balanced_chunks, simulate, step_seconds
+from megascend.topology.schedule import layers_in_flight, stage_order
 
 UNIT = Durations((1.0,), (2.0,))
 
@@ -62,6 +64,23 @@ def test_every_pass_runs_once_and_waits_for_its_neighbour() -> None:
             assert span.start >= ends[span.stage + 1, False, span.chunk, span.micro_batch] + 0.5
 
 
+@pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 1, 8), (4, 1, 2), (4, 2, 8), (4, 3, 32)])
+def test_layers_in_flight_are_those_of_the_papers_formula(stages: int, chunks: int, micro_batches: int) -> None:
+    # Narayanan et al. 2021, section 2.2, for chunks of one size.
+    for stage in range(stages):
+        passes = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1 if chunks > 1 else stages - stage
+        expected = 5 * min(passes, micro_batches * chunks)
+        assert layers_in_flight(stage, stages, (5,) * chunks, micro_batches) == expected
+
+
+def test_layers_in_flight_of_uneven_chunks() -> None:
+    # The first stage runs both chunks of both micro batches before a backward pass.
+    assert layers_in_flight(0, 2, (1, 10), 2) == 22
+    # The last one keeps two micro batches of its first chunk and one of its second.
+    assert layers_in_flight(1, 2, (1, 10), 2) == 12
+    assert layers_in_flight(1, 2, (10, 1), 2) == 21
+
+
 @pytest.mark.usefixtures("megatron_imported")
 @pytest.mark.parametrize(("stages", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 8), (4, 5, 12)])
 def test_interleaved_order_is_that_of_megatrons_table(stages: int, chunks: int, micro_batches: int) -> None:
@@ -79,3 +98,37 @@ def test_interleaved_order_is_that_of_megatrons_table(stages: int, chunks: int, 
         assert [forward for forward, _, _ in order[: warmup + 2]] == [True] * (warmup + 1) + [
             warmup == micro_batches * chunks
         ]
+
+
+def divisions(layers: int, chunks: int) -> Iterator[tuple[int, ...]]:
+    """Yield every division of layers over chunks of which only the first and the last one may be empty."""
+    for inner in product(range(1, layers + 1), repeat=chunks - 2):
+        for first in range(layers - sum(inner) + 1):
+            yield first, *inner, layers - sum(inner) - first
+
+
+def busiest(sizes: tuple[int, ...], layers: tuple[float, ...], first: float, last: float, stages: int) -> float:
+    borders = [0, *accumulate(sizes)]
+    times = [sum(layers[start:end]) for start, end in pairwise(borders)]
+    times[0] += first
+    times[-1] += last
+    return max(sum(times[stage::stages]) for stage in range(stages))
+
+
+@pytest.mark.parametrize(("stages", "chunks"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("first", "last"), [(0.0, 0.0), (0.25, 0.5), (0.25, 2.25)])
+def test_balanced_chunks_are_the_best_of_all_divisions(stages: int, chunks: int, first: float, last: float) -> None:
+    for dense, count in ((0, 7), (0, 10), (3, 9)):
+        layers = (0.5,) * dense + (1.0,) * (count - dense)
+        sizes = balanced_chunks(layers, first, last, stages, chunks)
+        assert sizes is not None
+        assert sum(sizes) == count
+        assert min(sizes[1:-1], default=1) >= 1
+        best = min(busiest(other, layers, first, last, stages) for other in divisions(count, stages * chunks))
+        # Layers of two kinds are balanced step by step, to half a layer.
+        assert busiest(sizes, layers, first, last, stages) <= best + (0.5 if dense else 1e-9)
+
+
+def test_too_few_layers_for_a_pipeline_have_no_division() -> None:
+    assert balanced_chunks((1.0,) * 2, 0.0, 0.0, 4, 1) == (0, 1, 1, 0)
+    assert balanced_chunks((1.0,), 0.0, 0.0, 4, 1) is None

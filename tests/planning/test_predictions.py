@@ -25,24 +25,32 @@ def bench() -> Any:
     return module
 
 
-def test_measured_steps_are_predicted(bench: Any) -> None:
-    rows = bench.measured()
-    summary = bench.summary(rows)
+@pytest.fixture(scope="module")
+def measured(bench: Any) -> list[Any]:
+    return bench.measured()
+
+
+@pytest.fixture(scope="module")
+def published(bench: Any) -> list[Any]:
+    return bench.published()
+
+
+def test_measured_steps_are_predicted(bench: Any, measured: list[Any]) -> None:
+    summary = bench.summary(measured)
     assert summary["rows"] >= 40
     assert summary["median"] <= 0.08
     assert summary["memory_rows"] >= 15
     assert summary["memory"] <= 0.05
 
 
-def test_published_rows_are_predicted(bench: Any) -> None:
-    rows = bench.published()
-    assert len([row for row in rows if "H100" in row.name]) >= 25
-    assert bench.summary(rows)["median"] <= 0.20
-    assert all(row.source for row in rows)
+def test_published_rows_are_predicted(bench: Any, published: list[Any]) -> None:
+    assert len([row for row in published if "H100" in row.name]) >= 25
+    assert bench.summary(published)["median"] <= 0.20
+    assert all(row.source for row in published)
 
 
-def test_order_is_right_where_measurements_differ(bench: Any) -> None:
-    rows = [row for row in bench.measured() if "LoRA" not in row.name and "graphs" not in row.name]
+def test_order_is_right_where_measurements_differ(measured: list[Any]) -> None:
+    rows = [row for row in measured if "LoRA" not in row.name and "graphs" not in row.name]
     compared = 0
     for first, second in combinations(rows, 2):
         same_model = (
@@ -57,10 +65,10 @@ def test_order_is_right_where_measurements_differ(bench: Any) -> None:
     assert compared >= 4
 
 
-def test_stored_predictions_are_those_of_the_code(bench: Any) -> None:
+def test_stored_predictions_are_those_of_the_code(bench: Any, measured: list[Any], published: list[Any]) -> None:
     # Of another processor, the last digit may differ.
     stored = json.loads(bench.STORED.read_text(encoding="utf-8"))
-    for kind, rows in (("measured", bench.measured()), ("published", bench.published())):
+    for kind, rows in (("measured", measured), ("published", published)):
         current = bench.stored(rows)["rows"]
         assert [row["name"] for row in current] == [row["name"] for row in stored[kind]["rows"]]
         for row, stored_row in zip(current, stored[kind]["rows"], strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from megascend.memory.parameters import StageParameters
 from megascend.memory.sizes import ModelSizes
 from megascend.planning.hardware import BACKWARD_ATTENTION
 from megascend.planning.layers import ALL_LAYERS, BF16, Cost, Execution
-from megascend.planning.step import ADAM_BYTES, StepTime, StepWork, chunk_layers, step_time
+from megascend.planning.step import ADAM_BYTES, StepTime, StepWork, step_time
 from megascend.topology.topology import Topology, plan
 from planning.devices import BYTES, RATE, flat, without_traffic
 
@@ -42,7 +43,7 @@ ATTENTION = 2 * LENGTH * HEADS * WIDTH
 """FLOPs of a token in one layer's attention, forward."""
 
 
-def topology(world: int = 1, experts: int | None = None, **sizes: int) -> Topology:
+def topology(world: int = 1, experts: int | None = None, **sizes: Any) -> Topology:
     shape = ModelShape(H, LAYERS, HEADS, KEYS, VOCABULARY, FFN, experts, 512 if experts else None)
     expert_tensor = 1 if sizes.get("expert", 1) > 1 else None
     return plan(
@@ -209,11 +210,14 @@ def test_parts_are_the_step() -> None:
     assert time.parts["pipeline bubble"] > 0
 
 
-def test_layers_that_do_not_divide_leave_room_for_the_ends() -> None:
-    # Llama 3.1 405B: 126 layers in 64 chunks, two each, one in the first and the last.
-    sizes = [[len(chunk) for chunk in stage] for stage in chunk_layers(126, 8, 8)]
-    assert sizes[0] == [1] + [2] * 7
-    assert sizes[7] == [2] * 7 + [1]
-    assert sum(map(sum, sizes)) == 126
-    assert chunk_layers(4, 2, 1) == [[(0, 1)], [(2, 3)]]
-    assert chunk_layers(4, 2, 2) == [[(0,), (2,)], [(1,), (3,)]]
+def test_stage_with_most_layers_sets_the_pace() -> None:
+    work, device = StepWork(LENGTH, LENGTH, 8), without_traffic(flat())
+    even, uneven = (
+        step_time(DENSE, topology(2, pipeline=2, pipeline_layout=layout), parameters(stages=2), work, device)
+        for layout in (None, "Ettt|tL")
+    )
+    layer = LENGTH * 3 * (2 * LAYER_WEIGHTS + ATTENTION + (BACKWARD_ATTENTION - 2) * ATTENTION / 3) / RATE
+    (first, last), (longer, shorter) = ([stage.total for stage in time.durations] for time in (even, uneven))
+    assert longer - first == pytest.approx(last - shorter)
+    assert longer - first == pytest.approx(layer)
+    assert uneven.bound - even.bound == pytest.approx(8 * (max(longer, shorter) - max(first, last)))

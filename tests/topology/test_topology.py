@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from megascend.topology.topology import (
     EXPERT_AXES,
     GROUP_AXES,
     Topology,
+    format_pipeline_layout,
     participants,
     plan,
     rank_lists,
@@ -31,6 +33,7 @@ from megascend.topology.topology import (
 )
 
 DENSE = ModelShape.from_hf_config(tiny_config("qwen3", num_attention_heads=8, num_key_value_heads=4))
+WITH_HEAD = replace(DENSE, prediction_head=True)
 MOE = ModelShape.from_hf_config(tiny_config("qwen3_moe", num_attention_heads=8, num_key_value_heads=4))
 
 
@@ -158,7 +161,33 @@ def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
         ({"context": 2, "pipeline": 2}, 2, DENSE, r"x parallel.context=2 = 4; start 4 processes"),
         ({"expert": 2}, 3, MOE, r"world size 3 .* parallel.expert=2 x parallel.pipeline=1 = 2; start 2 or 4"),
         ({"tensor": 2, "expert": 2}, 2, MOE, r"expert_tensor=2 x parallel.expert=2 .*\(expert_tensor defaults to tens"),
-        ({"pipeline": 3}, 3, DENSE, r"4 layers cannot .* parallel.pipeline=3 stages; use 1, 2 or 4"),
+        (
+            {"pipeline": 3},
+            3,
+            DENSE,
+            r"4 layers cannot .* parallel.pipeline=3 stages; use 1, 2 or 4, or .*pipeline_layout",
+        ),
+        ({"pipeline": 2, "pipeline_layout": "Et|tt|tL"}, 2, None, r"has 3 chunks, but parallel.pipeline=2 x .*=1 = 2"),
+        ({"pipeline_layout": "Ettt|tL"}, 1, DENSE, r"has 2 chunks, but parallel.pipeline=1"),
+        (
+            {"pipeline": 2, "pipeline_layout": "Etx|tL"},
+            2,
+            DENSE,
+            r"'x\|tL' is not a part of a layout; E is the embedding",
+        ),
+        ({"pipeline": 2, "pipeline_layout": "tt|ttL"}, 2, DENSE, r"chunk 1 of 2 is 'tt'; the first one begins with E"),
+        ({"pipeline": 2, "pipeline_layout": "Ett|tt"}, 2, DENSE, r"chunk 2 of 2 is 'tt'; .* the last one ends with L"),
+        ({"pipeline": 3, "pipeline_layout": "Ett|ttm|L"}, 3, DENSE, r"chunk 2 of 3 is 'ttm'; .* mL if the head"),
+        ({"pipeline": 3, "pipeline_layout": "Ett||ttL"}, 3, DENSE, r"chunk 2 of 3 is empty"),
+        ({"pipeline": 2, "pipeline_layout": "Ett|tL"}, 2, DENSE, r"has 3 layers \(t\), but the model has 4"),
+        ({"pipeline": 2, "pipeline_layout": "Ettt|tmL"}, 2, DENSE, r"has a head for .* \(m\), .* leave m out"),
+        (
+            {"pipeline": 2, "pipeline_layout": "Ett*3|mL"},
+            2,
+            WITH_HEAD,
+            r"the last chunk, 'mL', has a head .* no layer; .*: tmL",
+        ),
+        ({"pipeline": 2, "pipeline_layout": "Ettt|tL"}, 2, WITH_HEAD, r"has no place for the head .* end it with mL"),
         ({"pipeline": 2, "virtual_pipeline": 4}, 2, DENSE, r"pipeline=2 x parallel.virtual_pipeline=4 = 8 stages"),
         ({"virtual_pipeline": 2}, 1, DENSE, r"virtual_pipeline=2 .* parallel.pipeline=1; set pipeline to 2 or more"),
         ({"expert": 2}, 2, DENSE, r"parallel.expert=2, but the model has no experts"),
@@ -173,6 +202,37 @@ def test_sequence_parallelism_without_tensor_parallelism_is_noted() -> None:
 def test_layouts_that_cannot_work(parallel: dict[str, Any], world: int, model: ModelShape | None, message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         plan(Parallel(**parallel), world, model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sizes"),
+    [
+        ("Et|(tt|)*30L", (1, *[2] * 30, 0)),  # DeepSeek-V3 in NVIDIA's recipes, without its head, and the next one
+        ("Et*4|(t*4|)*14tmL", (*[4] * 15, 1)),
+        ("E|tt|ttt|L", (0, 2, 3, 0)),
+        ("Ettt|tttttL", (3, 5)),
+    ],
+)
+@pytest.mark.usefixtures("megatron_imported")
+def test_pipeline_layouts_are_megatrons(layout: str, sizes: tuple[int, ...]) -> None:
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    has_head = "m" in layout
+    model = replace(DENSE, num_layers=sum(sizes), prediction_head=has_head)
+    parallel = Parallel(pipeline=2, virtual_pipeline=len(sizes) // 2, pipeline_layout=layout)
+    topology = plan(parallel, 2, model)
+    assert topology.chunk_layers == sizes
+    formatted = format_pipeline_layout(sizes, prediction_head=has_head)
+    megatron = [PipelineParallelLayerLayout(text, 2) for text in (layout, formatted)]
+    assert megatron[0].layout == megatron[1].layout
+    megatron[0].validate_layer_layout(sum(sizes), 1 if has_head else None)
+    first = 0
+    for number in range(len(sizes)):
+        chunk, stage = divmod(number, 2)
+        count = megatron[0].layout[stage][chunk].count(LayerType.decoder)
+        assert topology.layers_of(stage, sum(sizes))[chunk] == range(first, first + count)
+        first += count
 
 
 @pytest.mark.parametrize(

@@ -178,8 +178,16 @@ def draw(candidate: Candidate, width: int = WIDTH) -> Iterator[str]:
         f"pipeline of {part} micro batches, {1000 * end:,.0f} ms: digits are forward and letters backward passes (0 and a of the "
         "same micro batch), dots are waits"
     )
+    layers = [""] * stages
+    if candidate.topology.is_uneven:
+        yield "after a stage's number: layers of its chunks"
+        total = sum(candidate.topology.chunk_layers)
+        layers = ["+".join(str(len(chunk)) for chunk in candidate.topology.layers_of(n, total)) for n in range(stages)]
+        widest = max(map(len, layers))
+        layers = [f"{text:>{widest}} " for text in layers]
     for stage in range(stages):
-        yield f"stage {stage + 1:>2} {_line([span for span in spans if span.stage == stage], end, width)}"
+        line = _line([span for span in spans if span.stage == stage], end, width)
+        yield f"stage {stage + 1:>2} {layers[stage]}{line}"
 
 
 def _line(spans: list[TimedPass], end: float, width: int) -> str:

@@ -181,7 +181,7 @@ def show_config_command(
     elif not settings.model.exists():
         layout = f"layout not checked: {settings.model} does not exist yet"
     else:
-        layout = plan(settings.parallel, nproc, inspect_checkpoint(settings.model).shape).describe()
+        layout = plan(settings.parallel, nproc, inspect_checkpoint(settings.model, mtp=settings.mtp).shape).describe()
     typer.echo(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False), nl=False)  # as they are declared
     for line in layout.splitlines():
         # As comments: the output is a valid run file again.

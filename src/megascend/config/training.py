@@ -30,6 +30,11 @@ class Parallel(Section):
     tensor: Size = Field(1, description="tensor parallel size (TP)")
     pipeline: Size = Field(1, description="pipeline parallel size (PP)")
     virtual_pipeline: Size = Field(1, description="model chunks per pipeline rank (VPP); above 1 needs pipeline > 1")
+    pipeline_layout: str | None = Field(
+        None,
+        description="layers of each of the pipeline x virtual_pipeline chunks, in Megatron's notation, as Ett|(ttt|)*2tmL: E "
+        "embedding, t layer, m head for multi-token prediction (mtp: train), L output layer; default: equal numbers of layers",
+    )
     context: Size = Field(1, description="context parallel size (CP): the sequence is split over these ranks")
     context_algorithm: ContextAlgorithm = Field(
         "ring",

@@ -48,6 +48,7 @@ class ModelShape:
         max_position: longest sequence the model was made for, or None if the config does not say.
         tied: True if the output layer is the embedding.
         expert_bias: True if the layers of an expert have biases.
+        prediction_head: True if a head for multi-token prediction is trained.
     """
 
     hidden_size: int
@@ -62,6 +63,7 @@ class ModelShape:
     max_position: int | None = None
     tied: bool = False
     expert_bias: bool = False
+    prediction_head: bool = False
 
     @property
     def is_moe(self) -> bool:
@@ -306,7 +308,7 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
     if mtp == "train":  # the output layer projects the head's hidden states, too
         active += shape.vocab_size * shape.hidden_size
     return ModelInfo(
-        shape=replace(shape, tied=tied),
+        shape=replace(shape, tied=tied, prediction_head=mtp == "train"),
         tensors=tensors,
         parameter_count=sum(math.prod(dims) for dims in shapes.values()),
         active_matmul_parameters=int(active),

@@ -23,6 +23,7 @@ from megascend.memory.parameters import (
     state_bytes,
 )
 from megascend.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload
+from megascend.topology.schedule import layers_in_flight
 from megascend.topology.topology import Topology
 
 WORKSPACES = 96 * 2**20
@@ -77,7 +78,7 @@ def _stage_items(
     layer_sizes = [saved_bytes[keys[layer]] for layer in parameters.layers]
     predicts = layers in parameters.layers
     saved, recomputed = _saved(config, layer_sizes, with_experts, kind, sizes, topology, predicts=predicts)
-    in_flight = _in_flight(stage, topology, workload.micro_batches)
+    in_flight = _in_flight(stage, topology, layers, workload.micro_batches, predicts=predicts)
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
     last = parameters.vocabulary > 0
     edge = (norm_bytes(sizes.hidden, kind) / sequence_shards + 2 * kind.bytes * sizes.hidden if last else 0.0) + (
@@ -165,8 +166,15 @@ def _later(
     }
 
 
-def _in_flight(stage: int, topology: Topology, micro_batches: int) -> float:
-    """Return the micro batches in flight on a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
+def _in_flight(stage: int, topology: Topology, layers: int, micro_batches: int, *, predicts: bool) -> float:
+    """Return the micro batches in flight on a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
+
+    ``predicts``: a head for multi-token prediction is one more layer of the last chunk.
+    """
+    if topology.is_uneven and topology.virtual_pipeline > 1:
+        sizes = [len(chunk) for chunk in topology.layers_of(stage, layers)]
+        sizes[-1] += predicts
+        return layers_in_flight(stage, topology.pipeline, tuple(sizes), micro_batches) / max(1, sum(sizes))
     if topology.virtual_pipeline == 1:
         # One-forward-one-backward: the first stage waits longest for its first gradient, so it holds the most.
         return min(topology.pipeline - stage, micro_batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megascend.config import Adam, Lora, VisionTower
@@ -11,7 +11,7 @@ from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, is_hidden_matrix
 from megascend.huggingface.info import EMBEDDINGS, NO_TARGETS
 from megascend.huggingface.scalar_head import WEIGHT
-from megascend.memory.sizes import layer_of
+from megascend.memory.sizes import LAYER, layer_of
 from megascend.models import Images
 from megascend.topology.topology import Topology
 
@@ -65,6 +65,46 @@ class StageParameters:
         return replace(self, dense=self.dense + (self.tower if tower == "train" else 0), tower=0)
 
 
+@dataclass(frozen=True)
+class LayerTensors:
+    """Tensors of a checkpoint by layer. Layers with the same tensors are of one kind, and are counted once.
+
+    Attributes:
+        kinds: tensors of a layer of each kind.
+        layer_kinds: kind of each layer that has tensors, by its index; a head for multi-token prediction follows the last layer.
+        outside: tensors outside layers.
+        tower: elements of a vision tower.
+    """
+
+    kinds: tuple[tuple[tuple[str, TensorHeader], ...], ...]
+    layer_kinds: Mapping[int, int]
+    outside: tuple[tuple[str, TensorHeader], ...]
+    tower: int = 0
+
+    @classmethod
+    def sorted_by_layer(
+        cls, headers: Mapping[str, TensorHeader], layers: int, images: Images | None = None
+    ) -> LayerTensors:
+        """Sort the tensors of a checkpoint; ``images``: declaration of a model's pictures, None if it takes none."""
+        tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
+        by_layer: dict[int | None, list[tuple[str, TensorHeader]]] = {}
+        for name, header in headers.items():
+            if name not in tower:
+                # Heads that are named beside the layers are numbered from 0.
+                by_layer.setdefault(layers if ".mtp." in f".{name}" else layer_of(name), []).append((name, header))
+        outside = tuple(by_layer.pop(None, ()))
+        kinds: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
+        tensors, layer_kinds = [], {}
+        for layer, entries in by_layer.items():
+            assert layer is not None
+            key = tuple(sorted((LAYER.sub(".layers.", name, count=1), header.shape) for name, header in entries))
+            if key not in kinds:
+                kinds[key] = len(kinds)
+                tensors.append(tuple(entries))
+            layer_kinds[layer] = kinds[key]
+        return cls(tuple(tensors), layer_kinds, outside, elements(tower))
+
+
 def stages(
     headers: Mapping[str, TensorHeader],
     topology: Topology,
@@ -74,52 +114,30 @@ def stages(
     prediction_head: bool = False,
     images: Images | None = None,
     fused: bool = True,
+    tensors: LayerTensors | None = None,
 ) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage, as Megatron divides them.
 
     Args:
         images: declaration of a model's pictures; None: it takes none.
         fused: projections of one input are one matrix, as in Megatron.
+        tensors: ``headers`` by layer, where they are sorted already: plans count one model for many layouts.
     """
-    tower = {} if images is None else {name: h for name, h in headers.items() if name.startswith(images.tower)}
-    rest = {name: header for name, header in headers.items() if name not in tower}
-    # Once for all stages: a model has thousands of tensors, and a pipeline may have as many stages as layers.
-    by_layer: dict[int | None, list[tuple[str, TensorHeader]]] = {}
-    for name, header in rest.items():
-        # Heads that are named beside the layers are numbered from 0.
-        by_layer.setdefault(layers if ".mtp." in f".{name}" else layer_of(name), []).append((name, header))
+    tensors = tensors or LayerTensors.sorted_by_layer(headers, layers, images)
+    counts = [_layer_parameters(kind, topology, fused) for kind in tensors.kinds]
     parameters = [
-        _stage(by_layer, topology, layers, tied, stage, prediction_head, fused) for stage in range(topology.pipeline)
+        _stage(tensors, counts, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)
     ]
-    return [replace(parameters[0], tower=elements(tower)), *parameters[1:]]
+    return [replace(parameters[0], tower=tensors.tower), *parameters[1:]]
 
 
-def layers_of_stage(stage: int, layers: int, topology: Topology) -> tuple[int, ...]:
-    """Return the layers of a pipeline stage: equal chunks, assigned round robin."""
-    chunk = max(1, layers // (topology.pipeline * topology.virtual_pipeline))
-    return tuple(layer for layer in range(layers) if layer // chunk % topology.pipeline == stage)
-
-
-def _stage(
-    by_layer: Mapping[int | None, list[tuple[str, TensorHeader]]],
-    topology: Topology,
-    layers: int,
-    tied: bool,
-    stage: int,
-    prediction_head: bool,
-    fused: bool,
-) -> StageParameters:
-    """Return a stage's parameters; ``by_layer``: tensors by the index of their layer, None for those outside layers."""
-    stage_layers = set(layers_of_stage(stage, layers, topology))
-    first, last = stage == 0, stage == topology.pipeline - 1
-    if prediction_head and last:
-        stage_layers.add(layers)
-    # Megatron has a copy of a tied embedding on the last stage, where it is the output layer; a head for multi-token
-    # prediction embeds tokens there.
-    embeds = first or (last and (tied or prediction_head))
-    dense = experts = vocabulary = embedding = dense_matrices = expert_matrices = 0
+def _layer_parameters(
+    tensors: Sequence[tuple[str, TensorHeader]], topology: Topology, fused: bool
+) -> tuple[int, int, int, int, int]:
+    """Return a layer's elements on a rank: dense ones, experts', of each the matrices, and of the largest matrix."""
+    dense = experts = dense_matrices = expert_matrices = 0
     matrices: dict[str, int] = {}
-    for name, header in (tensor for layer in stage_layers for tensor in by_layer.get(layer, ())):
+    for name, header in tensors:
         hidden = is_hidden_matrix(name, header.shape)
         if ".experts." in name:
             count = _shard_size(header.shape, topology.expert_tensor * topology.expert)
@@ -134,7 +152,30 @@ def _stage(
         prefix, _, kind = name.removesuffix(".weight").rpartition(".")
         key = f"{prefix}.{FUSED.get(kind, kind)}" if fused else name
         matrices[key] = matrices.get(key, 0) + count
-    for name, header in by_layer.get(None, ()):
+    return dense, experts, dense_matrices, expert_matrices, max(matrices.values(), default=0)
+
+
+def _stage(
+    tensors: LayerTensors,
+    counts: Sequence[tuple[int, int, int, int, int]],
+    topology: Topology,
+    layers: int,
+    tied: bool,
+    stage: int,
+    prediction_head: bool,
+) -> StageParameters:
+    """Return a stage's parameters; ``counts``: of a layer of each kind."""
+    stage_layers = [layer for chunk in topology.layers_of(stage, layers) for layer in chunk]
+    first, last = stage == 0, stage == topology.pipeline - 1
+    if prediction_head and last:
+        stage_layers.append(layers)
+    # Megatron has a copy of a tied embedding on the last stage, where it is the output layer; a head for multi-token
+    # prediction embeds tokens there.
+    embeds = first or (last and (tied or prediction_head))
+    layer_counts = [counts[tensors.layer_kinds[layer]] for layer in stage_layers if layer in tensors.layer_kinds]
+    dense = sum(layer[0] for layer in layer_counts)
+    vocabulary = embedding = 0
+    for name, header in tensors.outside:
         count = local_elements(name, header.shape, topology.tensor)
         is_embedding = name.endswith((*EMBEDDINGS, "wte.weight"))
         is_head = name.endswith("lm_head.weight") or name == WEIGHT
@@ -146,13 +187,13 @@ def _stage(
             vocabulary = -(-header.shape[0] // topology.tensor)
     return StageParameters(
         dense,
-        experts,
+        sum(layer[1] for layer in layer_counts),
         vocabulary,
         embedding,
-        max(matrices.values(), default=0),
-        tuple(sorted(stage_layers)),
-        dense_matrices=dense_matrices,
-        expert_matrices=expert_matrices,
+        max((layer[4] for layer in layer_counts), default=0),
+        tuple(stage_layers),
+        dense_matrices=sum(layer[2] for layer in layer_counts),
+        expert_matrices=sum(layer[3] for layer in layer_counts),
     )
 
 

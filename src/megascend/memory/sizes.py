@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from megascend.huggingface.info import ModelInfo
@@ -125,7 +125,7 @@ class ModelSizes:
     mixers: tuple[str, ...] = ()
     latent_experts: int = 0
 
-    @property
+    @cached_property
     def layer_keys(self) -> list[LayerKey]:
         """Return the kind of each layer."""
         mixers = self.mixers or ("",) * len(self.with_experts)
@@ -138,7 +138,7 @@ class ModelSizes:
             return sum(kind in ATTENTION_LAYERS for kind in self.mixers)
         return sum(not linear for linear in self.linear_layers)
 
-    @property
+    @cached_property
     def linear_layers(self) -> tuple[bool, ...]:
         """Return True for each layer with linear attention."""
         return self.linear.layers if self.linear is not None else (False,) * len(self.with_experts)

@@ -9,7 +9,7 @@ declaration of a ``model_type``; packages from outside add theirs with :func:`me
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -212,8 +212,8 @@ class Architecture:
         """
         return []
 
-    def unstaged(self, config: Config, stages: int) -> list[str]:
-        """Return why the Megatron engine cannot divide the layers into that many stages of equal size; empty if it can."""
+    def unstaged(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
+        """Return why the Megatron engine cannot divide the layers into chunks of these sizes, in order; empty if it can."""
         return []
 
     def sliced(self, config: Config, layers: int) -> dict[str, Any]:

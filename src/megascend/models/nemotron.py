@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +59,15 @@ class NemotronH(Architecture):
             "mlp_layer_types": ["sparse" if kind == EXPERTS else "dense" for kind in kinds],
             "n_routed_experts": normalised.get("n_routed_experts") if EXPERTS in kinds else None,
         }
+
+    def unstaged(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
+        problems = super().unstaged(config, chunk_layers)
+        if len(set(chunk_layers)) > 1:
+            problems.append(
+                f"parallel.pipeline_layout: chunks of {min(chunk_layers)} to {max(chunk_layers)} layers; Megatron-Core's hybrid "
+                "models have chunks of one size, choose sizes that divide the layers"
+            )
+        return problems
 
     def megatron_settings(self, config: Config) -> dict[str, Any]:
         kinds = _kinds(config) or []

@@ -6,7 +6,9 @@ one: fine-tuning leaves its weights as they are, on every engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 from megascend.models.base import OTHER_MODEL, Config, IndexedAttention
@@ -77,13 +79,14 @@ class SparseAttention(DeepSeekV3):
             )
         return problems
 
-    def unstaged(self, config: Config, stages: int) -> list[str]:
-        indexed, problems = IndexedAttention.from_config(config), super().unstaged(config, stages)
+    def unstaged(self, config: Config, chunk_layers: Sequence[int]) -> list[str]:
+        indexed, problems = IndexedAttention.from_config(config), super().unstaged(config, chunk_layers)
         if indexed is None:
             return problems
-        size = len(indexed.computing) // stages
-        cut = [first for first in range(0, size * stages, size or 1) if not indexed.computing[first]]
+        firsts = accumulate(chunk_layers[:-1], initial=0)
+        cut = [first for first, size in zip(firsts, chunk_layers, strict=True) if size and not indexed.computing[first]]
         if cut:
+            stages = len(chunk_layers)
             problems.append(
                 f"parallel.pipeline x virtual_pipeline = {stages} stages begin with layer {cut[0]}, which uses keys chosen in "
                 "the stage before it (indexer_types: shared); choose stages whose first layers have an indexer of their own"

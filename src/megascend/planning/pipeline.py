@@ -1,8 +1,7 @@
-"""The order in which Megatron's pipeline schedules run micro batches, and how long a step of them takes.
+"""How long a step of Megatron's pipeline schedules takes.
 
-``forward_backward_pipelining_without_interleaving`` and ``..._with_interleaving`` of megatron-core 0.15.3 and 0.16.1: the engine
-runs the latter if ``parallel.virtual_pipeline`` is above 1. The order of a stage is what Megatron runs; starts and ends follow
-from it, from the duration of each pass, and from the rule that a pass needs its neighbour's result.
+The order of a stage's passes is what Megatron runs (:mod:`megascend.topology.schedule`); starts and ends follow from it, from the
+duration of each pass, and from the rule that a pass needs its neighbour's result.
 """
 
 from __future__ import annotations
@@ -10,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
-Task = tuple[bool, int, int]
-"""A pass of one stage: forward or not, model chunk, micro batch."""
+from megascend.topology.schedule import stage_order
 
 ROUNDS = 3
 """Rounds of one micro batch per stage that are simulated; of the rounds between, each takes as long as the one before it."""
@@ -40,30 +39,6 @@ class Durations:
     @property
     def total(self) -> float:
         return sum(self.forward) + sum(self.backward)
-
-
-@lru_cache(maxsize=4096)
-def stage_order(stage: int, stages: int, chunks: int, micro_batches: int) -> tuple[Task, ...]:
-    """Return the passes of a stage in the order in which Megatron runs them."""
-    if chunks == 1:
-        forwards = [(True, 0, index) for index in range(micro_batches)]
-        backwards = [(False, 0, index) for index in range(micro_batches)]
-        warmup = min(stages - stage - 1, micro_batches)
-    else:
-        # Rounds of as many micro batches as there are stages; each round passes all chunks before the next one begins.
-        table = [
-            (chunk, index)
-            for first in range(0, micro_batches, stages)
-            for chunk in range(chunks)
-            for index in range(first, min(first + stages, micro_batches))
-        ]
-        forwards = [(True, chunk, index) for chunk, index in table]
-        backwards = [(False, chunks - 1 - chunk, index) for chunk, index in table]
-        warmup = min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(table))
-    order = forwards[:warmup]
-    for number, task in enumerate(forwards[warmup:]):
-        order += [task, backwards[number]]
-    return tuple(order + backwards[len(forwards) - warmup :])
 
 
 def simulate(durations: Sequence[Durations], micro_batches: int, transfer: float, *, overlaps: bool) -> list[TimedPass]:
@@ -132,3 +107,67 @@ def step_seconds(durations: Sequence[Durations], micro_batches: int, transfer: f
         simulate(durations, count, transfer, overlaps=overlaps)[-1].end for count in (simulated, simulated - stages)
     )
     return long + (micro_batches - simulated) // stages * (long - short)
+
+
+BALANCING_MOVES = 64
+"""Layers that are moved between stages, at most, to balance a division whose layers differ."""
+
+
+@lru_cache(maxsize=4096)
+def balanced_chunks(
+    layers: tuple[float, ...], first: float, last: float, stages: int, chunks: int, least_last: int = 0
+) -> tuple[int, ...] | None:
+    """Divide layers over the chunks of a pipeline so that the stage that works longest takes as little time as possible.
+
+    Args:
+        layers: time of each layer, in any unit.
+        first, last: time of what the first and the last chunk have beside layers: embedding; output layer, loss, and a head for
+            multi-token prediction.
+        chunks: of a stage.
+        least_last: layers of the last chunk, at least; the first one may have none, and all others have one or more.
+
+    Returns:
+        Layers of each chunk, in the order in which a token passes them; None if there are too few.
+    """
+    count, total = stages * chunks, len(layers)
+    least = [0, *[1] * (count - 2), least_last]
+    sizes = list(least)
+    if count < 2 or sum(sizes) > total:
+        return None
+    mean = sum(layers) / total
+    ends = {0: first, count - 1: last}
+
+    def alike(index: int) -> float:
+        """Return the time of a chunk if all layers took the same time."""
+        return sizes[index] * mean + ends.get(index, 0.0)
+
+    loads = [sum(alike(index) for index in range(stage, count, stages)) for stage in range(stages)]
+    for _ in range(total - sum(sizes)):
+        stage = min(range(stages), key=lambda stage: loads[stage])
+        loads[stage] += mean
+        sizes[min(range(stage, count, stages), key=alike)] += 1
+    # Where the first layers take less time than others, layers are moved from the busiest stage to other chunks.
+    times = [0.0, *accumulate(layers)]
+
+    def cost(sizes: Sequence[int]) -> tuple[float, float, list[float]]:
+        """Return the time of the busiest stage, how unequal chunks are, and the time of each stage."""
+        borders = [0, *accumulate(sizes)]
+        parts = [times[borders[index + 1]] - times[borders[index]] + ends.get(index, 0.0) for index in range(count)]
+        stage_times = [sum(parts[stage::stages]) for stage in range(stages)]
+        return round(max(stage_times), 6), round(sum(part**2 for part in parts), 6), stage_times
+
+    best = cost(sizes)
+    for _ in range(BALANCING_MOVES):
+        moved = []
+        for source in range(best[2].index(max(best[2])), count, stages):
+            if sizes[source] > least[source]:
+                for target in range(count):
+                    other = list(sizes)
+                    other[source] -= 1
+                    other[target] += 1
+                    moved.append((*cost(other), other))
+        if not moved or min(moved)[:2] >= best[:2]:
+            break
+        chosen = min(moved)
+        best, sizes = chosen[:3], chosen[3]
+    return tuple(sizes)

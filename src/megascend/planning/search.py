@@ -11,6 +11,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 from megascend.config import Parallel, Recompute, TrainerConfig
@@ -18,13 +20,14 @@ from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.info import ModelInfo
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.parameters import StageParameters, adapter_bytes, is_target, stages
+from megascend.memory.parameters import LayerTensors, StageParameters, adapter_bytes, is_target, stages
 from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
-from megascend.planning.layers import ALL_LAYERS, Execution
+from megascend.planning.layers import ALL_LAYERS, Cost, Execution
+from megascend.planning.pipeline import balanced_chunks
 from megascend.planning.step import StepTime, StepWork, attention_windows, step_time
-from megascend.topology.topology import Topology, plan
+from megascend.topology.topology import Topology, format_pipeline_layout, plan
 
 MEMORY_SHARE = 0.92
 """Share of the device's memory that a layout may take, as of :data:`megascend.app.token_budget.SHARE`, which imports torch."""
@@ -34,6 +37,11 @@ MOST_MICRO_BATCH = 65536
 """Tokens of a micro batch on a rank, at most: products gain nothing beyond."""
 LONGEST_PIPELINE = 64
 """Pipeline stages, at most."""
+UNEVEN_LAYERS = 2
+"""Layers of a chunk, at most, where stages have several chunks and layers do not divide over stages: published layouts of
+DeepSeek-V3 and Llama 3.1 405B have as many."""
+STATES = ("parameters", "main parameters", "gradients", "moments", "adapters")
+"""Items of memory that micro batches and recomputation do not change."""
 RECOMPUTE = (
     Recompute(),
     Recompute(granularity="selective", modules=("layernorm",)),
@@ -58,6 +66,13 @@ class PlannedModel:
     hf_config: Mapping[str, Any]
     sizes: ModelSizes
     windows: tuple[int | None, ...] = ()
+
+    @cached_property
+    def layer_tensors(self) -> LayerTensors:
+        """Tensors of the checkpoint by layer."""
+        return LayerTensors.sorted_by_layer(
+            self.info.tensors, len(self.sizes.with_experts), self.info.architecture.inputs
+        )
 
     @classmethod
     def from_checkpoint(cls, info: ModelInfo, hf_config: Mapping[str, Any]) -> PlannedModel:
@@ -142,6 +157,8 @@ class Candidate:
             "DP": t.data,
         }
         words = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one rank"]
+        if t.is_uneven and self.config.parallel.pipeline_layout:
+            words.append(self.config.parallel.pipeline_layout)
         recompute = self.config.recompute
         if recompute.granularity == "full":
             words.append("recompute all")
@@ -195,7 +212,7 @@ def search(model: PlannedModel, request: PlanRequest, hardware: Hardware, best: 
         raise ConfigError(f"length: {request.length} is above the model's context of {longest} tokens")
     state = _Search(model, request, hardware)
     legal = 0
-    for topology, parallel in layouts(model, request):
+    for topology, parallel in layouts(model, request, hardware):
         legal += 1
         _evaluate(state, topology, parallel)
     smallest = None if state.fitting else state.smallest
@@ -220,8 +237,11 @@ def _fastest(candidates: list[Candidate], count: int) -> list[Candidate]:
     return sorted(chosen.values(), key=lambda entry: (entry.time.seconds, entry.memory.total))[:count]
 
 
-def layouts(model: PlannedModel, request: PlanRequest) -> Iterator[tuple[Topology, Parallel]]:
-    """Yield every layout that topology and model accept and that gives each replica a sample."""
+def layouts(model: PlannedModel, request: PlanRequest, hardware: Hardware) -> Iterator[tuple[Topology, Parallel]]:
+    """Yield every layout that topology and model accept and that gives each replica a sample.
+
+    Where layers do not divide evenly, they are divided by their times on ``hardware`` (:func:`_pipelines`).
+    """
     shape, cards = model.info.shape, request.cards
     text = model.info.architecture.normalise(text_config(model.hf_config))
     contexts = [size for size in _powers(cards) if size == 1 or request.length // size >= SHORTEST_SLICE]
@@ -232,27 +252,94 @@ def layouts(model: PlannedModel, request: PlanRequest) -> Iterator[tuple[Topolog
         for context in contexts:
             if model.info.architecture.undivided(text, tensor=tensor, context=context):
                 continue
-            for pipeline in _divisors(shape.num_layers, min(cards, LONGEST_PIPELINE)):
-                replicas = cards // (tensor * context * pipeline)
-                if replicas > request.global_batch or replicas * tensor * context * pipeline != cards:
-                    continue
-                for chunks in _divisors(shape.num_layers // pipeline, shape.num_layers) if pipeline > 1 else [1]:
-                    for expert in experts:
-                        for expert_tensor in {1, tensor} if expert > 1 else {tensor}:
-                            parallel = Parallel(
-                                tensor=tensor,
-                                pipeline=pipeline,
-                                virtual_pipeline=chunks,
-                                context=context,
-                                expert=expert,
-                                expert_tensor=expert_tensor if expert > 1 and expert_tensor != tensor else None,
-                                sequence=True if tensor > 1 else None,
-                            )
-                            try:
-                                topology = plan(parallel, cards, shape)
-                            except TopologyError:
-                                continue
+            for expert in experts:
+                for expert_tensor in {1, tensor} if expert > 1 else {tensor}:
+                    sizes = Parallel(
+                        tensor=tensor,
+                        context=context,
+                        expert=expert,
+                        expert_tensor=expert_tensor if expert > 1 and expert_tensor != tensor else None,
+                        sequence=True if tensor > 1 else None,
+                    )
+                    for parallel in _pipelines(model, request, sizes, hardware):
+                        replicas = cards // (tensor * context * parallel.pipeline)
+                        if replicas > request.global_batch or replicas * tensor * context * parallel.pipeline != cards:
+                            continue
+                        try:
+                            topology = plan(parallel, cards, shape)
+                        except TopologyError:
+                            continue
+                        if not model.info.architecture.unstaged(text, topology.chunk_layers):
                             yield topology, parallel
+
+
+def _pipelines(model: PlannedModel, request: PlanRequest, sizes: Parallel, hardware: Hardware) -> Iterator[Parallel]:
+    """Yield the pipelines of a layout's other sizes: even ones, and where layers do not divide over stages, balanced ones.
+
+    The latter have one chunk a stage, or chunks of at most :data:`UNEVEN_LAYERS`, and tensor parallelism within a node: every
+    number of chunks would be ten times as many layouts.
+    """
+    layers, weights = model.info.shape.num_layers, None
+    yield sizes
+    for pipeline in range(2, min(request.cards, layers, LONGEST_PIPELINE) + 1):
+        if request.cards % (sizes.tensor * sizes.context * pipeline):
+            continue
+        chunks = set(_divisors(layers // pipeline, layers)) if layers % pipeline == 0 else set()
+        if layers % pipeline and sizes.tensor <= hardware.cards_per_node:
+            chunks |= {1, -(-layers // (pipeline * UNEVEN_LAYERS))}
+        for virtual in sorted(chunks):
+            parallel = sizes.model_copy(update={"pipeline": pipeline, "virtual_pipeline": virtual})
+            if layers % (pipeline * virtual):
+                weights = weights or _stage_weights(model, request, sizes, hardware)
+                division = balanced_chunks(*weights, pipeline, virtual, int(model.info.shape.prediction_head))
+                if division is None:
+                    continue
+                layout = format_pipeline_layout(division, prediction_head=model.info.shape.prediction_head)
+                parallel = parallel.model_copy(update={"pipeline_layout": layout})
+            yield parallel
+
+
+def _stage_weights(
+    model: PlannedModel, request: PlanRequest, sizes: Parallel, hardware: Hardware
+) -> tuple[tuple[float, ...], float, float]:
+    """Return the times of layers, of the embedding, and of the output layer with a head, in units of a mean layer.
+
+    They are rounded to a quarter, so that layouts whose times hardly differ share a division.
+    """
+    try:
+        topology = plan(sizes, request.cards, model.info.shape)
+    except TopologyError:  # these sizes need a pipeline
+        topology = plan(Parallel(), 1, model.info.shape)
+    lora = request.config.lora
+    cost = Cost(
+        model.sizes,
+        topology,
+        hardware,
+        request.length,
+        request.length,
+        lora is not None,
+        0 if lora is None else lora.rank,
+        adapted_layers(model, request.config),
+        model.windows,
+        model.execution,
+    )
+    kinds = list(zip(model.sizes.layer_keys, model.windows or repeat(None), strict=False))
+    seconds = {}
+    for index, kind in enumerate(kinds):
+        if kind not in seconds:
+            layer = cost.layer(index)
+            seconds[kind] = sum(layer.forward_costs.values()) + sum(layer.backward.values())
+    embedding = sum(sum(costs.values()) for costs in cost.embedding())
+    forward, backward, _ = cost.head(passes=2 if model.sizes.prediction_head else 1)
+    head = sum(forward.values()) + sum(backward.values())
+    if model.sizes.prediction_head:
+        head += seconds[kinds[-1]]
+    mean = sum(seconds[kind] for kind in kinds) / len(kinds)
+
+    def rounded(value: float) -> float:
+        return round(4 * value / mean) / 4
+
+    return tuple(max(0.25, rounded(seconds[kind])) for kind in kinds), rounded(embedding), rounded(head)
 
 
 def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
@@ -260,6 +347,19 @@ def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
     model, request = state.model, state.request
     parameters = stage_parameters(model, topology, request.config)
     limit = MEMORY_SHARE * state.hardware.memory
+    least = memory_of(
+        model,
+        request,
+        topology,
+        _settings(request, parallel, RECOMPUTE[-1], request.length, overlapped=False),
+        1,
+        parameters,
+    )
+    state.evaluations += 1
+    if sum(least.items.get(item, 0) for item in STATES) > limit:
+        if state.smallest is None or least.total < state.smallest[1].total:
+            state.smallest = (topology, least)
+        return
     for micro_batch in _micro_batches(request, topology):
         fits = False
         for recompute in _recomputations(model):
@@ -278,6 +378,8 @@ def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
                 )
             if fits and recompute.granularity == "none":
                 break  # recomputing what fits only costs time
+            if not fits and recompute.granularity == "full":
+                break  # recomputing less needs more
         if not fits:
             break  # larger micro batches need more
 
@@ -353,7 +455,7 @@ def stage_parameters(model: PlannedModel, topology: Topology, config: TrainerCon
         len(sizes.with_experts),
         sizes.tied,
         prediction_head=sizes.prediction_head,
-        images=info.architecture.inputs,
+        tensors=model.layer_tensors,
     )
     return parameters, [stage.trained(config.vision_tower) for stage in parameters]
 
@@ -428,8 +530,8 @@ def _micro_batches(request: PlanRequest, topology: Topology) -> Iterator[int]:
 
 
 def _recomputations(model: PlannedModel) -> Iterator[Recompute]:
-    """Yield what may be recomputed, nothing first; modules that the model lacks are left out."""
-    for recompute in RECOMPUTE:
+    """Yield what may be recomputed, nothing first, then everything; modules that the model lacks are left out."""
+    for recompute in (RECOMPUTE[0], RECOMPUTE[-1], *RECOMPUTE[1:-1]):
         needs_experts = {"moe", "moe_act"} & set(recompute.modules)
         dense_only = {"mlp"} & set(recompute.modules)
         if recompute.granularity == "selective":

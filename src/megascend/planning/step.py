@@ -118,26 +118,6 @@ def attention_windows(hf_config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def chunk_layers(layers: int, stages: int, chunks: int) -> list[list[tuple[int, ...]]]:
-    """Return the layers of each chunk of each stage.
-
-    Where they do not divide evenly, which this engine refuses and other programs do not, the first and the last chunk have fewer,
-    for the embedding and the output layer.
-    """
-    count = stages * chunks
-    if layers % count == 0:
-        sizes = [layers // count] * count
-    else:
-        base, left = divmod(layers + 2, count)
-        sizes = [base + (1 if position < left else 0) for position in range(count)]
-        sizes = sizes[::-1] if left else sizes
-        sizes[0] -= 1
-        sizes[-1] -= 1
-    starts = [sum(sizes[:position]) for position in range(count)]
-    spans = [tuple(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
-    return [[spans[chunk * stages + stage] for chunk in range(chunks)] for stage in range(stages)]
-
-
 @dataclass
 class _Pass:
     """Costs and kernels of a chunk's forward or backward pass."""
@@ -224,7 +204,7 @@ def _passes(cost: Cost, work: StepWork) -> list[list[tuple[_Pass, _Pass]]]:
             key: defaultdict(float, {"recomputation": sum(layer.recomputed(modules).values())})
             for key, layer in seconds.items()
         }
-    chunks = chunk_layers(layers, topology.pipeline, topology.virtual_pipeline)
+    chunks = [topology.layers_of(stage, layers) for stage in range(topology.pipeline)]
     last = (topology.pipeline - 1, topology.virtual_pipeline - 1)
     result = []
     for stage, spans in enumerate(chunks):

@@ -13,8 +13,10 @@ setting to change. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Literal
 
 from megascend.config import ContextAlgorithm, Parallel
@@ -55,6 +57,8 @@ class Topology:
         context_algorithm: algorithm by which context parallel ranks exchange keys and values.
         is_moe: the model has experts.
         vocab_size: vocabulary size of the model, without padding; None without a model.
+        chunk_layers: decoder layers of each model chunk, in the order in which a token passes them: chunk ``c`` of stage ``s`` is
+            number ``c * pipeline + s``. Empty without a model.
         notes: a sentence for every automatic decision.
     """
 
@@ -71,7 +75,20 @@ class Topology:
     context_algorithm: ContextAlgorithm = "ring"
     is_moe: bool = False
     vocab_size: int | None = None
+    chunk_layers: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_uneven(self) -> bool:
+        """Return True if chunks differ in their number of layers."""
+        return len(set(self.chunk_layers)) > 1
+
+    def layers_of(self, stage: int, layers: int) -> list[range]:
+        """Return the layers of each chunk of a pipeline stage; ``layers``: the model's, for a topology without a model."""
+        chunks = self.pipeline * self.virtual_pipeline
+        sizes = self.chunk_layers or (max(1, layers // chunks),) * chunks
+        ends = list(accumulate(sizes))
+        return [range(ends[index] - sizes[index], ends[index]) for index in range(stage, chunks, self.pipeline)]
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along one axis."""
@@ -153,6 +170,9 @@ class Topology:
             + (f" ({self.virtual_pipeline} chunks each)" if self.virtual_pipeline > 1 else "")
             + (", sequence parallel" if self.sequence_parallel else "")
         ]
+        if self.is_uneven:
+            stages = (self.layers_of(stage, sum(self.chunk_layers)) for stage in range(self.pipeline))
+            lines.append(f"layers of each stage: {', '.join(_sizes(chunks) for chunks in stages)}")
         if self.is_moe:
             lines.append(
                 f"experts: expert tensor {self.expert_tensor} x expert {self.expert} x data {self.expert_data} "
@@ -189,6 +209,7 @@ def plan(parallel: Parallel, world_size: int, model: ModelShape | None = None) -
         context_algorithm=parallel.context_algorithm,
         is_moe=is_moe,
         vocab_size=model.vocab_size if model else None,
+        chunk_layers=() if model is None else chunk_layers(parallel, model),
         notes=tuple(notes),
     )
 
@@ -219,6 +240,13 @@ def check_grid(parallel: Parallel, expert_tensor: int, world_size: int) -> None:
             f"parallel.virtual_pipeline={p.virtual_pipeline} interleaves the chunks of pipeline ranks, but "
             "parallel.pipeline=1; set pipeline to 2 or more, or virtual_pipeline to 1"
         )
+    if p.pipeline_layout is not None:
+        chunks = parse_pipeline_layout(p.pipeline_layout)
+        if len(chunks) != p.pipeline * p.virtual_pipeline:
+            raise TopologyError(
+                f"parallel.pipeline_layout={p.pipeline_layout!r} has {len(chunks)} chunks, but parallel.pipeline={p.pipeline} x "
+                f"parallel.virtual_pipeline={p.virtual_pipeline} = {p.pipeline * p.virtual_pipeline}: separate as many by |"
+            )
     if p.expert == 1 and expert_tensor != p.tensor:
         # Megatron marks expert weights for the expert data parallel group only if EP > 1; else their gradients are
         # reduced with those of all other weights, over DP x CP, whose ranks hold the same expert shards only if
@@ -243,13 +271,7 @@ def check_model(parallel: Parallel, expert_tensor: int, model: ModelShape) -> No
     )
     _check_divides("parallel.tensor", p.tensor, model.ffn_hidden_size, "columns of the MLP (intermediate_size)")
     _check_divides("parallel.tensor", p.tensor, model.shared_expert_ffn_hidden_size, "columns of the shared experts")
-    stages = p.pipeline * p.virtual_pipeline
-    if model.num_layers % stages:
-        raise TopologyError(
-            f"{model.num_layers} layers cannot be divided evenly over parallel.pipeline={p.pipeline}"
-            + (f" x parallel.virtual_pipeline={p.virtual_pipeline} = {stages}" if p.virtual_pipeline > 1 else "")
-            + f" stages; {'the product must be' if p.virtual_pipeline > 1 else 'use'} {_abbreviated(_divisors(model.num_layers))}"
-        )
+    chunk_layers(p, model)
     if not model.is_moe:
         for name, value, default in (("expert", p.expert, 1), ("expert_tensor", p.expert_tensor, None)):
             if value is not default and value != default:
@@ -264,6 +286,105 @@ def check_model(parallel: Parallel, expert_tensor: int, model: ModelShape) -> No
         )
     _check_divides("parallel.expert", p.expert, model.num_experts, "experts")
     _check_divides("parallel.expert_tensor", expert_tensor, model.moe_ffn_hidden_size, "columns of an expert's MLP")
+
+
+PIPELINE_LAYOUT = re.compile(r"(?:\((?P<group>[^()]+)\)|(?P<part>[EtmL|]))(?:\*(?P<times>\d{1,3}))?")
+"""An item of ``parallel.pipeline_layout``: a part of a model, the end of a chunk, or a group of them, and how often."""
+
+
+def parse_pipeline_layout(text: str) -> list[str]:
+    """Return the parts of each chunk of ``parallel.pipeline_layout``: ``Et|(tt|)*2tL`` has the chunks Et, tt, tt and tL.
+
+    The notation is that of Megatron-Core's ``pipeline_model_parallel_layout``: E embedding, t decoder layer, m head for
+    multi-token prediction, L output layer; ``x*n`` and ``(...)*n`` repeat, and commas are ignored.
+    """
+    setting = f"parallel.pipeline_layout={text!r}"
+
+    def expanded(text: str) -> str:
+        position, parts = 0, []
+        while position < len(text):
+            item = PIPELINE_LAYOUT.match(text, position)
+            if item is None:
+                raise TopologyError(
+                    f"{setting}: {text[position:]!r} is not a part of a layout; E is the embedding, t a layer, m the head for "
+                    "multi-token prediction, L the output layer, | the end of a chunk, and t*3 and (tt|)*3 repeat"
+                )
+            part = expanded(item["group"]) if item["group"] else item["part"]
+            parts.append(part * int(item["times"] or 1))
+            position = item.end()
+        return "".join(parts)
+
+    chunks = expanded("".join(text.replace(",", "").split())).split("|")
+    for number, chunk in enumerate(chunks, start=1):
+        first, last = number == 1, number == len(chunks)
+        # Megatron-Core can build the head on another stage than the last, where mcore-bridge reads no weights for it.
+        order = ("E" if first else "") + "t" * chunk.count("t") + ("m?L" if last else "")
+        if not re.fullmatch(order, chunk):
+            raise TopologyError(
+                f"{setting}: chunk {number} of {len(chunks)} is {chunk!r}; the first one begins with E, the last one ends with "
+                "L, or mL if the head for multi-token prediction is trained, and all others have layers (t) only"
+            )
+        if not (first or last or chunk):
+            raise TopologyError(
+                f"{setting}: chunk {number} of {len(chunks)} is empty; only the first and the last one may have no layers"
+            )
+    return chunks
+
+
+def chunk_layers(parallel: Parallel, model: ModelShape) -> tuple[int, ...]:
+    """Return the decoder layers of each model chunk, by ``pipeline_layout`` or of equal number.
+
+    Raises:
+        TopologyError: chunks of equal number are not possible, or the layout is not one of this model.
+    """
+    p, layers = parallel, model.num_layers
+    if p.pipeline_layout is None:
+        stages = p.pipeline * p.virtual_pipeline
+        if layers % stages:
+            product = "the product must be" if p.virtual_pipeline > 1 else "use"
+            raise TopologyError(
+                f"{layers} layers cannot be divided evenly over parallel.pipeline={p.pipeline}"
+                + (f" x parallel.virtual_pipeline={p.virtual_pipeline} = {stages}" if p.virtual_pipeline > 1 else "")
+                + f" stages; {product} {_abbreviated(_divisors(layers))}, or divide them by parallel.pipeline_layout"
+            )
+        return (layers // stages,) * stages
+    chunks = parse_pipeline_layout(p.pipeline_layout)
+    sizes = tuple(chunk.count("t") for chunk in chunks)
+    if sum(sizes) != layers:
+        raise TopologyError(
+            f"parallel.pipeline_layout={p.pipeline_layout!r} has {sum(sizes)} layers (t), but the model has {layers}"
+        )
+    if chunks[-1] == "mL":
+        # There mcore-bridge makes the head like the last layer, and Megatron-Core builds the model's last norm.
+        raise TopologyError(
+            f"parallel.pipeline_layout={p.pipeline_layout!r}: the last chunk, 'mL', has a head for multi-token prediction and no "
+            "layer; move one there: tmL"
+        )
+    has_head = "m" in chunks[-1]
+    if has_head != model.prediction_head:
+        raise TopologyError(
+            f"parallel.pipeline_layout={p.pipeline_layout!r} has "
+            + (
+                "a head for multi-token prediction (m), which is trained with mtp: train only; leave m out"
+                if has_head
+                else "no place for the head for multi-token prediction, which mtp: train trains; end it with mL"
+            )
+        )
+    return sizes
+
+
+def format_pipeline_layout(sizes: Sequence[int], *, prediction_head: bool) -> str:
+    """Write ``parallel.pipeline_layout`` for chunks of these numbers of layers; equal neighbours are written once."""
+    chunks = ["t" * size if size <= SPELT_LAYERS else f"t*{size}" for size in sizes]
+    text = f"E{chunks[0]}|"
+    for chunk, equal in groupby(chunks[1:-1]):
+        count = len(list(equal))
+        text += f"({chunk}|)*{count}" if count > 1 else f"{chunk}|"
+    return f"{text}{chunks[-1]}{'m' if prediction_head else ''}L"
+
+
+SPELT_LAYERS = 3
+"""Layers of a chunk that are spelt out in a layout."""
 
 
 def resolve_sequence_parallel(parallel: Parallel, is_moe: bool) -> tuple[bool, list[str]]:
@@ -297,6 +418,10 @@ def _abbreviated(sizes: list[int], limit: int = 8) -> str:
     if len(sizes) > limit:
         return ", ".join(texts) + ", ..."
     return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def _sizes(chunks: Iterable[range]) -> str:
+    return "+".join(str(len(chunk)) for chunk in chunks)
 
 
 def _nearby(world_size: int, multiple: int) -> str:

@@ -156,6 +156,8 @@ def build_config(
         arguments["untie_embeddings_and_output_weights"] = not tied
     arguments.update(scalar_head.bridge_arguments(head))
     arguments["mtp_num_layers"] = 1 if prediction_head else None
+    if topology.is_uneven:
+        arguments["pipeline_model_parallel_layout"] = pipeline_layout(topology, prediction_head=prediction_head)
     if platform.has_transformer_engine_kernels:
         arguments["apply_rope_fusion"] = fuses_rotary(arguments)
     # Megatron frees a stage's output once its send is posted. On a device stream that is safe; a Gloo thread may read the
@@ -200,7 +202,7 @@ def fuses_rotary(arguments: Mapping[str, Any]) -> bool:
 def check_divisible(architecture: Architecture, config: Mapping[str, Any], topology: Topology) -> None:
     """Raise TopologyError for parallel sizes over which the family's layers cannot be divided."""
     problems = architecture.undivided(config, tensor=topology.tensor, context=topology.context)
-    problems += architecture.unstaged(config, topology.pipeline * topology.virtual_pipeline)
+    problems += architecture.unstaged(config, topology.chunk_layers)
     oldest, installed = architecture.context_core, metadata.version("megatron-core")
     if topology.context > 1 and oldest is not None and Version(installed) < Version(oldest):
         problems.append(
@@ -265,6 +267,14 @@ def parallel_arguments(topology: Topology) -> dict[str, Any]:
         "cuda_graph_scope": [],  # mcore-bridge cannot handle 0.15's default, "full", when norms are recomputed
         "moe_token_dispatcher_type": "alltoall",  # allgather does not support micro batches of different length
     }
+
+
+def pipeline_layout(topology: Topology, *, prediction_head: bool) -> list[list[str]]:
+    """Return TransformerConfig's ``pipeline_model_parallel_layout``: what each chunk has, in the order of the model."""
+    chunks = [["decoder"] * size for size in topology.chunk_layers]
+    chunks[0].insert(0, "embedding")
+    chunks[-1] += ["mtp", "loss"] if prediction_head else ["loss"]
+    return chunks
 
 
 def precision_arguments(precision: Precision) -> dict[str, Any]:

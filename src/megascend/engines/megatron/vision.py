@@ -37,7 +37,7 @@ def check(config: Any, topology: Topology, adapters: Adapters | None, *, trains_
         )
     # Pipeline stages pass on hidden states only: the features of inner layers have to be added on the stage that has the tower.
     deepest = len(getattr(config.hf_config.vision_config, "deepstack_visual_indexes", None) or [])
-    first = config.num_layers // (topology.pipeline * topology.virtual_pipeline)
+    first = topology.chunk_layers[0]
     if deepest > first:
         raise ConfigError(
             f"{config.hf_model_type} adds features of {deepest} layers of its vision tower to as many layers of the language "

@@ -90,7 +90,7 @@ def translate(
     transformer, ddp = _part(engine, "override_transformer_config"), _part(engine, "override_ddp_config")
     lora = _part(model, "lora")
     return EngineSettings(
-        parallel=_parallel(engine),
+        parallel=_parallel(engine, transformer),
         precision=_precision(engine, transformer),
         packing=bool(engine.get("use_remove_padding", True)),
         seed=int(engine.get("seed", 42)),
@@ -187,12 +187,13 @@ def _plain(value: Any) -> Any:
     return list(value) if type(value).__name__ in ("tuple", "ListConfig") else value
 
 
-def _parallel(engine: Mapping[str, Any]) -> Parallel:
+def _parallel(engine: Mapping[str, Any], transformer: Mapping[str, Any]) -> Parallel:
     tensor = engine.get("tensor_model_parallel_size", 1)
     return Parallel(
         tensor=tensor,
         pipeline=engine.get("pipeline_model_parallel_size", 1),
         virtual_pipeline=engine.get("virtual_pipeline_model_parallel_size") or 1,
+        pipeline_layout=transformer.get("pipeline_model_parallel_layout"),
         context=engine.get("context_parallel_size", 1),
         expert=engine.get("expert_model_parallel_size", 1),
         expert_tensor=engine.get("expert_tensor_parallel_size"),

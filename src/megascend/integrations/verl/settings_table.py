@@ -106,6 +106,7 @@ DDP: dict[str, Rule] = {
 
 TRANSFORMER: dict[str, Rule] = {
     "params_dtype": mapped("precision, over engine.dtype, which has no name for fp32"),
+    "pipeline_model_parallel_layout": mapped("parallel.pipeline_layout"),
     "recompute_granularity": mapped("recompute.granularity"),
     "recompute_modules": mapped("recompute.modules"),
     "recompute_method": only(None, "uniform", reason="recompute.layers are blocks of one size"),
