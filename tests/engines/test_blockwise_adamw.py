@@ -89,12 +89,12 @@ def test_a_moment_filled_with_its_own_values_is_the_same_bit_for_bit(signed):
     values[3] = 0
     values = values.view(-1)[:-100]
     values = values if signed else values.abs()
-    moment, again = BlockwiseMoment(values, signed=signed), BlockwiseMoment(values, signed=signed)
+    moment, refilled = BlockwiseMoment(values, signed=signed), BlockwiseMoment(values, signed=signed)
     moment.fill(values)
-    again.fill(moment.on_host())
-    assert torch.equal(again.codes, moment.codes)
-    assert torch.equal(again.scales, moment.scales)
-    assert torch.equal(again.on_host(), moment.on_host())
+    refilled.fill(moment.on_host())
+    assert torch.equal(refilled.codes, moment.codes)
+    assert torch.equal(refilled.scales, moment.scales)
+    assert torch.equal(refilled.on_host(), moment.on_host())
 
 
 def test_second_moments_are_not_rounded_to_zero():

@@ -16,7 +16,6 @@ from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.engines import linear_attention, pictures
-from megascend.engines.adamw import MainAdamW
 from megascend.engines.base import OnOutput, check_head, longest_sample, refuse_quantised_base, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
@@ -214,21 +213,22 @@ class FsdpEngine(TransformersEngine):
             yield
 
     def state(self, *, everything: bool) -> dict[str, Any]:
-        return {} if self.optimizer is None else dict(self._state(self.optimizer, everything=everything))
-
-    def weight_state(self) -> dict[str, TensorSlices]:
-        return {} if self.optimizer is None else self._state(None, everything=True)
-
-    def _state(self, optimizer: MainAdamW | None, *, everything: bool) -> dict[str, TensorSlices]:
+        if self.optimizer is None:
+            return {}
         # Replicas hold the same shards: the ranks of the first one write them.
         ranks_per_replica = self.topology.world_size // self._fsdp.replicate
-        return shards.state(
-            self._shards,
-            optimizer,
-            everything=everything,
-            first_copy=self.groups.rank < ranks_per_replica,
-            first_rank=self.groups.rank == 0,
+        return dict(
+            shards.state(
+                self._shards,
+                self.optimizer,
+                everything=everything,
+                first_copy=self.groups.rank < ranks_per_replica,
+                first_rank=self.groups.rank == 0,
+            )
         )
+
+    def weight_state(self) -> dict[str, TensorSlices]:
+        return {} if self.optimizer is None else shards.weights(self._shards)
 
     def hf_slices(self) -> HfSlices:
         check_rows(self._hf_slices, self.info.tensors)

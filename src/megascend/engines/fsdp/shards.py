@@ -221,15 +221,23 @@ class ShardAdamW(MainAdamW):
             shard.source.grad = main.grad = None
 
 
+def weights(shards: Sequence[LocalShard]) -> dict[str, TensorSlices]:
+    """Return this rank's shards of the model's tensors, replicas included; live tensors."""
+    tensors = {shard.name: TensorSlices(shard.shape, shard.local.dtype) for shard in shards}
+    for shard in shards:
+        if shard.local.numel():
+            tensors[shard.name].add(shard.offsets, shard.local.detach())
+    return tensors
+
+
 def state(
-    shards: Sequence[LocalShard], optimizer: MainAdamW | None, *, everything: bool, first_copy: bool, first_rank: bool
+    shards: Sequence[LocalShard], optimizer: MainAdamW, *, everything: bool, first_copy: bool, first_rank: bool
 ) -> dict[str, TensorSlices]:
     """Return this rank's state for a checkpoint under the names of transformers' parameters.
 
     Live tensors, but for 8-bit moments, whose fp32 copies :meth:`MainAdamW.restore` takes.
 
     Args:
-        optimizer: None: the model's tensors only.
         everything: include replicas that another rank writes, as needed to load.
         first_copy: this rank belongs to the first replica of the model, which writes the shards.
         first_rank: this is rank 0, which writes tensors that are not sharded.
@@ -249,6 +257,6 @@ def state(
 
     for name, shard in by_name.items():
         add(name, shard, shard.local)
-    for name, kind, values in () if optimizer is None else optimizer.tensors(loading=everything):
+    for name, kind, values in optimizer.tensors(loading=everything):
         add(OPTIMIZER_KEY.format(state=kind, key=name), by_name[name], values)
     return tensors

@@ -136,11 +136,11 @@ def stored_weights(
             barrier.before_layer()
         files: dict[Path, Any] = {}
         for name, header in headers.items():
-            kept = header.dtype == "F32" and name.endswith("correction_bias")
+            stays_fp32 = header.dtype == "F32" and name.endswith("correction_bias")
             if describes:
-                yield name, torch.empty(header.shape, dtype=torch.float32 if kept else dtype, device="meta")
+                yield name, torch.empty(header.shape, dtype=torch.float32 if stays_fp32 else dtype, device="meta")
             else:
-                yield name, read_tensor(name, header, files).to(device, torch.float32 if kept else dtype)
+                yield name, read_tensor(name, header, files).to(device, torch.float32 if stays_fp32 else dtype)
 
     def finish(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor if merge is None else merge(name, tensor)
