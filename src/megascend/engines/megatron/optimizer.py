@@ -17,6 +17,7 @@ from torch import Tensor
 from megascend.batch.gradient_scaling import INITIAL_LOSS_SCALE
 from megascend.batch.results import StepResult
 from megascend.bootstrap import current_runtime
+from megascend.changes import patch
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
 from megascend.distributed.objects import all_reduce_numbers
@@ -117,14 +118,14 @@ class MegatronOptimizer:
         """Replace the provider's Adam, which has no state yet, by one with 8-bit moments over the same parameter groups."""
         adam = self._adam
         for part in self._parts():
-            groups = part.optimizer.param_groups
-            part.optimizer = BlockwiseAdamW([{"params": []}], lr=adam.lr, betas=adam.betas, eps=adam.eps)
+            quantised = BlockwiseAdamW([{"params": []}], lr=adam.lr, betas=adam.betas, eps=adam.eps)
             # Assigned, as Megatron does: torch's constructor refuses views, which main parameters are.
             # Megatron's groups without weight decay are those of biases and one-dimensional weights.
-            part.optimizer.param_groups = [
+            quantised.param_groups[:] = [
                 {**group, "betas": adam.betas, "eps": adam.eps, QUANTISED: group.get("wd_mult", 1.0) != 0}
-                for group in groups
+                for group in part.optimizer.param_groups
             ]
+            patch(part, "optimizer", quantised, "its moments have 8 bits")
 
     def scale_loss(self, loss: Any) -> Any:
         """Return ``loss`` times the fp16 loss scale (1 for other precisions)."""
