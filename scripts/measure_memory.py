@@ -126,6 +126,7 @@ SHAPES = {
 }
 LORA = {"lora": {"rank": 16}}
 MUON = {"optimizer": {"kind": "muon"}}
+EIGHT_BITS = {"optimizer": {"moments": "8bit"}}
 FULL = {"recompute": {"granularity": "full"}}
 FSDP, SINGLE = {"engine": "fsdp"}, {"engine": "single"}
 CASES = {
@@ -140,6 +141,9 @@ CASES = {
     "muon": Case(MUON),
     "muon moe": Case(MUON, experts=True),
     "muon dp2": Case(MUON, ranks=2),
+    "8bit dp2": Case(EIGHT_BITS, ranks=2),
+    "lora nf4": Case(LORA | {"base_weights": "nf4"}),
+    "moe lora fp8": Case(LORA | {"base_weights": "fp8"}, experts=True),
     "tp2": Case({"parallel": {"tensor": 2}}, ranks=2),
     "tp2 sequence": Case({"parallel": {"tensor": 2, "sequence": True}}, ranks=2),
     "dp2": Case(ranks=2),
@@ -155,6 +159,7 @@ CASES = {
     "fsdp muon": Case(FSDP | MUON, ranks=2),
     "single": Case(SINGLE),
     "single muon": Case(SINGLE | MUON),
+    "single 8bit": Case(SINGLE | EIGHT_BITS),
     "single lora": Case(SINGLE | LORA),
     "hybrid": Case(hybrid=True),
     "hybrid packed": Case(hybrid=True, packed=True),

@@ -36,7 +36,7 @@ def live(backend):
         for name, parameter in chunk.named_parameters()
     }
     local = []
-    for owned in engine.optimizer.parameter_states():
+    for owned in engine.optimizer.parameter_states(loading=False):
         name, values = (
             names[id(owned.parameter)],
             {key: entry.reshape(-1).clone() for key, entry in owned.tensors.items()},

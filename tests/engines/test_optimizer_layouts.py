@@ -208,3 +208,47 @@ def test_a_pattern_for_a_part_of_a_parameter_raises_config_error(parity_folder, 
     error = train(parity_folder, tmp_path, LAYOUTS["PP2"], groups)["error"]
     assert "optimizer.groups: engine megatron has model.layers.2.self_attn." in error
     assert "error" not in train(parity_folder, tmp_path, LAYOUTS["single"], groups, steps=1)
+
+
+EIGHT_BITS: dict[str, Any] = {"moments": "8bit"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [layout if layout in ("DP2", "FSDP2") else pytest.param(layout, marks=pytest.mark.nightly) for layout in LAYOUTS],
+)
+def test_8bit_moments_are_close_to_adamw_and_resume_bit_for_bit(parity_folder, tmp_path, layout):
+    case, checkpoint = LAYOUTS[layout], str(tmp_path / "step-2")
+    results = train(parity_folder, tmp_path, case, EIGHT_BITS, save=(2, checkpoint))
+    expected = plain(parity_folder, case.arch, EIGHT_BITS)
+    relative = max(distances(results, expected).values())
+    losses = max(abs(a - b) for a, b in zip(results["losses"], expected["losses"].tolist(), strict=True))
+    print(f"{layout}, 8-bit moments: losses within {losses:.1e}, weights within {relative:.1e}")
+    # The first step begins from moments that are 0 in every format.
+    assert results["losses"][:2] == pytest.approx(expected["losses"].tolist()[:2], abs=2e-5)
+    assert 1e-6 < losses < 0.02
+    assert relative < 0.05
+    rest = train(parity_folder, tmp_path, case, EIGHT_BITS, steps=STEPS - 2, load=checkpoint)
+    assert rest["losses"] == results["losses"][2:]
+    assert rest["norms"] == results["norms"][2:]
+    assert all(torch.equal(rest["weights"][name], weight) for name, weight in results["weights"].items())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("saved", "loaded", "optimizers"),
+    [
+        ("TP2", "DP2", (EIGHT_BITS, EIGHT_BITS)),
+        ("DP2", "FSDP2", (EIGHT_BITS, EIGHT_BITS)),
+        ("one process", "one process", ({}, EIGHT_BITS)),
+        ("FSDP2", "single", (EIGHT_BITS, {})),
+    ],
+    ids=["layout", "engine", "from fp32", "engine, to fp32"],
+)
+def test_8bit_moments_continue_elsewhere(parity_folder, tmp_path, saved, loaded, optimizers):
+    checkpoint = str(tmp_path / "step-2")
+    train(parity_folder, tmp_path, LAYOUTS[saved], optimizers[0], steps=3, save=(2, checkpoint))
+    rest = train(parity_folder, tmp_path, LAYOUTS[loaded], optimizers[1], steps=STEPS - 2, load=checkpoint)
+    expected = plain(parity_folder, LAYOUTS[loaded].arch, {})
+    assert rest["losses"] == pytest.approx(expected["losses"].tolist()[2:], abs=0.02)
+    assert max(distances(rest, expected).values()) < 0.05

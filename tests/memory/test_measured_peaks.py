@@ -55,9 +55,12 @@ def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {name: folder / name for name in ("dense", "moe")}
 
 
+NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "lora nf4", "moe lora fp8")
+
+
 @pytest.mark.parametrize(
     "name",
-    ["moe", "lora", "tp2 sequence", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("dp2", "muon dp2"))],
+    ["moe", "lora", "tp2 sequence", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)],
 )
 def test_the_estimate_is_close_to_the_peak(megatron_imported, script: ModuleType, models: dict[str, Path], name: str):
     case = script.CASES[name]

@@ -210,3 +210,40 @@ def test_teacher_on_a_gpu_has_its_weights_in_host_memory_or_on_the_device(swappe
     assert policy is not None
     assert policy.items["output head"] == plain.items["output head"]
     assert "teacher's states" not in policy.host
+
+
+def test_8bit_moments_are_counted_with_their_scales():
+    plain, eight = (
+        estimated(QWEN3_1_7B, 8192, optimizer={"moments": moments}).items["moments"] for moments in ("fp32", "8bit")
+    )
+    assert eight / plain == pytest.approx((1 + 4 / 256) / 4)
+
+
+@pytest.mark.parametrize(("method", "size"), [("fp8", 1 + 4 / 128), ("nf4", 0.5 + 4 / 64)])
+def test_quantised_base_weights_are_counted_with_their_scales(method: str, size: float):
+    model = SIX_LAYERS_OF_30B_A3B
+    settings: dict[str, Any] = LORA | {"base_weights": method}
+    info = info_of(model)
+    quantised = sum(
+        math.prod(header.shape)
+        for name, header in info.tensors.items()
+        if name.removesuffix(".weight").endswith(
+            ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        )
+    )
+    plain, items = (estimated(model, 8192, **options).items for options in (LORA, settings))
+    assert plain["parameters"] - items["parameters"] == pytest.approx((2 - size) * quantised, rel=1e-6)
+    experts = math.prod((model["num_experts"], 2 * model["moe_intermediate_size"], model["hidden_size"]))
+    assert items["dequantised weights"] > 2 * experts
+    assert "dequantised weights" not in plain
+
+
+def test_constants_are_those_of_the_modules_that_import_torch():
+    from megascend.engines import blockwise_adamw
+    from megascend.lora import quantised_weights
+    from megascend.memory import parameters
+
+    assert (blockwise_adamw.BLOCK, blockwise_adamw.CHUNK) == (parameters.QUANTISED_BLOCK, parameters.QUANTISED_CHUNK)
+    assert quantised_weights.CHUNK == parameters.DEQUANTISED_CHUNK
+    assert parameters.BASE_BYTES == {"fp8": 1 + 4 / 128, "nf4": 0.5 + 4 / 64}
+    assert quantised_weights.BLOCKS == {"fp8": 128, "nf4": 64}

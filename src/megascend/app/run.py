@@ -443,7 +443,11 @@ def backend_settings(config: TrainerConfig) -> dict[str, Any]:
     )  # fmt: skip
     engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
     settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
-    settings["adapters"] = None if lora is None else Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
+    settings["adapters"] = None
+    if lora is not None:
+        settings["adapters"] = Adapters(
+            max_count=1, max_rank=lora.rank, targets=lora.targets, base_weights=config.base_weights
+        )
     settings["save_timeout_s"] = config.checkpoint.timeout_s
     settings["head"] = config.head
     # A setting that the engine does not have is left out while it has its default. Otherwise the engine refuses it by name.

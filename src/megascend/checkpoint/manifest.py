@@ -30,7 +30,7 @@ class CheckpointManifest:
     Attributes:
         step: optimizer steps so far, skipped ones included.
         precision: precision of the parameters: fp32, fp16 or bf16.
-        model: layers, hidden size and vocabulary; a checkpoint of another model is not read.
+        model: layers, hidden size and vocabulary, and how base weights are quantised; a checkpoint of another model is not read.
         layout: sizes of the topology's axes.
         optimizer: step counters and fp16 loss scale, or None if adapters are trained.
         adapters: their names; each has a directory under ``adapters/``.
@@ -43,7 +43,7 @@ class CheckpointManifest:
 
     step: int
     precision: str
-    model: dict[str, int]
+    model: dict[str, int | str]
     layout: dict[str, int]
     optimizer: dict[str, Any] | None
     adapters: list[str]
@@ -148,6 +148,12 @@ def verify(directory: Path, groups: ProcessGroups) -> CheckpointManifest:
 
 def check_fits(saved: CheckpointManifest, current: CheckpointManifest, directory: Path) -> None:
     """Raise CheckpointError for a checkpoint of another model, precision, or kind of training."""
+    base = saved.model.get("base weights", "unquantised"), current.model.get("base weights", "unquantised")
+    if base[0] != base[1]:
+        raise CheckpointError(
+            f"load: the adapters in {directory} were trained with base_weights: {base[0]}, this run has {base[1]}: set "
+            f"base_weights: {base[0]}, or load them one by one (load_adapter)"
+        )
     sizes = [
         f"{name} {saved.model.get(name, 'none')} in the checkpoint, {current.model.get(name, 'none')} in this run"
         for name in sorted({*saved.model, *current.model})

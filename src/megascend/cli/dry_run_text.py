@@ -154,6 +154,8 @@ def _model_and_layout(dry: DryRun | RlDryRun) -> Iterator[str]:
         f"{shape.hidden_size}, vocabulary {shape.vocab_size}{context}"
     )
     trained = "all parameters" if config.lora is None else f"a LoRA adapter of rank {config.lora.rank}"
+    if config.base_weights != "unquantised":
+        trained += f" on base weights in {config.base_weights}"
     yield f"training  {trained}, engine {config.engine} on {dry.platform}, {config.precision}"
     layout, *details = topology.describe().splitlines()
     yield f"layout    {layout}"

@@ -515,6 +515,15 @@ class RlConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
+    def _unquantised_base(self) -> RlConfig:
+        if self.base_weights != "unquantised":
+            raise ValueError(
+                f"base_weights: {self.base_weights} is for megascend train: engines would sample from the checkpoint's weights "
+                "with the adapter, and the trainer would compute other probabilities; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _versions(self) -> RlConfig:
         # Otherwise no sample would be new enough for the last steps before an update.
         if self.sync.every > self.rollout.max_lag + 1:

@@ -26,6 +26,7 @@ from megascend.config.section import Count, Seconds, Section, Seed, Size, explai
 from megascend.config.training import (
     Adam,
     Affinity,
+    BaseWeights,
     Batching,
     Fsdp,
     Lora,
@@ -175,6 +176,12 @@ class TrainerConfig(Section):
         None,
         description="freeze the model and train one LoRA adapter; default: train all parameters",
     )
+    base_weights: BaseWeights = Field(
+        "unquantised",
+        description="with lora, the frozen weights of the layers' linear layers and experts: in the run's precision "
+        "(unquantised), or as fp8 or 4 bits (nf4) with a scale for each 128 or 64 values, dequantised in each product (engine "
+        "megatron on CPU and CUDA)",
+    )
     template_date: date | None = Field(
         None,
         description="date for chat templates that print today's date; default: the day on which the run first started, also "
@@ -239,6 +246,15 @@ class TrainerConfig(Section):
     def _adamw_for_adapters(self) -> Self:
         if self.lora is not None:
             self.optimizer.check_for_adapters()
+        return self
+
+    @model_validator(mode="after")
+    def _quantised_if_frozen(self) -> Self:
+        if self.base_weights != "unquantised" and self.lora is None:
+            raise ValueError(
+                f"base_weights: {self.base_weights} is for a frozen model, and without lora all parameters are trained: set "
+                "lora, or leave base_weights out"
+            )
         return self
 
     @model_validator(mode="after")

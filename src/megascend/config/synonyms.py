@@ -84,7 +84,7 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("adam_beta1", "adam_beta2"), Synonym(("optimizer.betas",), "a list of both, [0.9, 0.999]")),
     **dict.fromkeys(("adam_epsilon", "adam_eps"), Synonym(("optimizer.eps",))),
     **dict.fromkeys(("clip_grad", "gradient_clipping"), Synonym(("optimizer.max_grad_norm",))),
-    "optim": Synonym(("optimizer.kind",), "adamw or muon"),
+    "optim": Synonym(("optimizer.kind",), "adamw or muon; 8-bit AdamW is kind: adamw with optimizer.moments: 8bit"),
     **dict.fromkeys(("warmup_ratio", "lr_warmup_fraction"), Synonym(("schedule.warmup_ratio",))),
     **dict.fromkeys(("num_warmup_steps", "lr_warmup_steps", "lr_warmup_iters"), Synonym(("schedule.warmup_steps",))),
     **dict.fromkeys(

@@ -16,6 +16,7 @@ Affinity = Literal["none", "numa"]
 ContextAlgorithm = Literal["ring", "all_gather", "ulysses"]
 Mtp = Literal["train", "keep", "drop"]
 VisionTower = Literal["frozen", "train"]
+BaseWeights = Literal["unquantised", "fp8", "nf4"]
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 
@@ -98,6 +99,11 @@ class Adam(Section):
         (), description="other settings for some weights: match, lr_scale, weight_decay"
     )
     muon: Muon = Muon()
+    moments: Literal["fp32", "8bit"] = Field(
+        "fp32",
+        description="AdamW's moments: 8bit, in blocks of 256 values with a common scale (Dettmers et al. 2022), a quarter of the "
+        "memory; those of biases and one-dimensional weights stay fp32",
+    )
     distributed: bool = Field(True, description="shard the optimizer state over data parallel ranks (ZeRO-1)")
     overlap_grad_reduce: bool = Field(
         False,
@@ -124,6 +130,8 @@ class Adam(Section):
             raise ValueError(
                 f"optimizer.muon has settings of kind: muon, and kind is {self.kind}: set kind: muon, or leave it out"
             )
+        if self.kind == "muon" and self.moments != "fp32":
+            raise ValueError(f"moments: {self.moments} is a setting of kind: adamw, and kind is muon: leave it out")
         return self
 
     @property
@@ -137,12 +145,13 @@ class Adam(Section):
         return {} if self.kind == "adamw" else {"kind": self.kind}
 
     def check_for_adapters(self, key: str = "optimizer") -> None:
-        """Raise ConfigError for settings that depend on the model's own weights, which adapters do not train."""
-        for name, present in (("kind: muon", self.kind == "muon"), ("groups", bool(self.groups))):
+        """Raise ConfigError for settings of the model's own weights, which adapters do not train."""
+        settings = (("kind: muon", self.kind == "muon"), ("groups", bool(self.groups)))
+        for name, present in (*settings, ("moments: 8bit", self.moments == "8bit")):
             if present:
                 raise ConfigError(
-                    f"{key}.{name} is not for LoRA adapters, whose factors are trained by AdamW with one learning rate: leave it "
-                    "out"
+                    f"{key}.{name} is not for LoRA adapters, whose factors are trained by AdamW with one learning rate and fp32 "
+                    "moments: leave it out"
                 )
 
 
@@ -406,6 +415,11 @@ class Adapters(Section):
     max_rank: Size = Field(128, description="largest rank of one adapter")
     targets: Literal["all-linear"] | tuple[str, ...] = Field(
         "all-linear", description="layers that adapters may target, as in Lora; each adapter chooses among them"
+    )
+    base_weights: BaseWeights = Field(
+        "unquantised",
+        description="frozen weights of the layers' linear layers and experts: in the run's precision (unquantised), or as fp8 or "
+        "4 bits (nf4) with a scale for each 128 or 64 values, dequantised in each product (engine megatron on CPU and CUDA)",
     )
 
 

@@ -1,4 +1,4 @@
-"""torch's AdamW, and Muon, on fp32 main parameters, for engines without Megatron; a step updates all parameters or none."""
+"""AdamW, also with 8-bit moments, and Muon on fp32 main parameters, for engines without Megatron; a step updates all or none."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Adam, Precision, Schedule, VisionTower
 from megascend.config.training import learning_rate
 from megascend.distributed.process_groups import ProcessGroups
+from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
 from megascend.engines.muon import MuonOptimizer
 from megascend.engines.weight_settings import MainParameter, SettingsByWeight, WeightSettings
 from megascend.errors import ConfigError
@@ -94,7 +95,7 @@ class MainAdamW(GradientScaling):
                 )
             by_name = weights.settings(adam, slices)
         self._muon_names = [name for name, (_, chosen) in by_name.items() if chosen.muon]
-        param_groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
+        param_groups: dict[tuple[float, float, bool], list[Tensor]] = defaultdict(list)
         for name, (_, main) in self._pairs.items():
             chosen = by_name[name][1] if name in by_name else WeightSettings(1.0, adam.weight_decay)
             # A rank's shard of a parameter may be empty.
@@ -102,18 +103,18 @@ class MainAdamW(GradientScaling):
                 continue
             # As Megatron: biases and norms have no weight decay. Biases of experts are fused into a parameter of two dimensions.
             decays = main.dim() > 1 and not name.endswith("bias")
-            param_groups[chosen.lr_scale, chosen.weight_decay if decays else 0.0].append(main)
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": params, "lr_scale": scale, "weight_decay": decay}
-                for (scale, decay), params in param_groups.items()
-            ]
-            or [{"params": [], "lr_scale": 1.0}],
-            lr=adam.lr,
-            betas=adam.betas,
-            eps=adam.eps,
-            fused=mains[0].device.type == "cuda",
-        )
+            quantised = adam.moments == "8bit" and decays
+            param_groups[chosen.lr_scale, chosen.weight_decay if decays else 0.0, quantised].append(main)
+        groups: list[dict[str, Any]] = [
+            {"params": params, "lr_scale": scale, "weight_decay": decay, QUANTISED: quantised}
+            for (scale, decay, quantised), params in param_groups.items()
+        ] or [{"params": [], "lr_scale": 1.0, QUANTISED: False}]
+        self._adamw: torch.optim.AdamW | BlockwiseAdamW
+        if adam.moments == "8bit":
+            self._adamw = BlockwiseAdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps)
+        else:
+            fused = mains[0].device.type == "cuda"
+            self._adamw = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=fused)
         self._muon = None
         if adam.kind == "muon" and weights is not None:
             trained = [by_name[name] for name in self._muon_names]
@@ -170,34 +171,50 @@ class MainAdamW(GradientScaling):
     def restore(self, counters: dict[str, Any]) -> None:
         """Continue from :meth:`counters`; moments have been loaded."""
         self._updates = counters["updates"]
-        for _, _, state in self._states():
-            # One count for all: a step updates every parameter or none.
-            state["step"].fill_(float(self._updates))
+        # One count for all: a step updates every parameter or none.
+        if isinstance(self._adamw, BlockwiseAdamW):
+            self._adamw.finish_loading()
+            self._adamw.updates = self._updates
+        else:
+            for _, _, state in self._states(self._adamw):
+                state["step"].fill_(float(self._updates))
         self.skipped_in_a_row = counters["skipped_in_a_row"]
         if counters["scaler"] is not None:
             self.loss_scale, self.good_steps = counters["scaler"]["scale"], counters["scaler"]["good_steps"]
 
-    def tensors(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (parameter's name, kind, live fp32 tensor).
+    def tensors(self, *, loading: bool) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (parameter's name, kind, fp32 tensor): live ones, but for 8-bit moments, which are copies in host memory.
 
         Kinds are ``exp_avg`` and ``exp_avg_sq`` of AdamW, ``momentum_buffer`` of Muon and, for 16-bit parameters, ``param``.
+
+        Args:
+            loading: the tensors will be filled from a checkpoint, before :meth:`restore`.
         """
-        for name, _, state in self._states():
-            yield name, "exp_avg", state["exp_avg"]
-            yield name, "exp_avg_sq", state["exp_avg_sq"]
+        if isinstance(self._adamw, BlockwiseAdamW):
+            self._adamw.begin_loading()
+            self._adamw.create_state()
+            for name, (_, main) in self._pairs.items():
+                # An empty shard has no state, but its name.
+                moments = self._adamw.checkpoint_tensors(main, loading=loading) if main.numel() else {}
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    yield name, kind, moments.get(kind, main.detach())
+        else:
+            for name, _, state in self._states(self._adamw):
+                yield name, "exp_avg", state["exp_avg"]
+                yield name, "exp_avg_sq", state["exp_avg_sq"]
         for name, momentum in zip(self._muon_names, [] if self._muon is None else self._muon.momentum, strict=True):
             yield name, "momentum_buffer", momentum
         for name, (parameter, main) in self._pairs.items():
             if parameter is not main:
                 yield name, "param", main.detach()
 
-    def _states(self) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Yield AdamW's state of every parameter, initialised as in its first step if it does not exist yet."""
+    def _states(self, adamw: torch.optim.AdamW) -> Iterator[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Yield torch's AdamW's state of every parameter, initialised as in its first step if it does not exist yet."""
         muon = set(self._muon_names)
         for name, (_, main) in self._pairs.items():
             if name in muon:
                 continue
-            state = self._adamw.state[main]
+            state = adamw.state[main]
             # AdamW creates its state in its first step, but a checkpoint may be saved or loaded before that.
             if not state:
                 state["step"] = torch.zeros((), device=main.device if self._on_device else "cpu")

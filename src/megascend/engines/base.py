@@ -24,7 +24,7 @@ from megascend.batch.results import StepResult
 from megascend.batch.sample import Sample
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_PREFIX, TensorSlices
-from megascend.config import Adam, Precision, VisionTower
+from megascend.config import Adam, BaseWeights, Precision, VisionTower
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.export import check_export, export
 from megascend.engines.heads import fresh_weights
@@ -233,6 +233,7 @@ class Engine(ABC):
         mixes_adapters: one micro batch may have tokens of several adapters.
         independent_ranks: ranks do not communicate in :meth:`run`, with this model and layout; none waits for a failed one.
         mtp_loss_weight: factor of the loss of a head for multi-token prediction; 0: none is trained.
+        base_weights: format of a frozen model's weights; ``quantises_base``: others than ``unquantised`` are supported.
         self_check: result of comparing a slice of the model with transformers; None: the engine has no such check.
         self_check_s: seconds spent waiting for its verdict.
         router_replay: replays the experts of samples with ``routed_experts``; None for a model without experts.
@@ -248,6 +249,8 @@ class Engine(ABC):
     mixes_adapters = True
     independent_ranks = False
     mtp_loss_weight = 0.0
+    base_weights: BaseWeights = "unquantised"
+    quantises_base = False
     self_check: Verdict | None = None
     self_check_s = 0.0
     router_replay: RouterReplay | None = None
@@ -260,6 +263,10 @@ class Engine(ABC):
         self.dtype = DTYPES[spec.precision]
         self.max_length = longest_sample(spec, self.info)
         check_head(spec, self.info)
+        if not self.quantises_base:
+            refuse_quantised_base(spec, self.kind)
+        if spec.adapters is not None:
+            self.base_weights = spec.adapters.base_weights
 
     # --- running micro batches ---
 
@@ -300,7 +307,7 @@ class Engine(ABC):
     def state(self, *, everything: bool) -> dict[str, Any]:
         """Return this rank's part of the model and its optimizer: ``checkpoint.slices.TensorSlices`` and objects by name.
 
-        Tensors are live. Empty for a frozen model.
+        Tensors are live, or copies that ``trainable.restore()`` takes when they have been filled. Empty for a frozen model.
 
         Args:
             everything: include replicas that another rank writes, as needed to load.
@@ -395,6 +402,15 @@ def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) ->
     return AdapterSettings(
         spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device, head
     )
+
+
+def refuse_quantised_base(spec: EngineSpec, engine: str) -> None:
+    """Raise ConfigError for quantised base weights, on an engine that has none."""
+    if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
+        raise ConfigError(
+            f"base_weights: {spec.adapters.base_weights} is a setting of engine megatron, and this is engine {engine}: leave it "
+            "out, or set engine: megatron"
+        )
 
 
 def check_head(spec: EngineSpec, info: ModelInfo) -> None:

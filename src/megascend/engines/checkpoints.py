@@ -54,6 +54,7 @@ def describe(
             "vocabulary": shape.vocab_size,
             # Left out without one, as in checkpoints of earlier versions.
             **({"heads for multi-token prediction": 1} if engine.mtp_loss_weight else {}),
+            **({} if engine.base_weights == "unquantised" else {"base weights": engine.base_weights}),
         },
         layout={axis: getattr(engine.topology, axis) for axis in AXES},
         optimizer=trainable.counters(),

@@ -18,9 +18,12 @@ from megascend.memory.activations import (
 from megascend.memory.parameters import (
     StageParameters,
     adapter_bytes,
+    base_bytes,
+    dequantised_bytes,
     orthogonalisation_bytes,
     stages,
     state_bytes,
+    update_bytes,
 )
 from megascend.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload
 from megascend.topology.schedule import layers_in_flight
@@ -96,6 +99,9 @@ def _stage_items(
     if sizes.indexed is not None:
         backward += sparse_attention_temporaries(sizes.indexed, sizes.heads, topology, tokens, workload.tokens)
     items = _states(config, topology, parameters, kind)
+    if kind.frozen:
+        dequantised = dequantised_bytes(config.base_weights, parameters, sum(with_experts), kind.bytes)
+        items["dequantised weights"] = dequantised
     if config.lora is not None:
         items["adapters"] = adapter_bytes(
             config.lora,
@@ -127,9 +133,9 @@ def _stage_items(
 
 def _states(config: TrainerConfig, topology: Topology, parameters: StageParameters, kind: LayerKind) -> Items:
     """Return bytes of parameters and optimizer state. Gradient buffers are fp32 in every precision."""
-    items: Items = {"parameters": kind.bytes * parameters.total}
     if kind.frozen:
-        return items
+        return {"parameters": base_bytes(config.base_weights, parameters, kind.bytes)}
+    items: Items = {"parameters": kind.bytes * parameters.total}
     parameters = parameters.trained(config.vision_tower)
     shares = (topology.data * topology.context, topology.expert_data) if config.optimizer.distributed else (1, 1)
     share = parameters.dense // shares[0] + parameters.experts // shares[1]
@@ -159,9 +165,9 @@ def _later(
         "gradient reduction": 4 * max(parameters.dense, parameters.experts)
         if not kind.fused and config.optimizer.distributed
         else 0,
-        # The reference FusedAdam has two temporaries in fp32, Transformer Engine's has none.
         "update": max(
-            0 if kind.fused else 2 * 4 * matrix, orthogonalisation_bytes(config.optimizer, matrices, kind.bytes)
+            update_bytes(config.optimizer, matrix, fused=kind.fused),
+            orthogonalisation_bytes(config.optimizer, matrices, kind.bytes),
         ),
     }
 

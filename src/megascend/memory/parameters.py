@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megascend.config import Adam, Lora, VisionTower
+from megascend.config import Adam, BaseWeights, Lora, VisionTower
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, is_hidden_matrix
 from megascend.huggingface.info import EMBEDDINGS, NO_TARGETS
@@ -201,8 +201,17 @@ ORTHOGONALISATION_COPIES = 6
 """Copies of a round's matrices: sent and received pieces, the matrices, an iterate and the next, and its products."""
 
 
+QUANTISED_BLOCK, QUANTISED_CHUNK = 256, 2**22
+"""Values of 8-bit moments with a common fp32 scale, and that are dequantised at a time. Copies of the constants of
+:mod:`megascend.engines.blockwise_adamw`, which imports torch."""
+QUANTISATION_COPIES = 6
+"""fp32 and int32 copies of a chunk: both moments, the magnitudes, normalised values and codes of one, and AdamW's temporary."""
+
+
 def state_bytes(adam: Adam, parameters: float, matrices: float) -> float:
-    """Return the bytes of two fp32 moments of ``parameters`` elements; of those in ``matrices`` Muon has one momentum."""
+    """Return the bytes of two moments of ``parameters`` elements; of those in ``matrices`` Muon has one momentum."""
+    if adam.moments == "8bit":  # the few of one-dimensional weights, which are fp32, are counted like the others
+        return 2 * (1 + 4 / QUANTISED_BLOCK) * parameters
     return 8 * parameters - (4 * matrices if adam.kind == "muon" else 0)
 
 
@@ -211,6 +220,42 @@ def orthogonalisation_bytes(adam: Adam, matrices: float, element_bytes: int) -> 
     if adam.kind != "muon":
         return 0
     return int(ORTHOGONALISATION_COPIES * element_bytes * min(matrices, ROUND_ELEMENTS))
+
+
+def update_bytes(adam: Adam, matrix: float, *, fused: bool) -> int:
+    """Return the temporaries of AdamW's update of the largest parameter, of ``matrix`` elements, on a rank."""
+    if adam.moments == "8bit":
+        return int(QUANTISATION_COPIES * 4 * min(matrix, QUANTISED_CHUNK))
+    # The plain AdamW has two in fp32, a fused one none.
+    return 0 if fused else int(2 * 4 * matrix)
+
+
+BASE_BYTES = {"fp8": 1 + 4 / 128, "nf4": 0.5 + 4 / 64}
+"""Bytes of a quantised base weight with its share of a scale, and DEQUANTISED_CHUNK, the values that are dequantised at a time in
+temporaries of fp32: copies of the constants of :mod:`megascend.lora.quantised_weights`, which imports torch."""
+DEQUANTISED_CHUNK = 2**24
+
+
+def base_bytes(method: BaseWeights, parameters: StageParameters, element: int) -> int:
+    """Return the bytes of a stage's frozen parameters; ``element``: of one that is not quantised."""
+    if method == "unquantised":
+        return element * parameters.total
+    matrices = parameters.dense_matrices + parameters.expert_matrices
+    return int(element * (parameters.total - matrices) + BASE_BYTES[method] * matrices)
+
+
+def dequantised_bytes(method: BaseWeights, parameters: StageParameters, expert_layers: int, element: int) -> int:
+    """Return the bytes of the dequantised weights of one layer, while it runs.
+
+    Args:
+        expert_layers: layers of the stage with routed experts; the first projections of all of a layer's experts exist at once.
+    """
+    if method == "unquantised":
+        return 0
+    experts = 2 * parameters.expert_matrices / (3 * expert_layers) if expert_layers else 0
+    matrix = parameters.layer_matrix
+    # Codes as int32, and values in fp32, twice.
+    return int(element * max(matrix, experts) + 12 * min(matrix, DEQUANTISED_CHUNK))
 
 
 def local_elements(name: str, shape: tuple[int, ...], tensor: int) -> int:

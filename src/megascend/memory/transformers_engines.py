@@ -26,13 +26,12 @@ from megascend.memory.parameters import (
     orthogonalisation_bytes,
     stages,
     state_bytes,
+    update_bytes,
 )
 from megascend.memory.sizes import Items, Kernels, LayerKey, ModelSizes, Workload, layer_of
 from megascend.models.base import LINEAR, SINGLE_MIXERS
 from megascend.topology.topology import Topology
 
-ADAM_TEMPORARIES = 2
-"""fp32 copies of the largest parameter that torch's AdamW makes on a CPU; the fused one on CUDA makes none."""
 WORKSPACES = 32 * 2**20
 """Workspace of cuBLAS, in torch's allocator."""
 
@@ -182,7 +181,7 @@ def _single(config: TrainerConfig, parameters: StageParameters, kind: LayerKind)
     items["gradients"] = FP32 * parameters.total
     matrices = parameters.dense_matrices + parameters.expert_matrices
     items["moments"] = int(state_bytes(config.optimizer, parameters.total, matrices))
-    update = 0 if kind.fused else ADAM_TEMPORARIES * FP32 * max(parameters.embedding, parameters.layer_matrix)
+    update = update_bytes(config.optimizer, max(parameters.embedding, parameters.layer_matrix), fused=kind.fused)
     update = max(update, orthogonalisation_bytes(config.optimizer, matrices, kind.bytes))
     return items, kind.bytes * parameters.layer_matrix, max(update, kind.bytes * parameters.embedding)
 
@@ -218,7 +217,9 @@ def _fsdp(
     # Two layers gathered, gradients of one, and the fp32 copy that is reduced.
     backward = (2 * kind.bytes if config.fsdp.reshard_after_forward else 0) * layer + (kind.bytes + FP32) * layer
     gradients = 0.0 if items["gradients"] else on_device * FP32 * trained
-    update = 0 if kind.fused else ADAM_TEMPORARIES * FP32 * max(parameters.embedding, parameters.layer_matrix) / shares
+    update = update_bytes(
+        config.optimizer, max(parameters.embedding, parameters.layer_matrix) / shares, fused=kind.fused
+    )
     update = max(update, orthogonalisation_bytes(config.optimizer, matrices, kind.bytes))
     last = (kind.bytes + FP32) * outside  # embedding and output layer are reduced last
     return items, backward, gradients + max(update, last)

@@ -93,7 +93,7 @@ def on_device(engine: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of model and optimizer on the device."""
     for parameter in engine.bare_chunks[0].parameters():
         yield from (parameter, parameter.main_grad)
-    for state in engine.optimizer.parameter_states():
+    for state in engine.optimizer.parameter_states(loading=False):
         yield from state.tensors.values()
 
 

@@ -50,7 +50,7 @@ class BigramEngine(Engine):
         if self.groups.rank > 0 and not everything:
             return {}  # every rank has the same, and the main one writes it
         tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        for name, kind, values in self.optimizer.tensors():
+        for name, kind, values in self.optimizer.tensors(loading=everything):
             tensors[OPTIMIZER_KEY.format(state=kind, key=name)] = values
         return {name: TensorSlices.whole(values) for name, values in tensors.items()}
 

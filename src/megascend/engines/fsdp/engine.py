@@ -12,10 +12,11 @@ import torch
 
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.checkpoint.hf_slices import HfSlice, HfSlices
+from megascend.checkpoint.slices import TensorSlices
 from megascend.config import Recompute
 from megascend.distributed.objects import raise_on_all_ranks
 from megascend.engines import linear_attention, pictures
-from megascend.engines.base import OnOutput, check_head, longest_sample, seed_generators
+from megascend.engines.base import OnOutput, check_head, longest_sample, refuse_quantised_base, seed_generators
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp import attention, compilation, recomputation, shards, transformers_api
 from megascend.engines.fsdp.adapters import FsdpAdapters, adapter_targets
@@ -226,6 +227,9 @@ class FsdpEngine(TransformersEngine):
             )
         )
 
+    def weight_state(self) -> dict[str, TensorSlices]:
+        return {} if self.optimizer is None else shards.weights(self._shards)
+
     def hf_slices(self) -> HfSlices:
         check_rows(self._hf_slices, self.info.tensors)
         return self._hf_slices
@@ -381,6 +385,7 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
     if fsdp.compile and (topology.context > 1 or adapters is not None):
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
+    refuse_quantised_base(spec, "fsdp")
     if spec.mtp == "train":
         raise ConfigError(
             "engine fsdp: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "

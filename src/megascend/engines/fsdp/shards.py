@@ -221,10 +221,21 @@ class ShardAdamW(MainAdamW):
             shard.source.grad = main.grad = None
 
 
+def weights(shards: Sequence[LocalShard]) -> dict[str, TensorSlices]:
+    """Return this rank's shards of the model's tensors, replicas included; live tensors."""
+    tensors = {shard.name: TensorSlices(shard.shape, shard.local.dtype) for shard in shards}
+    for shard in shards:
+        if shard.local.numel():
+            tensors[shard.name].add(shard.offsets, shard.local.detach())
+    return tensors
+
+
 def state(
     shards: Sequence[LocalShard], optimizer: MainAdamW, *, everything: bool, first_copy: bool, first_rank: bool
 ) -> dict[str, TensorSlices]:
-    """Return this rank's state for a checkpoint, live tensors, under the names of transformers' parameters.
+    """Return this rank's state for a checkpoint under the names of transformers' parameters.
+
+    Live tensors, but for 8-bit moments, whose fp32 copies :meth:`MainAdamW.restore` takes.
 
     Args:
         everything: include replicas that another rank writes, as needed to load.
@@ -246,6 +257,6 @@ def state(
 
     for name, shard in by_name.items():
         add(name, shard, shard.local)
-    for name, kind, values in optimizer.tensors():
+    for name, kind, values in optimizer.tensors(loading=everything):
         add(OPTIMIZER_KEY.format(state=kind, key=name), by_name[name], values)
     return tensors

@@ -25,6 +25,7 @@ from megascend.changes import changed, patch
 from megascend.config import Precision, Recompute
 from megascend.engines.base import DTYPES
 from megascend.engines.megatron import scalar_head
+from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.errors import (
     CheckpointError,
     ConfigError,
@@ -414,9 +415,18 @@ def preserved_rope_functions() -> Iterator[None]:
         ROPE_INIT_FUNCTIONS.update(before)
 
 
-def build_chunks(config: ModelConfig, device: torch.device, head: ScalarHead | None = None) -> list[Any]:
-    """Build this rank's model chunks (one, or one per virtual pipeline stage) on ``device``; weights are not loaded yet."""
-    with preserved_rope_functions():
+def build_chunks(
+    config: ModelConfig,
+    device: torch.device,
+    head: ScalarHead | None = None,
+    quantised: QuantisedBase | None = None,
+) -> list[Any]:
+    """Build this rank's model chunks (one, or one per virtual pipeline stage) on ``device``; weights are not loaded yet.
+
+    Args:
+        quantised: takes the weights of layers that it will quantise.
+    """
+    with preserved_rope_functions(), contextlib.nullcontext() if quantised is None else quantised.building():
         chunks = get_mcore_model(config)
     if head is not None:
         scalar_head.install(chunks, config, head, device)

@@ -45,6 +45,7 @@ from megascend.engines.megatron import (
     grouped_experts,
     hf_slices,
     mtp,
+    quantised_base,
     replayed_routers,
     routers,
     state,
@@ -54,9 +55,10 @@ from megascend.engines.megatron import (
 from megascend.engines.megatron.build import build_chunks, build_config, check_packing, check_window
 from megascend.engines.megatron.captured_step import Capture, CudaCapture
 from megascend.engines.megatron.groups import fake_groups
-from megascend.engines.megatron.named_weights import named_weights
+from megascend.engines.megatron.named_weights import named_weights, stored_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
+from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.engines.weight_settings import SettingsByWeight
 from megascend.errors import CheckpointError, ConfigError
@@ -98,6 +100,7 @@ class MegatronEngine(Engine):
     """
 
     kind = "megatron"
+    quantises_base = True
 
     def __init__(self, spec: EngineSpec, context: EngineContext, checker: Worker | None = None) -> None:
         super().__init__(spec, context)
@@ -125,6 +128,9 @@ class MegatronEngine(Engine):
         self.self_check_s = time.monotonic() - start
         # Before the build: providers choose classes and kernels by the model.
         self.runtime.configure_model(self.config, spec.provider_options)
+        self._quantised: QuantisedBase | None = None
+        if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
+            self._quantised = QuantisedBase(spec.adapters.base_weights)
         self.bare_chunks = self._build_chunks(spec)
         # Modules are patched before DDP wraps them and takes their parameters.
         token = None if info.image_layout is None else info.image_layout.token
@@ -149,7 +155,9 @@ class MegatronEngine(Engine):
         expert_weights = []
         if groups_experts:
             required = spec.moe.experts == "grouped" or graphs is not None  # CUDA graphs need grouped experts
-            expert_weights = grouped_experts.install(self.decoders, self.device, required=required)
+            expert_weights = grouped_experts.install(
+                self.decoders, self.device, required=required, quantised=self._quantised or ()
+            )
         # A separate stream only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
@@ -236,7 +244,7 @@ class MegatronEngine(Engine):
     def _build_chunks(self, spec: EngineSpec) -> list[Any]:
         """Build this rank's model chunks and fill them from the checkpoint. Collective."""
         platform, info = self.runtime.platform, self.info
-        chunks = build_chunks(self.config, self.device, info.scalar_head)
+        chunks = build_chunks(self.config, self.device, info.scalar_head, self._quantised)
         if platform.attention_draws_its_own_dropout:
             attention_dropout.use_own_stream(chunks, self.config)
         if platform.implicit_causal_masks:
@@ -245,7 +253,7 @@ class MegatronEngine(Engine):
             reason = "experts are stored as the checkpoint's headers have them"
             patch(self.config.bridge, "_get_need_transpose", lambda: info.transposed_experts, reason)
         fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
-        weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh)
+        weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh, self._quantised)
         if self.groups.rank == 0:
             mtp.warn_of_different_copies(info, self.model_dir)
         return chunks
@@ -512,6 +520,18 @@ class MegatronEngine(Engine):
                 transposed=fused if self.info.transposed_experts else (),
                 model_name=architecture.model_name,
             )
+        if self._quantised is not None:
+            # Adapters are merged into the weights of the checkpoint, not into quantised ones.
+            yield from stored_weights(
+                self.groups,
+                self.info.exported,
+                self.config.params_dtype,
+                layers=self.info.shape.num_layers,
+                merge=merge,
+                receivers=receivers,
+                device=self.device if device is None else device,
+            )
+            return
         yield from named_weights(
             self.bare_chunks,
             self.config.bridge,
@@ -570,6 +590,20 @@ def configure(
     routers.check(config, spec.moe, topology.pipeline, frozen=frozen)
     overlapped = overlaps_reduction(spec)
     grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlapped)
+    if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
+        method = spec.adapters.base_weights
+        if platform.name == "npu":
+            raise ConfigError(f"base_weights: {method} is not supported on NPUs: leave it out, or set unquantised")
+        if info.linear is not None or info.state_space is not None:
+            raise ConfigError(
+                f"base_weights: {method} is not supported for {info.architecture.model_type}, which has linear attention or "
+                "state spaces: leave it out, or set unquantised"
+            )
+        if spec.batching.cuda_graphs is not None:
+            raise ConfigError(
+                f"base_weights: {method} with batching.cuda_graphs is not supported: leave one of them out"
+            )
+        quantised_base.check(method, config, topology)
     if spec.batching.cuda_graphs is not None:
         graph_support.raise_unsupported("does not support scalar heads" if info.scalar_head else None)
         graph_support.raise_unsupported("does not support pictures" if info.image_layout else None)

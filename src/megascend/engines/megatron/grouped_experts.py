@@ -8,7 +8,7 @@ for the device; under expert parallelism it only waits for the sizes of the exch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,7 @@ from megascend.changes import changed, patch
 from megascend.config import Moe, Precision
 from megascend.errors import ConfigError, PlatformError
 from megascend.kernels.token_rows import Combine, Permutation, Spread, TokenRows, chunk_order, token_rows
-from megascend.lora.grouped import Segments, accumulate, kernel_of, product
+from megascend.lora.grouped import SegmentedLinear, Segments, accumulate, kernel_of, product
 
 _logger = logging.getLogger(__name__)
 
@@ -47,12 +47,14 @@ class ExpertWeights:
 
     Attributes:
         parameters: parameters of each expert, [out, in].
-        stacked: [experts, out, in], a view of all of them.
+        stacked: [experts, out, in], a view of all of them; of quantised ones only while the layer runs.
+        quantised: the parameters have values only while the layer runs.
         grads: float32, of the same shape, a view of Megatron's gradient buffer; None for frozen weights.
         ready: reports a parameter's complete gradient to Megatron's DDP, if that starts its reduction; else None.
     """
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, *, quantised: bool) -> None:
+        self.quantised = quantised
         names = [f"weight{index}" for index in range(layer.num_gemms)]
         self.parameters: list[Any] = [getattr(layer, name) for name in names]
         # Megatron's buffers hold parameters and gradients in the reverse order of the modules' parameters. Registered in
@@ -70,6 +72,8 @@ class ExpertWeights:
 
     def build_views(self, ready: Callable[[Any], None] | None) -> None:
         """Build the views of parameters and gradients in Megatron's DDP buffers; copy frozen parameters into one tensor."""
+        if self.quantised:
+            return
         values = [parameter.data for parameter in self.parameters]
         stacked = one_view(values)
         if stacked is None:
@@ -97,8 +101,13 @@ class ExpertWeights:
             )
 
     def _forward(self, rows: Tensor, segments: ExpertSegments) -> tuple[Tensor, None]:
+        if self.quantised:
+            stacked = one_view([parameter.data for parameter in self.parameters])
+            assert stacked is not None, "all weights of a layer are dequantised to one tensor"
+            out: Any = SegmentedLinear.apply(rows, stacked.mT, None, segments, None)
+            return out, None
         self.check()
-        out: Any = _Product.apply(rows, self._root if self.grads is not None else None, self, segments)
+        out = _Product.apply(rows, self._root if self.grads is not None else None, self, segments)
         return out, None
 
 
@@ -268,10 +277,17 @@ def _unsupported(config: Any, precision: Precision, device: torch.device) -> str
     return None
 
 
-def install(chunks: Sequence[torch.nn.Module], device: torch.device, *, required: bool) -> list[ExpertWeights]:
+def install(
+    chunks: Sequence[torch.nn.Module],
+    device: torch.device,
+    *,
+    required: bool,
+    quantised: Container[torch.nn.Module] = (),
+) -> list[ExpertWeights]:
     """Patch every layer of experts in ``chunks``, before Megatron's DDP takes their parameters.
 
     Args:
+        quantised: layers whose weights have values only while they run.
         required: raise for layers of other classes; otherwise log, and leave all layers unchanged.
     """
     layers: list[Any] = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
@@ -288,7 +304,8 @@ def install(chunks: Sequence[torch.nn.Module], device: torch.device, *, required
     for layer in layers:
         dispatcher = IndexedDispatcher(layer.token_dispatcher)
         patch(layer, "token_dispatcher", dispatcher, "permutes by indices on the device")
-        weights += [ExpertWeights(layer.experts.linear_fc1), ExpertWeights(layer.experts.linear_fc2)]
+        for linear in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+            weights.append(ExpertWeights(linear, quantised=linear in quantised))
     if not weights:  # a pipeline stage of dense layers only
         return []
     method = "torch._grouped_mm" if kernel_of(device) == "torch" else "a loop of products (no grouped kernel here)"

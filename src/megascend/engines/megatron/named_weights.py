@@ -11,6 +11,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from megascend.engines.weight_stream import ExportBarrier, StreamStopped, stream
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import FusedPart, fused_part
 from megascend.huggingface.files import TensorHeader
+from megascend.huggingface.quantised import read_tensor
 from megascend.kernels.reductions import out_of_range
 from megascend.topology.topology import Receivers, Route, participants, ranks_of, route
 
@@ -104,6 +106,49 @@ def named_weights(
     yield from stream_weights(
         weights, barrier, groups, headers, config.params_dtype, receives=groups.rank in receiving, finish=finish
     )
+
+
+def stored_weights(
+    groups: ProcessGroups,
+    headers: Mapping[str, TensorHeader],
+    dtype: torch.dtype,
+    *,
+    layers: int,
+    merge: Merge | None,
+    receivers: Receivers,
+    device: torch.device | str,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what :func:`named_weights` yields of a frozen model, from its checkpoint's files, which every receiver reads.
+
+    Args:
+        layers: number of layers of the model.
+        dtype: dtype of the model's parameters; routers' biases that are fp32 in the files stay so.
+    """
+    receiving, barrier = ranks_of(receivers, groups.topology), ExportBarrier(groups, layers)
+    if groups.rank not in receiving:
+        with contextlib.suppress(StreamStopped), groups.monitor.phase("named weights"):
+            barrier.join_all()
+        return
+    describes = torch.device(device).type == "meta"
+
+    def stored() -> Iterator[tuple[str, Tensor]]:
+        for _ in range(layers):
+            barrier.before_layer()
+        files: dict[Path, Any] = {}
+        for name, header in headers.items():
+            stays_fp32 = header.dtype == "F32" and name.endswith("correction_bias")
+            if describes:
+                yield name, torch.empty(header.shape, dtype=torch.float32 if stays_fp32 else dtype, device="meta")
+            else:
+                yield name, read_tensor(name, header, files).to(device, torch.float32 if stays_fp32 else dtype)
+
+    def finish(name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor if merge is None else merge(name, tensor)
+        if problem := out_of_range(name, tensor, tensor.dtype):
+            raise CheckpointError(f"named_weights: {problem}")
+        return tensor
+
+    yield from stream_weights(stored(), barrier, groups, headers, dtype, receives=True, finish=finish)
 
 
 def _join_fused(

@@ -17,11 +17,13 @@ from torch import Tensor
 from megascend.batch.gradient_scaling import INITIAL_LOSS_SCALE
 from megascend.batch.results import StepResult
 from megascend.bootstrap import current_runtime
+from megascend.changes import patch
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
 from megascend.distributed.objects import all_reduce_numbers
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import DTYPES
+from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
 from megascend.engines.megatron.routers import Routers
 from megascend.engines.muon import MuonOptimizer
 from megascend.engines.weight_settings import MainParameter, WeightSettings
@@ -39,8 +41,8 @@ class ParameterState:
         parameter: the model's.
         start: index in the flattened parameter at which the state begins.
         divided: the state is sharded over data parallel ranks, each with a run of it.
-        tensors: ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer`` of Muon, and for 16-bit parameters ``param``, the
-            float32 main parameter.
+        tensors: ``exp_avg`` and ``exp_avg_sq`` (8-bit ones as fp32 copies in host memory), or ``momentum_buffer`` of Muon, and
+            for 16-bit parameters ``param``, the float32 main parameter.
     """
 
     parameter: torch.nn.Parameter
@@ -70,6 +72,8 @@ class MegatronOptimizer:
         self._routers = routers
         self._scales_loss = precision == "fp16"
         self.megatron = get_megatron_optimizer(optimizer_config(adam, precision), chunks)
+        if adam.moments == "8bit":
+            self._quantise_moments()
         self._muon: MuonOptimizer | None = None
         self._muon_mains: list[tuple[Any, Tensor]] = []  # (one of Megatron's optimizers, main parameter)
         self.skipped_in_a_row = 0
@@ -109,6 +113,19 @@ class MegatronOptimizer:
             self._muon = MuonOptimizer(trained, self._adam.muon, self._groups, info, precision)
             part_of = {id(main): (part, main) for part, _, _, main in mains}
             self._muon_mains = [part_of[id(parameter.main)] for parameter, _ in trained]
+
+    def _quantise_moments(self) -> None:
+        """Replace the provider's Adam, which has no state yet, by one with 8-bit moments over the same parameter groups."""
+        adam = self._adam
+        for part in self._parts():
+            quantised = BlockwiseAdamW([{"params": []}], lr=adam.lr, betas=adam.betas, eps=adam.eps)
+            # Assigned, as Megatron does: torch's constructor refuses views, which main parameters are.
+            # Megatron's groups without weight decay are those of biases and one-dimensional weights.
+            quantised.param_groups[:] = [
+                {**group, "betas": adam.betas, "eps": adam.eps, QUANTISED: group.get("wd_mult", 1.0) != 0}
+                for group in part.optimizer.param_groups
+            ]
+            patch(part, "optimizer", quantised, "its moments have 8 bits")
 
     def scale_loss(self, loss: Any) -> Any:
         """Return ``loss`` times the fp16 loss scale (1 for other precisions)."""
@@ -170,6 +187,9 @@ class MegatronOptimizer:
 
     def restore(self, counters: dict[str, Any]) -> None:
         """Continue from :meth:`counters`; moments have been loaded."""
+        for part in self._parts():
+            if isinstance(part.optimizer, BlockwiseAdamW):
+                part.optimizer.finish_loading()
         self.updates, self.scaler_state = counters["updates"], counters["scaler"]
         self.skipped_in_a_row = counters["skipped_in_a_row"]
 
@@ -180,15 +200,28 @@ class MegatronOptimizer:
             # Moments are allocated for parameters that have no state.
             part.optimizer.state[main]["momentum_buffer"] = self._muon.momentum[number]
         for optimizer in self._parts():
-            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+            if isinstance(optimizer.optimizer, BlockwiseAdamW):
+                optimizer.optimizer.create_state()
+            else:
+                optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
 
-    def parameter_states(self) -> Iterator[ParameterState]:
-        """Yield the state of every parameter of which this rank has a part; created if it does not exist yet."""
+    def parameter_states(self, *, loading: bool) -> Iterator[ParameterState]:
+        """Yield the state of every parameter of which this rank has a part; created if it does not exist yet.
+
+        Args:
+            loading: the tensors will be filled from a checkpoint, before :meth:`restore`.
+        """
         self.create_state()
+        for part in self._parts():
+            if isinstance(part.optimizer, BlockwiseAdamW):
+                part.optimizer.begin_loading()
         for part, parameter, start, main in self._mains:
-            state = part.optimizer.state[main]
-            names = ("momentum_buffer",) if "momentum_buffer" in state else ("exp_avg", "exp_avg_sq")
-            tensors = {name: state[name] for name in names}
+            if isinstance(part.optimizer, BlockwiseAdamW):
+                tensors = part.optimizer.checkpoint_tensors(main, loading=loading)
+            else:
+                state = part.optimizer.state[main]
+                names = ("momentum_buffer",) if "momentum_buffer" in state else ("exp_avg", "exp_avg_sq")
+                tensors = {name: state[name] for name in names}
             # An fp32 parameter is its own main parameter, and is in the checkpoint already.
             if parameter.dtype != torch.float32:
                 tensors["param"] = main.detach()
@@ -209,6 +242,9 @@ class MegatronOptimizer:
     @updates.setter
     def updates(self, count: int) -> None:
         for optimizer in self._parts():
+            if isinstance(optimizer.optimizer, BlockwiseAdamW):
+                optimizer.optimizer.updates = count
+                continue
             provider = current_runtime("the optimizer").provider
             assert provider is not None, "Megatron runs with one"
             # torch's Adam has a step count per parameter, Transformer Engine's and MindSpeed's one per group.

@@ -71,14 +71,16 @@ def model_state(entries: Sequence[Entry], *, everything: bool) -> dict[str, Any]
 def optimizer_state(
     entries: Sequence[Entry], optimizer: MegatronOptimizer, *, everything: bool
 ) -> dict[str, TensorSlices]:
-    """Return Adam's moments, Muon's momentum and, for 16-bit parameters, the float32 main parameters. Live tensors, not copies.
+    """Return Adam's moments, Muon's momentum and, for 16-bit parameters, the float32 main parameters.
+
+    Live tensors, but for 8-bit moments, whose fp32 copies :meth:`MegatronOptimizer.restore` takes.
 
     Args:
         everything: include replicas that another rank writes, as needed to load.
     """
     tensors: dict[str, TensorSlices] = {}
     runs = _runs_by_parameter(entries)
-    for state in optimizer.parameter_states():
+    for state in optimizer.parameter_states(loading=everything):
         for run in _runs_of(state.parameter, runs):
             # The state of a distributed optimizer is sharded over data parallel ranks: it has no replicas along that axis,
             # the last one of the id.

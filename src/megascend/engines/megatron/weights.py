@@ -17,6 +17,7 @@ from megascend.changes import patched
 from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.megatron import scalar_head
+from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.errors import CheckpointError
 from megascend.huggingface.exported import abbreviated
 from megascend.huggingface.files import TensorHeader
@@ -74,6 +75,7 @@ def load(
     tensors: Mapping[str, TensorHeader],
     groups: ProcessGroups,
     fresh: Mapping[str, Tensor] | None = None,
+    quantised: QuantisedBase | None = None,
 ) -> None:
     """Fill ``chunks`` from ``model_dir``; every parameter is written and every tensor of the checkpoint used.
 
@@ -83,14 +85,15 @@ def load(
     Args:
         tensors: headers of all tensors of the model.
         fresh: newly initialised weights of a scalar head, which are not in the checkpoint.
+        quantised: quantises layers as they are loaded.
     """
     used: dict[str, None] = {}  # a dict for the order of reading: _after() names the last one
     problem = None
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.data.fill_(torch.nan)
+    quantising = contextlib.nullcontext() if quantised is None else quantised.loading(bridge, chunks)
     try:
-        with _no_progress_bars(), _loads(tensors):
+        with _no_progress_bars(), _loads(tensors), quantising:
+            for parameter in _with_values(chunks, quantised).values():
+                parameter.data.fill_(torch.nan)
             dtype = chunks[0].config.params_dtype
             bridge.load_weights(
                 chunks, str(model_dir), converter=lambda name, lazy: (name, _TrackedTensor(lazy, name, used, dtype))
@@ -111,7 +114,7 @@ def load(
     scalar_head.fill(chunks, fresh or {})
     # A tensor may load without an error and still not be complete: whatever was not written is NaN.
     if problem is None:
-        parameters = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        parameters = _with_values(chunks, quantised)
         holes = names_with_nan(parameters)
         empty = [name for name in holes if bool(parameters[name].isnan().all())]
         damaged = [name for name in holes if name not in empty]
@@ -134,6 +137,12 @@ def load(
             f"{model_dir} holds tensors that this architecture has no place for: {abbreviated(unused)}. config.json and weights "
             "are of different models: correct config.json, or remove the tensors from the files"
         )
+
+
+def _with_values(chunks: list[Any], quantised: QuantisedBase | None) -> dict[str, Tensor]:
+    """Return all parameters by name, without quantised ones, which have been checked."""
+    released = set() if quantised is None else quantised.released()
+    return {name: p for chunk in chunks for name, p in chunk.named_parameters() if id(p) not in released}
 
 
 def _absent(part: str, names: Iterable[str]) -> str:

@@ -13,7 +13,14 @@ from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
 from megascend.engines import linear_attention, pictures
 from megascend.engines.adamw import ModelAdamW
-from megascend.engines.base import OnOutput, ScalarOutput, check_head, longest_sample, seed_generators
+from megascend.engines.base import (
+    OnOutput,
+    ScalarOutput,
+    check_head,
+    longest_sample,
+    refuse_quantised_base,
+    seed_generators,
+)
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.full_model import FullModel
 from megascend.engines.heads import (
@@ -149,12 +156,16 @@ class SingleEngine(TransformersEngine):
 
     def state(self, *, everything: bool) -> dict[str, Any]:
         """Implement :meth:`megascend.engines.base.Engine.state`; names are those of transformers' parameters."""
+        state: dict[str, Any] = dict(self.weight_state())
+        for name, kind, values in () if self.optimizer is None else self.optimizer.tensors(loading=everything):
+            state[OPTIMIZER_KEY.format(state=kind, key=name)] = TensorSlices.whole(values)
+        return state
+
+    def weight_state(self) -> dict[str, TensorSlices]:
         if self.optimizer is None:
             return {}
-        tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        for name, kind, values in self.optimizer.tensors():
-            tensors[OPTIMIZER_KEY.format(state=kind, key=name)] = values
-        return {name: TensorSlices.whole(values) for name, values in tensors.items()}
+        parameters = self.model.named_parameters()
+        return {name: TensorSlices.whole(parameter.detach()) for name, parameter in parameters}
 
     def hf_slices(self) -> HfSlices:
         if self._hf_slices is None:
@@ -211,6 +222,7 @@ class SingleSubject(TransformersSubject):
 def check_settings(spec: EngineSpec) -> None:
     """Raise ConfigError for settings that this engine does not have."""
     recompute = spec.recompute
+    refuse_quantised_base(spec, "single")
     if spec.mtp == "train":
         raise ConfigError(
             "engine single: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
