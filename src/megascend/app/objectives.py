@@ -64,8 +64,8 @@ class LearningObjective(Protocol):
         """Return the samples of some units."""
         ...
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Measure the loss on all of ``samples``, without learning; ``batch`` units at a time."""
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> tuple[float, float]:
+        """Return the sum of the loss over ``samples``, without learning, and what divides it; ``batch`` units at a time."""
         ...
 
 
@@ -80,7 +80,7 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
         _check_kind(config, samples, "token", "distillation")
         if samples.has_candidates:
             raise ConfigError(
-                f"distillation.teacher: {settings.teacher}, and {config.data.path} holds a teacher's distributions "
+                f"distillation.teacher: {settings.teacher}, and {config.data.title} holds a teacher's distributions "
                 "('top_ids') too: remove teacher, or choose the columns to read with data.columns: {token_ids: token_ids}"
             )
         return TeacherObjective(settings)
@@ -138,9 +138,9 @@ def _check_kind(config: RunConfig, samples: SampleSubset, needs: LossUnit, setti
         if kind == "sample":
             remedy = "kto: {beta: 0.1}"
             leave = ", or choose the columns to read with data.columns: {prompt: prompt, completion: completion}"
-        raise ConfigError(f"{config.data.path} holds {KINDS[kind]}: set {remedy} to learn from them{leave}")
+        raise ConfigError(f"{config.data.title} holds {KINDS[kind]}: set {remedy} to learn from them{leave}")
     raise ConfigError(
-        f"{setting}, which learns from {KINDS[needs]}, and {config.data.path} holds {KINDS[kind]}: change the data or the loss"
+        f"{setting}, which learns from {KINDS[needs]}, and {config.data.title} holds {KINDS[kind]}: change the data or the loss"
     )
 
 
@@ -151,18 +151,18 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
     available |= {"candidates"} if samples.has_candidates else set()
     if "candidates" in loss.requires and not samples.has_candidates:
         raise ConfigError(
-            f"{setting}, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' "
+            f"{setting}, and {config.data.title} holds no distributions of a teacher ('token_ids' with 'top_ids' "
             "and 'top_logprobs'): add them, name a teacher in distillation.teacher, or choose another loss"
         )
     if samples.has_candidates and "candidates" not in loss.requires:
         raise ConfigError(
-            f"{config.data.path} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn "
+            f"{config.data.title} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn "
             "them, or choose the columns to read with data.columns: {token_ids: token_ids}"
         )
     if missing := [name for name in loss.requires if name not in available]:
         raise ConfigError(
-            f"{setting}: the loss requires {', '.join(missing)}, which the samples of {config.data.path} do not have; they have: "
-            f"{', '.join(sorted(available)) or 'no further fields'}"
+            f"{setting}: the loss requires {', '.join(missing)}, which the samples of {config.data.title} do not have; they "
+            f"have: {', '.join(sorted(available)) or 'no further fields'}"
         )
     if loss.of == "values":
         raise ConfigError(f"{setting}: a loss of a scalar head's values, and run files train causal language models")
@@ -242,8 +242,8 @@ class TokenObjective:
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         return [samples[unit] for unit in units]
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Return the mean of :meth:`losses` over the weights of all samples, or over the samples."""
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> tuple[float, float]:
+        """Return the weighted sum of :meth:`losses` and the sum of weights, or the number of samples."""
         total = weight = 0.0
         for start in range(0, len(samples), batch):
             shard = backend.shard(samples[start : start + batch])
@@ -253,9 +253,9 @@ class TokenObjective:
                     continue
                 total += weighted_sum(losses, sample)
                 weight += float(sample.weights.double().sum())
-        # The mean over tokens, not over ranks: ranks have different numbers of them.
+        # Sums: the mean is over tokens, not over ranks or sources, which have different numbers of them.
         totals, weights = zip(*backend.gather_by_data_rank((total, weight)), strict=True)
-        return sum(totals) / sum(weights)
+        return sum(totals), sum(weights)
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
         """Return the loss of every target [length], or of the sample [1], for each sample, without gradients."""
@@ -364,8 +364,8 @@ class PreferenceObjective:
             sample.pair = index // 2
         return batch
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Return the mean of the loss over the pairs."""
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> tuple[float, float]:
+        """Return the sum of the loss over the pairs, and their number."""
         total = count = 0.0
         for start in range(0, self.units(samples), batch):
             units = range(start, min(start + batch, self.units(samples)))
@@ -380,7 +380,7 @@ class PreferenceObjective:
                 total += float(loss_values(self._loss, shard[pair], scores.logprobs[pair], entropies))
                 count += 1
         totals, counts = zip(*backend.gather_by_data_rank((total, count)), strict=True)
-        return sum(totals) / sum(counts)
+        return sum(totals), sum(counts)
 
     def _members(self, samples: SampleSubset, units: Iterable[int]) -> list[Sample]:
         """Return the two samples of each unit."""
@@ -445,8 +445,8 @@ class LabelledObjective(PreferenceObjective):
         self._mismatched = batch[1::2]
         return batch[::2]
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> float:
-        """Return the mean of the loss over the samples, with the reference point of all of them."""
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> tuple[float, float]:
+        """Return the sum of the loss over the samples, with the reference point of all of them, and their number."""
         labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
         ratios: list[float] = []
         for start in range(0, self.units(samples), batch):
@@ -466,7 +466,7 @@ class LabelledObjective(PreferenceObjective):
             for sample, logprobs, entropy in labelled
         ]
         totals, counts = zip(*backend.gather_by_data_rank((sum(values), len(values))), strict=True)
-        return sum(totals) / sum(counts)
+        return sum(totals), sum(counts)
 
     def _log_ratios(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[float]:
         """Return this rank's share of the log-ratios of policy and reference, summed over each sample."""

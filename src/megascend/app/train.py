@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.batch.sample import Sample
     from megascend.data.order import Batches
+    from megascend.data.streaming import StreamedBatches
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class SupervisedTraining(Training[RunConfig]):
     samples: RunSamples
     objective: LearningObjective
     _run: Run[RunConfig]
-    _stream: Batches[int]
+    _stream: Batches[int] | StreamedBatches
     _budget: TokenBudget
     _log: RunLog
 
@@ -232,7 +233,7 @@ class SupervisedTraining(Training[RunConfig]):
         """Print what is trained, on what, and the verdict of the self-check."""
         config, backend = run.config, run.backend
         print(f"{model_line(config, backend)}: {self._trained(run)}", flush=True)
-        for line in self.samples.remarks:
+        for line in (*self.samples.remarks, *self.samples.mixture(config, self._stream)):
             print(f"data: {line}", flush=True)
         for line in config.template_remarks():
             print(line, flush=True)
@@ -243,11 +244,11 @@ class SupervisedTraining(Training[RunConfig]):
 
     def start_loop(self, log: RunLog) -> None:
         self._log, self._run.backend.on_micro_batch = log, log.micro_batch
-        run, held_out = self._run, self.samples.held_out
+        run = self._run
         validation = run.config.validation
-        if validation is not None and validation.at_start and held_out is not None and run.backend.step_count == 0:
-            loss = self.objective.measure(run.backend, held_out, run.adapter, run.config.data.global_batch_size)
-            run.event_log.event("validated", step=0, validation_loss=loss)
+        if validation is not None and validation.at_start and run.backend.step_count == 0:
+            loss, parts = self._validation_loss()
+            run.event_log.event("validated", step=0, validation_loss=loss, **parts)
             if run.main_rank:
                 print(f"validation loss before the first step: {loss:.4f}", flush=True)
         self._step_start = time.perf_counter()
@@ -263,13 +264,13 @@ class SupervisedTraining(Training[RunConfig]):
         return self.counts.best_step if validation is not None and validation.keep_best else None
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
-        return self.objective.batch(self.samples.learned, next(self._stream))
+        return self.samples.next_batch(self._stream, self.objective)
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
         """Train on a batch, and measure the validation loss where it is due."""
         from megascend.batch.images import decode_together
 
-        run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
+        run, objective, counts = self._run, self.objective, self.counts
         config, backend = run.config, run.backend
         share = backend.shard(batch)
         # This rank's pictures only, on several threads: the checks in forward_backward would decode one after the other.
@@ -290,9 +291,9 @@ class SupervisedTraining(Training[RunConfig]):
         counts.skipped += step.skipped
         counts.seconds += seconds
         counts.loss, self._last_step = result.loss, number
-        validation_loss = None
-        if held_out is not None and (number % config.validation_every == 0 or number == config.steps):
-            validation_loss = objective.measure(backend, held_out, run.adapter, config.data.global_batch_size)
+        validation_loss, source_losses = None, {}
+        if self.samples.held_out is not None and (number % config.validation_every == 0 or number == config.steps):
+            validation_loss, source_losses = self._validation_loss()
             assert config.validation is not None
             counts.measured(validation_loss, number, config.validation.min_delta)
         tokens_per_s = result.total_tokens / seconds
@@ -312,8 +313,17 @@ class SupervisedTraining(Training[RunConfig]):
             seconds=counts.seconds,
             mfu=model_flops_utilisation(tokens_per_s, batch, backend),
             validation_loss=validation_loss,
-            metrics=result.metrics,
+            metrics={**result.metrics, **source_losses},
         )
+
+    def _validation_loss(self) -> tuple[float, dict[str, float]]:
+        """Measure the loss on the held-out samples; also return that of each source, if there are several. Collective."""
+        run, size = self._run, self._run.config.data.global_batch_size
+        parts = self.samples.held_out_parts(run.config)
+        sums = {name: self.objective.measure(run.backend, part, run.adapter, size) for name, part in parts.items()}
+        totals, counts = zip(*sums.values(), strict=True)
+        losses = {f"validation_loss/{name}": total / count for name, (total, count) in sums.items()}
+        return sum(totals) / sum(counts), losses if len(losses) > 1 else {}
 
     def after_step(self, number: int) -> None:
         """Stop after too many skipped steps in a row; sample answers to the run's prompts where that is due."""
@@ -363,7 +373,21 @@ class SupervisedTraining(Training[RunConfig]):
         return f"{lora}{self.samples.describe()}, {steps}; {precision}; {ranks}"
 
     def result(self) -> tuple[dict[str, Any], str]:
-        return {"loss": self.counts.loss}, end_line(self._run.config, self.counts, self._last_step)
+        sources = self._run.config.data.training_sources()
+        passes = {
+            str(source.path): round(epochs, 4)
+            for source, epochs in zip(sources, self._stream.source_epochs, strict=True)
+        }
+        values = {"loss": self.counts.loss, "epochs": passes}
+        line = end_line(self._run.config, self.counts, self._last_step)
+        if self._run.config.data.streaming:
+            stream: Any = self._stream
+            values["bad_records"] = stream.bad_records
+            # Known only now: of other data they are printed at the start.
+            line = "".join(f"data: {remark}\n" for remark in stream.remarks) + line
+            if stream.bad_records:
+                line += f"; {stream.bad_records} bad records were skipped (data.max_bad_records)"
+        return values, line
 
 
 def end_line(config: RunConfig, counts: TrainCounts, steps: int | None = None) -> str:
