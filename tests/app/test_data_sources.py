@@ -86,8 +86,8 @@ def test_streamed_run_resumes_bitwise_equal_after_sigkill_on_two_ranks(folder: P
     def killed_in_step_5() -> None:
         after_step = SupervisedTraining.after_step
 
-        def kill(training: SupervisedTraining, number: int) -> None:
-            after_step(training, number)
+        def kill(self: SupervisedTraining, number: int) -> None:
+            after_step(self, number)
             if number == 5:
                 os.kill(os.getpid(), signal.SIGKILL)
 

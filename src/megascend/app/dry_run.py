@@ -253,7 +253,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     mixture = samples.mixture(config, samples.batches(config, objective))
     if isinstance(samples, StreamedSamples):
         samples = samples.first_batch()
-    first = objective.members(next(samples.batches(config, objective)))
+    first = objective.members(next(samples.unit_batches(config, objective)))
     hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
     device_memory = memory_per_rank(runtime, plan.world_size)
     longest, teacher = samples.longest_unit(layout), teacher_sizes(config, info)
@@ -373,7 +373,7 @@ def plan_steps(
     micro_batches = largest = largest_samples = peak_tokens = longest = total = padded = 0
     idle = packed = False
     # The run's own stream: these are its very batches.
-    for batch in islice(samples.batches(config, objective), steps):
+    for batch in islice(samples.unit_batches(config, objective), steps):
         members = objective.members(batch)
         batch_lengths = [lengths[index] for index, _ in members]
         pairs = [pair for _, pair in members]

@@ -158,15 +158,16 @@ class RunSamples:
             )
 
     def batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int] | StreamedBatches:
-        """Return the stream of global batches, as indices of samples or pairs."""
-        return self._batches(config, objective)
+        """Return the stream of global batches, for :meth:`next_batch`."""
+        return self.unit_batches(config, objective)
 
     def next_batch(self, stream: Batches[int] | StreamedBatches, objective: LearningObjective) -> list[Sample]:
         """Return the samples of the next batch of the training stream."""
         assert isinstance(stream, Batches)
         return objective.batch(self.learned, next(stream))
 
-    def _batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int]:
+    def unit_batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int]:
+        """Return the stream of global batches, as indices of samples or pairs."""
         units = range(objective.units(self.learned))
         data, learned = config.data, self.learned
         sources = data.training_sources()
@@ -244,7 +245,7 @@ class RunSamples:
     def drawn_units(self, config: RunConfig, objective: LearningObjective) -> set[int]:
         """Return the indices drawn in the steps of this run."""
         # The same stream as in training, so these are the very units that it will draw.
-        return {unit for batch in islice(self._batches(config, objective), config.steps) for unit in batch}
+        return {unit for batch in islice(self.unit_batches(config, objective), config.steps) for unit in batch}
 
     def describe(self) -> str:
         """Return how many samples there are, or pairs of them."""
