@@ -23,11 +23,16 @@ VALID = {"model": "m", "output": "o", "data": {"path": "d.jsonl"}}
 
 def test_defaults_are_a_run_file_once_required_settings_are_filled_in(tmp_path: Path) -> None:
     text = default_settings(RunConfig, "title")
-    assert text.startswith("# title\n\n# Hugging Face checkpoint directory (safetensors) [path]\nmodel:  # required\n")
+    model = (
+        "# Hugging Face checkpoint directory (safetensors), or a name on the Hub: owner/name@revision [path]\nmodel:"
+    )
+    assert text.startswith(f"# title\n\n{model}  # required\n")
     values = yaml.safe_load(text)
     assert (values["model"], values["output"], values["data"]["path"]) == (None, None, None)
-    for setting, value in (("model", "m"), ("output", "o"), ("path", "d.jsonl")):
+    for setting, value in (("model", "m"), ("output", "o")):
         text = text.replace(f"{setting}:  # required", f"{setting}: {value}", 1)
+    # Either path or sources is required.
+    text = text.replace("  path: null", "  path: d.jsonl", 1)
     (tmp_path / "all.yaml").write_text(text, encoding="utf-8")
     (tmp_path / "few.yaml").write_text(yaml.safe_dump(VALID), encoding="utf-8")
     assert load_config(tmp_path / "all.yaml") == load_config(tmp_path / "few.yaml")

@@ -21,7 +21,7 @@ from megascend.app.run import (
     check_adapter_path,
     plan_with_plugins,
 )
-from megascend.app.run_samples import RunSamples
+from megascend.app.run_samples import RunSamples, StreamedSamples
 from megascend.app.teacher_model import teacher_sizes
 from megascend.app.token_budget import AUTO, SHARE, largest_useful, predicted
 from megascend.app.train import SupervisedTraining
@@ -30,7 +30,7 @@ from megascend.batch.packing import plan_micro_batches, shard
 from megascend.bootstrap.runtime import Runtime
 from megascend.config import RunConfig
 from megascend.config.rl import LOCAL, RlConfig
-from megascend.data.preview import SamplePiece, SampleStatistics, pieces
+from megascend.data.preview import SamplePiece, SampleStatistics, SourceStatistics, pieces
 from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
@@ -62,8 +62,9 @@ class DryRun:
         config: the run's settings, with ``epochs`` converted to steps.
         platform: the one that the run would use.
         learned, held_out: statistics of the samples; the latter None without a validation set.
+        sources: figures of each source of training data; none of streams.
         remarks: descriptions of data that was left out, cut or not read.
-        epochs: passes over the data in all steps.
+        epochs: passes over the data in all steps; None of a stream, whose statistics are those of the first batch.
         examples: the first samples of the first step.
         free_disk: bytes, where the output is to be.
         disk_warning: None if there is room for what the run will write.
@@ -79,8 +80,9 @@ class DryRun:
     info: ModelInfo
     learned: SampleStatistics
     held_out: SampleStatistics | None
+    sources: list[SourceStatistics]
     remarks: tuple[str, ...]
-    epochs: float
+    epochs: float | None
     steps: StepPlan
     examples: list[ShownSample]
     free_disk: int
@@ -248,7 +250,10 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     plan, runtime = world.plan, world.runtime
     info, topology, layout = plan.info, plan.topology, plan.layout
     samples, objective = training.samples, training.objective
-    first = objective.members(next(samples.batches(config, objective)))
+    mixture = samples.mixture(config, samples.batches(config, objective))
+    if isinstance(samples, StreamedSamples):
+        samples = samples.first_batch()
+    first = objective.members(next(samples.unit_batches(config, objective)))
     hf_config, kernels = read_config(config.model), kernels_on(runtime.platform.name)
     device_memory = memory_per_rank(runtime, plan.world_size)
     longest, teacher = samples.longest_unit(layout), teacher_sizes(config, info)
@@ -288,8 +293,11 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
         info=info,
         learned=SampleStatistics.of(samples.learned),
         held_out=None if samples.held_out is None else SampleStatistics.of(samples.held_out),
-        remarks=samples.remarks,
-        epochs=config.steps * config.data.global_batch_size / objective.units(samples.learned),
+        sources=samples.source_statistics(config),
+        remarks=(*samples.remarks, *mixture),
+        epochs=None
+        if config.data.streaming
+        else config.steps * config.data.global_batch_size / objective.units(samples.learned),
         steps=steps,
         examples=[example(index, pair) for index, pair in first[: EXAMPLES * (2 if samples.learned.has_pairs else 1)]],
         free_disk=free_bytes(config.output),
@@ -365,7 +373,7 @@ def plan_steps(
     micro_batches = largest = largest_samples = peak_tokens = longest = total = padded = 0
     idle = packed = False
     # The run's own stream: these are its very batches.
-    for batch in islice(samples.batches(config, objective), steps):
+    for batch in islice(samples.unit_batches(config, objective), steps):
         members = objective.members(batch)
         batch_lengths = [lengths[index] for index, _ in members]
         pairs = [pair for _, pair in members]

@@ -70,16 +70,37 @@ class LearningObjective(Protocol):
         ...
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
-        """Measure the loss on all of ``samples``, without learning; ``batch`` units at a time."""
+        """Sum the loss over all of ``samples``, without learning; ``batch`` units at a time."""
         ...
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Mean of a loss over held-out samples, and of its metrics where it is one of pairs."""
+    """Sums over held-out samples.
 
-    loss: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    Attributes:
+        total: sum of the loss.
+        count: what divides it: the sum of weights, or the number of samples or pairs.
+        totals: sums of a loss's metrics over the pairs, if it is one of pairs.
+    """
+
+    total: float
+    count: float
+    totals: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """Mean of the loss."""
+        return self.total / self.count
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the metrics."""
+        return {name: total / self.count for name, total in self.totals.items()}
+
+    def __add__(self, other: Measurement) -> Measurement:
+        totals = {name: total + other.totals[name] for name, total in self.totals.items()}
+        return Measurement(self.total + other.total, self.count + other.count, totals)
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
@@ -93,7 +114,7 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
         _check_kind(config, samples, "token", "distillation")
         if samples.has_candidates:
             raise ConfigError(
-                f"distillation.teacher: {settings.teacher}, and {config.data.path} holds a teacher's distributions "
+                f"distillation.teacher: {settings.teacher}, and {config.data.title} holds a teacher's distributions "
                 "('top_ids') too: remove teacher, or choose the columns to read with data.columns: {token_ids: token_ids}"
             )
         return TeacherObjective(settings)
@@ -154,9 +175,9 @@ def _check_kind(config: RunConfig, samples: SampleSubset, needs: LossUnit, setti
         if kind == "sample":
             remedy = "kto: {beta: 0.1}"
             leave = ", or choose the columns to read with data.columns: {prompt: prompt, completion: completion}"
-        raise ConfigError(f"{config.data.path} holds {KINDS[kind]}: set {remedy} to learn from them{leave}")
+        raise ConfigError(f"{config.data.title} holds {KINDS[kind]}: set {remedy} to learn from them{leave}")
     raise ConfigError(
-        f"{setting}, which learns from {KINDS[needs]}, and {config.data.path} holds {KINDS[kind]}: change the data or the loss"
+        f"{setting}, which learns from {KINDS[needs]}, and {config.data.title} holds {KINDS[kind]}: change the data or the loss"
     )
 
 
@@ -167,18 +188,18 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
     available |= {"candidates"} if samples.has_candidates else set()
     if "candidates" in loss.requires and not samples.has_candidates:
         raise ConfigError(
-            f"{setting}, and {config.data.path} holds no distributions of a teacher ('token_ids' with 'top_ids' "
+            f"{setting}, and {config.data.title} holds no distributions of a teacher ('token_ids' with 'top_ids' "
             "and 'top_logprobs'): add them, name a teacher in distillation.teacher, or choose another loss"
         )
     if samples.has_candidates and "candidates" not in loss.requires:
         raise ConfigError(
-            f"{config.data.path} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn "
+            f"{config.data.title} holds a teacher's distributions ('top_ids'): set distillation: {{loss: forward_kl}} to learn "
             "them, or choose the columns to read with data.columns: {token_ids: token_ids}"
         )
     if missing := [name for name in loss.requires if name not in available]:
         raise ConfigError(
-            f"{setting}: the loss requires {', '.join(missing)}, which the samples of {config.data.path} do not have; they have: "
-            f"{', '.join(sorted(available)) or 'no further fields'}"
+            f"{setting}: the loss requires {', '.join(missing)}, which the samples of {config.data.title} do not have; they "
+            f"have: {', '.join(sorted(available)) or 'no further fields'}"
         )
     if loss.of == "values" and config.head == "lm":
         raise ConfigError(
@@ -266,7 +287,7 @@ class TokenObjective:
         return [samples[unit] for unit in units]
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
-        """Return the mean of :meth:`losses` over the weights of all samples, or over the samples."""
+        """Return the weighted sum of :meth:`losses` and the sum of weights, or the number of samples."""
         total = weight = 0.0
         for start in range(0, len(samples), batch):
             shard = backend.shard(samples[start : start + batch])
@@ -276,9 +297,9 @@ class TokenObjective:
                     continue
                 total += weighted_sum(losses, sample)
                 weight += float(sample.weights.double().sum())
-        # The mean over tokens, not over ranks: ranks have different numbers of them.
+        # Sums: the mean is over tokens, not over ranks or sources, which have different numbers of them.
         totals, weights = zip(*backend.gather_by_data_rank((total, weight)), strict=True)
-        return Measurement(sum(totals) / sum(weights))
+        return Measurement(sum(totals), sum(weights))
 
     def losses(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[torch.Tensor]:
         """Return the loss of every target [length], or of the sample [1], for each sample, without gradients."""
@@ -388,7 +409,7 @@ class PreferenceObjective:
         return batch
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
-        """Return the means of the loss and its metrics over the pairs."""
+        """Return the sums of the loss and its metrics over the pairs, and their number."""
         sums: dict[str, float] = defaultdict(float)
         count = 0
         for start in range(0, self.units(samples), batch):
@@ -409,8 +430,8 @@ class PreferenceObjective:
         parts, counts = zip(*backend.gather_by_data_rank((dict(sums), count)), strict=True)
         # A rank without pairs has no sums; the names are the same on all others.
         names = list(dict.fromkeys(name for part in parts for name in part))
-        means = {name: sum(part.get(name, 0.0) for part in parts) / sum(counts) for name in names}
-        return Measurement(means.pop(LOSS), means)
+        totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+        return Measurement(totals.pop(LOSS), sum(counts), totals)
 
     def _scores(
         self, backend: Backend, samples: Sequence[Sample], adapter: str | None
@@ -496,7 +517,7 @@ class LabelledObjective(PreferenceObjective):
         return batch[::2]
 
     def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
-        """Return the mean of the loss over the samples, with the reference point of all of them."""
+        """Return the sum of the loss over the samples, with the reference point of all of them, and their number."""
         labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
         ratios: list[float] = []
         for start in range(0, self.units(samples), batch):
@@ -516,7 +537,7 @@ class LabelledObjective(PreferenceObjective):
             for sample, logprobs, entropy in labelled
         ]
         totals, counts = zip(*backend.gather_by_data_rank((sum(values), len(values))), strict=True)
-        return Measurement(sum(totals) / sum(counts))
+        return Measurement(sum(totals), sum(counts))
 
     def _log_ratios(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> list[float]:
         """Return this rank's share of the log-ratios of policy and reference, summed over each sample."""

@@ -237,7 +237,7 @@ def check_data(config: RunConfig, run_plan: RunPlan[Any]) -> None:
     from megascend.data.files import check_files
     from megascend.data.findings import joined
 
-    findings = [check_files(path, data, setting) for path, data, setting in config.data_sources()]
+    findings = [check_files(source.path, source.data, source.setting) for source in config.data_sources()]
     if not any(finding.problems for finding in findings):
         return
     from megascend.app.run_samples import RunSamples

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megascend.batch.micro_batch import SequenceLayout
-from megascend.config import Data, RunConfig
+from megascend.batch.sample import Sample
+from megascend.config import RunConfig
+from megascend.config.data import DataSource
 from megascend.data.findings import Findings, joined
 from megascend.data.order import Batches, batches
-from megascend.data.prepare import prepare_samples
-from megascend.data.samples import SampleLimits
+from megascend.data.pictures import PictureProcessor
+from megascend.data.prepare import (
+    make_encoder,
+    named_inputs,
+    prepare_samples,
+    sample_inputs,
+    set_template,
+    tokenizer_of,
+)
+from megascend.data.preview import SourceStatistics
+from megascend.data.samples import Encoder, SampleLimits
 from megascend.data.splits import files_of
-from megascend.data.store import SampleSubset, all_samples, hold_out
-from megascend.errors import DataError
+from megascend.data.store import JoinedStores, SampleStore, SampleSubset, all_samples, hold_out, write_store
+from megascend.data.streaming import StreamedBatches, file_identity
+from megascend.errors import ConfigError, DataError
 from megascend.io.paths import real
 
 if TYPE_CHECKING:
@@ -27,25 +43,54 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
 
 
-def check_apart(sources: Sequence[tuple[Path, Data, str]]) -> None:
-    """Refuse to measure the validation loss on files that are learned.
-
-    Args:
-        sources: as :meth:`megascend.config.RunConfig.data_sources` has them.
-    """
-    if len(sources) == 1:
+def check_apart(training: Sequence[DataSource], validation: Sequence[DataSource]) -> None:
+    """Refuse to measure the validation loss on files that are learned, and to read a file for two sources."""
+    # Of prepared samples, the data themselves may be missing.
+    if len(training) + len(validation) == 1 or training[0].data.prepared is not None:
         return
-    learned, held_out = (
-        {real(file) for file in files_of(path, data.split, data.config_name, Findings(setting))}
-        for path, data, setting in sources
-    )
-    shared = sorted(learned & held_out)
-    if shared:
-        (path, data, _), (other, _, setting) = sources
-        raise DataError(
-            f"{setting}: {other} lies in data.path: {path} (split {data.split}), so the run would train on {shared[0]}: move it, "
-            "or name another split with validation.split"
-        )
+    readers: dict[Path, DataSource] = {}
+    for source in training:
+        for file in _source_files(source):
+            # Other columns of the file are other data.
+            if file in readers and readers[file].data.columns == source.data.columns:
+                raise DataError(
+                    f"{source.setting}: {source.path} and {readers[file].setting}: {readers[file].path} both hold {file}: "
+                    "leave it out of one; weight says how often it is read"
+                )
+            readers[file] = source
+    for source in validation:
+        shared = [file for file in sorted(_source_files(source)) if file in readers]
+        if shared:
+            learned = readers[shared[0]]
+            raise DataError(
+                f"{source.setting}: {source.path} lies in {learned.setting}: {learned.path} (split {learned.data.split}), so the "
+                f"run would train on {shared[0]}: move it, or name another split with validation.split"
+            )
+
+
+def _source_files(source: DataSource) -> set[Path]:
+    data = source.data
+    return {real(file) for file in files_of(source.path, data.split, data.config_name, Findings(source.setting))}
+
+
+def check_one_kind(sources: Sequence[DataSource], stores: Sequence[SampleStore | SampleSubset]) -> None:
+    """Refuse data of which some hold what others do not."""
+    kinds = {
+        "has_pairs": "one holds preference pairs and the other does not",
+        "has_margins": "only one holds pairs with 'margin'",
+        "has_labels": "only one holds completions with 'label'",
+        "has_candidates": "only one holds a teacher's distributions (top_ids)",
+    }
+    for source, store in zip(sources, stores, strict=True):
+        for name, difference in kinds.items():
+            if getattr(store, name) != getattr(stores[0], name):
+                raise DataError(f"of {sources[0].path} and {source.path} {difference}")
+
+
+def source_names(sources: Sequence[DataSource]) -> list[str]:
+    """Return a short name for each source: that of its file or folder, or its path where two have the same."""
+    names = [source.path.name for source in sources]
+    return [name if names.count(name) == 1 else str(source.path) for name, source in zip(names, sources, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -56,49 +101,50 @@ class RunSamples:
         held_out: None without a validation set.
         longest: tokens of the longest sample of both.
         remarks: descriptions of data that was left out, cut or not read.
+        kinds: number of documents of each kind, of each training source; empty of streams.
     """
 
     learned: SampleSubset
     held_out: SampleSubset | None
     longest: int
     remarks: tuple[str, ...]
+    kinds: tuple[dict[str, int], ...] = field(default=(), kw_only=True)
 
     @classmethod
     def prepare(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> RunSamples:
-        """Read, check and tokenise all data of a run. Local: ranks need not meet."""
-        sources = config.data_sources()
+        """Read, check and tokenise the data of a run: all, or of streams the first batch. Local: ranks need not meet."""
+        if config.data.streaming:
+            return StreamedSamples.open(config, tokenizer, limits)
+        training, sources = config.data.training_sources(), config.data_sources()
         # Before anything is tokenised, which may take minutes.
-        check_apart(sources)
+        check_apart(training, sources[len(training) :])
         stores, problems = [], []
-        for path, data, setting in sources:
+        for source in sources:
             try:
                 stores.append(
-                    prepare_samples(path, data, tokenizer, limits, config.model, setting, config.template_date)
+                    prepare_samples(
+                        source.path, source.data, tokenizer, limits, config.model, source.setting, config.template_date
+                    )
                 )
             except DataError as error:
                 # Problems of all sources at once: a user fixes them in one go.
                 problems.append(error)
         if problems:
             raise joined(problems)
+        check_one_kind(sources, stores)
         remarks = tuple(line for store in stores for line in store.remarks)
         longest = max(int(store.lengths.max()) for store in stores)
-        learned = stores[0]
+        kinds = tuple(store.kinds for store in stores[: len(training)])
+        learned, *held_out = [
+            part[0] if len(part) == 1 else JoinedStores(part)
+            for part in (stores[: len(training)], stores[len(training) :])
+            if part
+        ]
         if config.validation is None:
-            return cls(all_samples(learned), None, longest, remarks)
-        if len(stores) == 1:
-            rest, held_out = hold_out(learned, config.validation.fraction, config.seed)
-            return cls(rest, held_out, longest, remarks)
-        if stores[1].has_pairs != learned.has_pairs:
-            raise DataError(f"of {sources[0][0]} and {sources[1][0]} one holds preference pairs and the other does not")
-        if stores[1].has_margins != learned.has_margins:
-            raise DataError(f"of {sources[0][0]} and {sources[1][0]} only one holds pairs with 'margin'")
-        if stores[1].has_labels != learned.has_labels:
-            raise DataError(f"of {sources[0][0]} and {sources[1][0]} only one holds completions with 'label'")
-        if stores[1].has_candidates != learned.has_candidates:
-            raise DataError(
-                f"of {sources[0][0]} and {sources[1][0]} only one holds a teacher's distributions (top_ids)"
-            )
-        return cls(all_samples(learned), all_samples(stores[1]), longest, remarks)
+            return cls(all_samples(learned), None, longest, remarks, kinds=kinds)
+        if held_out:
+            return cls(all_samples(learned), all_samples(held_out[0]), longest, remarks, kinds=kinds)
+        return cls(*hold_out(learned, config.validation.fraction, config.seed), longest, remarks, kinds=kinds)
 
     def longest_unit(self, layout: SequenceLayout) -> int:
         """Tokens that fit the longest sample, or pair, with its padding."""
@@ -112,19 +158,72 @@ class RunSamples:
                 f"batching.max_length: {backend.max_length}"
             )
 
-    def batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int]:
+    def batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int] | StreamedBatches:
+        """Return the stream of global batches, for :meth:`next_batch`."""
+        return self.unit_batches(config, objective)
+
+    def next_batch(self, stream: Batches[int] | StreamedBatches, objective: LearningObjective) -> list[Sample]:
+        """Return the samples of the next batch of the training stream."""
+        assert isinstance(stream, Batches)
+        return objective.batch(self.learned, next(stream))
+
+    def unit_batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int]:
         """Return the stream of global batches, as indices of samples or pairs."""
         units = range(objective.units(self.learned))
         data, learned = config.data, self.learned
+        sources = data.training_sources()
+        mixture: list[tuple[Sequence[int], float | None]] = []
+        if learned.has_sources:
+            # Samples of a source, and so its units, are neighbours.
+            ends = np.cumsum(
+                [0, *np.bincount(learned.source_numbers, minlength=len(sources)) // learned.members]
+            ).tolist()
+            for source, first, end in zip(sources, ends, ends[1:], strict=False):
+                if first == end:
+                    raise DataError(
+                        f"{source.setting}: {source.path}: validation.fraction holds out all of its documents: add data to it, "
+                        "or set validation.path"
+                    )
+                mixture.append((range(first, end), source.weight))
         return batches(
             units,
             data.global_batch_size,
             config.seed,
             data.shuffle,
             learned.fingerprint,
+            mixture=mixture,
             sources=learned.sources,
             on_changed=data.on_changed,
         )
+
+    def source_statistics(self, config: RunConfig) -> list[SourceStatistics]:
+        """Return figures of each training source; none of streams."""
+        names = source_names(config.data.training_sources())
+        return [
+            SourceStatistics.measure(name, kinds, self.learned.source_samples(number))
+            for number, (name, kinds) in enumerate(zip(names, self.kinds, strict=False))
+        ]
+
+    def held_out_parts(self, config: RunConfig) -> dict[str, SampleSubset]:
+        """Return the held-out samples of each source that has some, by its name; of a single one, and of labelled data, all."""
+        assert self.held_out is not None
+        numbers = sorted(set(self.held_out.source_numbers.tolist()))
+        # A reference point is estimated from all of them.
+        if len(numbers) == 1 or self.held_out.has_labels:
+            return {"": self.held_out}
+        names = source_names(config.data.training_sources())
+        return {names[number]: self.held_out.source_samples(number) for number in numbers}
+
+    def mixture(self, config: RunConfig, stream: Batches[int] | StreamedBatches) -> list[str]:
+        """Return a line for each of several sources: its share of the samples, and how often the run reads it."""
+        assert isinstance(stream, Batches)
+        sources, draws = config.data.training_sources(), config.steps * config.data.global_batch_size
+        return [
+            f"{source.path}: {share:.2%} of the {self.learned.unit}, {size:,} read {share * draws / size:.3g} times in "
+            f"{config.steps} steps"
+            for source, share, size in zip(sources, stream.shares, stream.sizes, strict=True)
+            if len(sources) > 1
+        ]
 
     def check_alike(self, backend: Backend) -> None:
         """Refuse samples that are not the same on all ranks, of hosts with other files or another date. Collective."""
@@ -147,10 +246,120 @@ class RunSamples:
     def drawn_units(self, config: RunConfig, objective: LearningObjective) -> set[int]:
         """Return the indices drawn in the steps of this run."""
         # The same stream as in training, so these are the very units that it will draw.
-        return {unit for batch in islice(self.batches(config, objective), config.steps) for unit in batch}
+        return {unit for batch in islice(self.unit_batches(config, objective), config.steps) for unit in batch}
 
     def describe(self) -> str:
         """Return how many samples there are, or pairs of them."""
         members, unit = self.learned.members, self.learned.unit
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // members} held out"
         return f"{len(self.learned) // members} {unit}{suffix}"
+
+
+@dataclass(frozen=True)
+class StreamedSamples(RunSamples):
+    """Samples of a run that are read and tokenised as steps need them.
+
+    ``learned`` are those of the first batch, which decide what kind of data a run learns from; ``longest`` is the limit, as the
+    longest sample is not known.
+
+    Attributes:
+        open_stream: opens the stream at its beginning.
+        kind: of the samples of the first batch, see :class:`StreamedBatches`.
+        files: files that are read.
+    """
+
+    open_stream: Callable[[], StreamedBatches]
+    kind: tuple[bool, bool] | None
+    files: tuple[Path, ...]
+
+    @classmethod
+    def open(cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> StreamedSamples:
+        """Read the first batch, so that data of which nothing can be learned are refused now, and all validation data."""
+        data, sources = config.data, config.data.training_sources()
+        validation = config.validation.sources(data) if config.validation is not None else []
+        check_apart(sources, validation)
+        set_template(data, tokenizer)
+        day = config.template_date or date.today()
+        pictures = PictureProcessor.for_model(config.model, data.pictures)
+        files = [
+            files_of(source.path, source.data.split, source.data.config_name, Findings(source.setting))
+            for source in sources
+        ]
+        model_files = tokenizer_of(config.model)
+        inputs: dict[str, str] = {}
+        for source, source_files in zip(sources, files, strict=True):
+            content = file_identity(source_files)
+            part = sample_inputs(content, source.data, tokenizer, limits, model_files, day, pictures)
+            inputs |= named_inputs(part, source.setting)
+
+        def open_stream() -> StreamedBatches:
+            def encoder(findings: Findings) -> Encoder:
+                return make_encoder(data, tokenizer, limits, findings, day, pictures)
+
+            return StreamedBatches(sources, data.global_batch_size, config.seed, encoder, inputs, pictures)
+
+        stream = open_stream()
+        # In files, as eager samples are: objectives and dry runs read them the same way.
+        with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
+            path = Path(folder) / "first"
+            write_store(path, enumerate(_documents(next(stream))), Findings(), inputs)
+            learned = all_samples(SampleStore(path, pictures))
+        stores = [
+            prepare_samples(
+                source.path, source.data, tokenizer, limits, config.model, source.setting, config.template_date
+            )
+            for source in validation
+        ]
+        check_one_kind([*sources[:1], *validation], [learned, *stores])
+        held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))
+        remarks = tuple(line for store in stores for line in store.remarks)
+        all_files = tuple(file for part in files for file in part)
+        return cls(learned, held_out, limits.length, remarks, open_stream, stream.kind, all_files)
+
+    def batches(self, config: RunConfig, objective: LearningObjective) -> StreamedBatches:
+        """Return the stream of global batches of samples, from its beginning."""
+        if objective.has_reference:
+            raise ConfigError(
+                "data.streaming: true, and the loss compares with a reference whose scores are computed before the first step: "
+                "choose another loss, or set data.streaming: false"
+            )
+        stream = self.open_stream()
+        stream.kind = self.kind
+        return stream
+
+    def next_batch(self, stream: Batches[int] | StreamedBatches, objective: LearningObjective) -> list[Sample]:
+        """Return the next batch of the training stream."""
+        assert isinstance(stream, StreamedBatches)
+        return next(stream)
+
+    def mixture(self, config: RunConfig, stream: Batches[int] | StreamedBatches) -> list[str]:
+        """Return a line for each of several sources: its share of the samples."""
+        sources = config.data.training_sources()
+        return [
+            f"{source.path}: {share:.2%} of the {self.learned.unit}"
+            for source, share in zip(sources, stream.shares, strict=True)
+            if len(sources) > 1
+        ]
+
+    def drawn_units(self, config: RunConfig, objective: LearningObjective) -> set[int]:
+        """Return none: a stream has no reference."""
+        return set()
+
+    def first_batch(self) -> RunSamples:
+        """Return the samples of the first batch as if they were all, for a dry run."""
+        return RunSamples(self.learned, self.held_out, self.longest, self.remarks)
+
+    def describe(self) -> str:
+        """Return from how many files samples are streamed, and how many are held out."""
+        size = sum(file.stat().st_size for file in self.files if file.is_file())
+        suffix = "" if self.held_out is None else f" and {len(self.held_out) // self.learned.members} held out"
+        count = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
+        return f"{self.learned.unit} streamed from {count}{f' ({size / 2**30:.3g} GiB)' if size else ''}{suffix}"
+
+
+def _documents(batch: Sequence[Sample]) -> Iterator[list[Sample]]:
+    """Yield the samples of each unit of a batch."""
+    for _, unit in groupby(
+        enumerate(batch), lambda entry: entry[0] if entry[1].pair is None else -1 - int(str(entry[1].pair))
+    ):
+        yield [sample for _, sample in unit]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.batch.sample import Sample
     from megascend.data.order import Batches
+    from megascend.data.streaming import StreamedBatches
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class SupervisedTraining(Training[RunConfig]):
     samples: RunSamples
     objective: LearningObjective
     _run: Run[RunConfig]
-    _stream: Batches[int]
+    _stream: Batches[int] | StreamedBatches
     _budget: TokenBudget
     _log: RunLog
 
@@ -232,7 +233,7 @@ class SupervisedTraining(Training[RunConfig]):
         """Print what is trained, on what, and the verdict of the self-check."""
         config, backend = run.config, run.backend
         print(f"{model_line(config, backend)}: {self._trained(run)}", flush=True)
-        for line in self.samples.remarks:
+        for line in (*self.samples.remarks, *self.samples.mixture(config, self._stream)):
             print(f"data: {line}", flush=True)
         for line in config.template_remarks():
             print(line, flush=True)
@@ -243,15 +244,13 @@ class SupervisedTraining(Training[RunConfig]):
 
     def start_loop(self, log: RunLog) -> None:
         self._log, self._run.backend.on_micro_batch = log, log.micro_batch
-        run, held_out = self._run, self.samples.held_out
+        run = self._run
         validation = run.config.validation
-        if validation is not None and validation.at_start and held_out is not None and run.backend.step_count == 0:
-            measured = self.objective.measure(run.backend, held_out, run.adapter, run.config.data.global_batch_size)
-            run.event_log.event(
-                "validated", step=0, validation_loss=measured.loss, **validation_metrics(measured.metrics)
-            )
+        if validation is not None and validation.at_start and run.backend.step_count == 0:
+            loss, metrics = self._validation_figures()
+            run.event_log.event("validated", step=0, validation_loss=loss, **metrics)
             if run.main_rank:
-                print(f"validation loss before the first step: {measured.loss:.4f}", flush=True)
+                print(f"validation loss before the first step: {loss:.4f}", flush=True)
         self._step_start = time.perf_counter()
 
     @property
@@ -265,13 +264,13 @@ class SupervisedTraining(Training[RunConfig]):
         return self.counts.best_step if validation is not None and validation.keep_best else None
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
-        return self.objective.batch(self.samples.learned, next(self._stream))
+        return self.samples.next_batch(self._stream, self.objective)
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
         """Train on a batch, and measure the validation loss where it is due."""
         from megascend.batch.images import decode_together
 
-        run, objective, held_out, counts = self._run, self.objective, self.samples.held_out, self.counts
+        run, objective, counts = self._run, self.objective, self.counts
         config, backend = run.config, run.backend
         share = backend.shard(batch)
         # This rank's pictures only, on several threads: the checks in forward_backward would decode one after the other.
@@ -293,11 +292,10 @@ class SupervisedTraining(Training[RunConfig]):
         counts.seconds += seconds
         counts.loss, self._last_step = result.loss, number
         validation_loss, metrics = None, dict(result.metrics)
-        if held_out is not None and (number % config.validation_every == 0 or number == config.steps):
-            measured = objective.measure(backend, held_out, run.adapter, config.data.global_batch_size)
+        if self.samples.held_out is not None and (number % config.validation_every == 0 or number == config.steps):
+            validation_loss, figures = self._validation_figures()
+            metrics |= figures
             assert config.validation is not None
-            validation_loss = measured.loss
-            metrics |= validation_metrics(measured.metrics)
             counts.measured(validation_loss, number, config.validation.min_delta)
         tokens_per_s = result.total_tokens / seconds
         return StepRecord(
@@ -318,6 +316,18 @@ class SupervisedTraining(Training[RunConfig]):
             validation_loss=validation_loss,
             metrics=metrics,
         )
+
+    def _validation_figures(self) -> tuple[float, dict[str, float]]:
+        """Measure the loss on the held-out samples; also return their metrics, and the loss of each source. Collective."""
+        run, size = self._run, self._run.config.data.global_batch_size
+        parts = self.samples.held_out_parts(run.config)
+        measured = {name: self.objective.measure(run.backend, part, run.adapter, size) for name, part in parts.items()}
+        first, *others = measured.values()
+        total = sum(others, start=first)
+        figures = {f"validation_{name}": value for name, value in total.metrics.items()}
+        if others:
+            figures |= {f"validation_loss/{name}": part.loss for name, part in measured.items()}
+        return total.loss, figures
 
     def after_step(self, number: int) -> None:
         """Stop after too many skipped steps in a row; sample answers to the run's prompts where that is due."""
@@ -367,12 +377,21 @@ class SupervisedTraining(Training[RunConfig]):
         return f"{lora}{self.samples.describe()}, {steps}; {precision}; {ranks}"
 
     def result(self) -> tuple[dict[str, Any], str]:
-        return {"loss": self.counts.loss}, end_line(self._run.config, self.counts, self._last_step)
-
-
-def validation_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics of held-out samples under their names in the log."""
-    return {f"validation_{name}": value for name, value in metrics.items()}
+        sources = self._run.config.data.training_sources()
+        passes = {
+            str(source.path): round(epochs, 4)
+            for source, epochs in zip(sources, self._stream.source_epochs, strict=True)
+        }
+        values = {"loss": self.counts.loss, "epochs": passes}
+        line = end_line(self._run.config, self.counts, self._last_step)
+        if self._run.config.data.streaming:
+            stream: Any = self._stream
+            values["bad_records"] = stream.bad_records
+            # Known only now: of other data they are printed at the start.
+            line = "".join(f"data: {remark}\n" for remark in stream.remarks) + line
+            if stream.bad_records:
+                line += f"; {stream.bad_records} bad records were skipped (data.max_bad_records)"
+        return values, line
 
 
 def end_line(config: RunConfig, counts: TrainCounts, steps: int | None = None) -> str:

@@ -99,6 +99,7 @@ def report(dry: DryRun, style: Style) -> Iterator[str]:
     yield from memory_table(dry)
     yield ""
     yield from data_table(dry)
+    yield from source_table(dry)
     yield from (f"          {line}" for line in dry.remarks)
     yield ""
     yield f"the first samples of step 1, as the model sees them: {style.legend}"
@@ -184,8 +185,9 @@ def _length(dry: DryRun) -> str:
     unit = dry.learned.unit
     budget = f"{plan.budget} (auto, by the estimate)" if config.batching.micro_batch_tokens == "auto" else plan.budget
     count = f"up to {plan.micro_batches} micro batches" if plan.micro_batches > 1 else "one micro batch"
+    epochs = "streamed; of the first batch" if dry.epochs is None else f"= {dry.epochs:.3g} epochs"
     return (
-        f"{config.steps} of {config.data.global_batch_size} {unit} = {dry.epochs:.3g} epochs; {count} a rank, the largest with "
+        f"{config.steps} of {config.data.global_batch_size} {unit} {epochs}; {count} a rank, the largest with "
         f"{plan.tokens} of {budget} tokens, {plan.padding:.1%} padding (first {plan.steps} steps)"
     )
 
@@ -263,6 +265,18 @@ def data_table(dry: DryRun) -> Iterator[str]:
             lengths = (part.shortest, part.median, round(part.mean), part.p95, part.longest)
             share = f"({part.supervised / part.tokens:.0%})"
             table.add_row(name, *map("{:,}".format, numbers), share, *map("{:,}".format, lengths))
+    yield from plain(table)
+
+
+def source_table(dry: DryRun) -> Iterator[str]:
+    """Yield the kinds of documents of each source, and how many samples are no longer than powers of two."""
+    edges = sorted({edge for source in dry.sources for edge in source.histogram})
+    if not edges:
+        return
+    table = Table("source", "documents", *(Column(f"to {edge:,}", justify="right") for edge in edges), **LAYOUT)
+    for source in dry.sources:
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in source.kinds.items())
+        table.add_row(source.name, kinds, *(f"{source.histogram.get(edge, 0):,}" for edge in edges))
     yield from plain(table)
 
 

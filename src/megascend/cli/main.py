@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megascend.cli import doctor, export, generate, init, job, new_model, plan, rollouts, run, serve, train
+from megascend.cli import doctor, export, generate, init, job, new_model, plan, prepare, rollouts, run, serve, train
 from megascend.cli.messages import several_ranks
 from megascend.errors import MegascendError
 from megascend.surroundings import set_user_variables
@@ -106,6 +106,7 @@ def options(
 
 app.command("init")(init.init_command)
 app.command("train")(train.train_command)
+app.command("prepare")(prepare.prepare_command)
 app.command("rl")(train.rl_command)
 app.command("generate")(generate.generate_command)
 app.command("chat")(generate.chat_command)

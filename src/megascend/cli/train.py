@@ -61,10 +61,11 @@ def train_command(
     """
     from megascend.cli.messages import show_messages
     from megascend.config import load_config
+    from megascend.huggingface.hub import with_snapshots
     from megascend.io.lasting_output import LastingOutput
 
     show_messages()
-    settings = load_config(config, overrides)
+    settings = with_snapshots(load_config(config, overrides))
     if dry_run:
         from megascend.app.dry_run import dry_run as plan_run
         from megascend.cli.dry_run_text import report
@@ -97,10 +98,11 @@ def rl_command(
     """
     from megascend.cli.messages import show_messages
     from megascend.config.rl import load_rl_config
+    from megascend.huggingface.hub import with_snapshots
     from megascend.io.lasting_output import LastingOutput
 
     show_messages()
-    settings = load_rl_config(config, overrides)
+    settings = with_snapshots(load_rl_config(config, overrides))
     if dry_run:
         from megascend.app.dry_run import dry_run_rl
         from megascend.cli.dry_run_text import report_rl

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from megascend.config.section import Count, Section, Size
 
@@ -36,10 +37,36 @@ class Pictures(PictureLimits):
     )
 
 
+class MixedSource(Section):
+    """One of several sources of training data, and its share of the samples."""
+
+    path: Path = Field(description="file or folder, read like data.path")
+    weight: float | None = Field(
+        None,
+        gt=0,
+        description="part of the samples, relative to the other weights; set it for all sources or for none. Unset: the number "
+        "of the source's samples, so that an epoch has each sample once",
+    )
+    split: str | None = Field(None, description="as data.split, for this source")
+    config_name: str | None = Field(None, description="as data.config_name, for this source")
+    columns: dict[str, str] | None = Field(None, description="as data.columns, for this source")
+
+
 class Data(Section):
     """Training data: JSONL, JSON, CSV, parquet or text files, a folder of these, or one of Hugging Face datasets."""
 
-    path: Path = Field(description="file or folder with the training data; relative to the working directory")
+    # For editors; the message is that of the check below.
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["path"]}, {"required": ["sources"]}]})
+
+    path: Path | None = Field(
+        None,
+        description="file or folder with the training data; relative to the working directory; or a data set's name on the Hub. "
+        "Alternatively set sources",
+    )
+    sources: tuple[MixedSource, ...] = Field(
+        (),
+        description="several files or folders in place of path, mixed by their weights: [{path: a.jsonl, weight: 3}, ...]",
+    )
     split: str | None = Field(
         "train", description="split of a folder, by the name that Hugging Face datasets gives it; all: every file"
     )
@@ -61,6 +88,21 @@ class Data(Section):
     )
     global_batch_size: Size = Field(8, description="samples per optimizer step, over all data parallel ranks")
     shuffle: bool = Field(True, description="draw a new random order of the samples for each epoch")
+    streaming: bool = Field(
+        False,
+        description="read and tokenise records as steps need them, at constant memory; needs steps, not epochs",
+    )
+    shuffle_buffer: Size = Field(
+        1000, description="records that a stream reads ahead and draws in a random order, of each source; with shuffle"
+    )
+    max_bad_records: Count = Field(
+        0, description="records of a stream that may be skipped because they cannot be trained on; one more is an error"
+    )
+    prepared: Path | None = Field(
+        None,
+        description="folder that `megascend prepare --output` has written: samples are read from it and nothing is tokenised; "
+        "the data themselves may be missing",
+    )
     on_changed: Literal["error", "continue"] = Field(
         "error",
         description="handling of a resumed run whose samples differ from its checkpoint's (other data, template, tokenizer "
@@ -77,14 +119,101 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _columns(self) -> Data:
-        unknown = sorted(self.columns.keys() - set(DATA_COLUMNS))
-        if unknown:
-            raise ValueError(
-                f"data.columns: {', '.join(unknown)} is not a column that is read; these are: {', '.join(DATA_COLUMNS)}"
-            )
-        if len(set(self.columns.values())) != len(self.columns):
-            raise ValueError("data.columns: one column of the data is given for two names")
+        for setting, columns in [
+            ("data.columns", self.columns),
+            *((f"data.sources[{number}].columns", source.columns or {}) for number, source in enumerate(self.sources)),
+        ]:
+            unknown = sorted(columns.keys() - set(DATA_COLUMNS))
+            if unknown:
+                raise ValueError(
+                    f"{setting}: {', '.join(unknown)} is not a column that is read; these are: {', '.join(DATA_COLUMNS)}"
+                )
+            if len(set(columns.values())) != len(columns):
+                raise ValueError(f"{setting}: one column of the data is given for two names")
         return self
+
+    @model_validator(mode="after")
+    def _path_or_sources(self) -> Data:
+        if (self.path is None) == (not self.sources):
+            problem = "both are" if self.sources else "neither is"
+            raise ValueError(f"data: set path, or sources for several files; {problem} set")
+        weighted = [source.weight is not None for source in self.sources]
+        if any(weighted) and not all(weighted):
+            number = weighted.index(False)
+            raise ValueError(
+                f"data.sources[{number}].weight is not set, and other sources have a weight: set all of them, or none to read "
+                "each sample once an epoch"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _streaming(self) -> Data:
+        if not self.streaming:
+            for name in ("shuffle_buffer", "max_bad_records"):
+                if getattr(self, name) != Data.model_fields[name].default:
+                    raise ValueError(f"data.{name} is a setting of streams: set data.streaming: true, or leave it out")
+            return self
+        if self.prepared is not None:
+            raise ValueError(
+                "data.streaming: true and data.prepared are both set: prepared samples are not tokenised again"
+            )
+        if len(self.sources) > 1 and self.sources[0].weight is None:
+            raise ValueError(
+                "data.streaming: true, and sources without weights are read by their number of samples, which a stream does not "
+                "know: set data.sources[..].weight"
+            )
+        if self.on_too_long == "error":
+            raise ValueError(
+                "data.streaming: true, and data.on_too_long: error reports all that is too long before a run starts, which needs "
+                "all of the data: set data.on_too_long: truncate or skip (texts are cut into pieces with either)"
+            )
+        return self
+
+    @property
+    def title(self) -> str:
+        """Name the data in a message: the path, or those of all sources."""
+        return str(self.path) if self.path is not None else ", ".join(str(source.path) for source in self.sources)
+
+    def training_sources(self) -> list[DataSource]:
+        """Return what is read: the path, or each of the sources."""
+        if self.path is not None:
+            return [DataSource(self.path, self, "data.path")]
+        return [
+            DataSource(
+                source.path,
+                self.model_copy(
+                    update={
+                        "path": source.path,
+                        "sources": (),
+                        # A source without a split or columns has those of the section.
+                        **{
+                            name: value
+                            for name in ("split", "config_name", "columns")
+                            if (value := getattr(source, name)) is not None
+                        },
+                    }
+                ),
+                f"data.sources[{number}]",
+                source.weight,
+            )
+            for number, source in enumerate(self.sources)
+        ]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A file or folder that a run reads.
+
+    Attributes:
+        data: settings with which it is read.
+        setting: setting that names it, for messages.
+        weight: part of the samples; None: their number.
+    """
+
+    path: Path
+    data: Data
+    setting: str
+    weight: float | None = None
 
 
 DATA_COLUMNS = (
@@ -139,13 +268,26 @@ class Validation(Section):
             raise ValueError(f"validation: set path, split or fraction; {problem} set")
         return self
 
-    def source(self, data: Data) -> tuple[Path, Data, str] | None:
-        """Return path, data settings and setting name of separate validation data; None with ``fraction``."""
+    def sources(self, data: Data) -> list[DataSource]:
+        """Return the separate validation data, of each training source with ``split`` alone; none with ``fraction``."""
         if self.fraction:
-            return None
-        setting = "validation.split" if self.path is None else "validation.path"
-        # The same settings as the training data, except for the split.
-        return self.path or data.path, data.model_copy(update={"split": self.split}), setting
+            return []
+        # The same settings as the training data, except for the split. All of it is read before the run.
+        defaults = {
+            name: Data.model_fields[name].default for name in ("streaming", "shuffle_buffer", "max_bad_records")
+        }
+        split = {"split": self.split, **defaults}
+        if self.path is not None:
+            settings = data.model_copy(update={"path": self.path, "sources": (), **split})
+            return [DataSource(self.path, settings, "validation.path")]
+        return [
+            DataSource(
+                source.path,
+                source.data.model_copy(update=split),
+                f"validation.split of {source.setting}" if data.sources else "validation.split",
+            )
+            for source in data.training_sources()
+        ]
 
 
 class Distillation(Section):

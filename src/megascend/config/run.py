@@ -14,6 +14,7 @@ from megascend.config.data import (
     PREFERENCE_LOSSES,
     BradleyTerry,
     Data,
+    DataSource,
     Distillation,
     Dpo,
     Kto,
@@ -131,7 +132,9 @@ class TrainerConfig(Section):
             )
         return values
 
-    model: Path = Field(description="Hugging Face checkpoint directory (safetensors)")
+    model: Path = Field(
+        description="Hugging Face checkpoint directory (safetensors), or a name on the Hub: owner/name@revision"
+    )
     output: Path = Field(description="run directory for metrics, checkpoints, plot and export")
     steps: Size = Field(100, description="optimizer steps")
     platform: PlatformName = Field("auto", description="device type; auto: the first of npu, cuda, cpu that works")
@@ -359,6 +362,31 @@ class RunConfig(TrainerConfig):
             self.ending_with(self.steps)
         return self
 
+    @model_validator(mode="after")
+    def _streams_have_no_end(self) -> RunConfig:
+        if not self.data.streaming:
+            return self
+        prefix = "data.streaming: true, and "
+        if self.epochs is not None:
+            raise ValueError(
+                f"{prefix}epochs: {self.epochs:g} needs the number of samples, which a stream does not know: set steps"
+            )
+        if self.validation is not None and self.validation.fraction:
+            raise ValueError(
+                f"{prefix}validation.fraction draws from all documents: set validation.path, or validation.split"
+            )
+        if self.batching.micro_batch_tokens == "auto":
+            raise ValueError(
+                f"{prefix}batching.micro_batch_tokens: auto measures with the longest samples: set a number, such as 4096"
+            )
+        if self.dpo is not None or self.kto is not None:
+            name = "dpo" if self.dpo is not None else "kto"
+            raise ValueError(
+                f"{prefix}{name} compares with a reference whose scores are computed before the first step: use orpo or simpo, "
+                "or set data.streaming: false"
+            )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _named_preference_loss(cls, values: Any) -> Any:
@@ -399,16 +427,14 @@ class RunConfig(TrainerConfig):
     def data_paths(self) -> dict[str, Path | None]:
         """Return the data files that the run reads, by their setting."""
         return {
-            "data.path": self.data.path,
+            **{source.setting: source.path for source in self.data.training_sources()},
             "validation.path": self.validation.path if self.validation else None,
             "distillation.teacher": self.distillation.teacher if self.distillation else None,
         }
 
-    def data_sources(self) -> list[tuple[Path, Data, str]]:
-        """Return path, data settings and setting name of the training data, and of separate validation data."""
-        validation = self.validation.source(self.data) if self.validation is not None else None
-        training = (self.data.path, self.data, "data.path")
-        return [training] if validation is None else [training, validation]
+    def data_sources(self) -> list[DataSource]:
+        """Return the training data and separate validation data."""
+        return [*self.data.training_sources(), *(self.validation.sources(self.data) if self.validation else [])]
 
     @property
     def validation_every(self) -> int:

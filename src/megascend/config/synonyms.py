@@ -53,7 +53,7 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("output_dir", "save_dir"), Synonym(("output",))),
     **dict.fromkeys(
         ("dataset", "datasets", "dataset_name", "dataset_path", "train_file", "data_files", "data_path"),
-        Synonym(("data.path", "rollout.prompts"), "one file or folder"),
+        Synonym(("data.path", "rollout.prompts"), "one file or folder; several: data.sources"),
     ),
     "dataset_split": Synonym(("data.split",)),
     "dataset_config": Synonym(("data.config_name",)),

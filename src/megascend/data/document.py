@@ -22,6 +22,7 @@ class Document:
         source: ``file:line``, ``file[row]`` or the file; every error about the document begins with it.
         messages: a conversation, in the form that the chat template receives.
         text: plain text; every token of it is learned.
+        begins, ends: False for a block of a longer text, which does not begin or end there: it gets no special tokens.
         prompt, completion: plain text of which only the completion is learned. If ``chosen`` and ``rejected`` are plain text,
             ``prompt`` precedes both.
         chosen, rejected: the sides of a preference pair, both plain text or both complete conversations.
@@ -39,6 +40,8 @@ class Document:
     source: str
     messages: Messages | None = None
     text: str | None = None
+    begins: bool = True
+    ends: bool = True
     prompt: str | None = None
     completion: str | None = None
     chosen: Messages | str | None = None
@@ -60,6 +63,19 @@ class Document:
         if self.messages is None:
             return self.prompt or "", self.completion or ""
         return self.messages[: self.prompt_messages], self.messages[self.prompt_messages :]
+
+    @property
+    def kind(self) -> str:
+        """Name several documents of this kind, for counts."""
+        if self.label is not None:
+            return "labelled completions"
+        kinds = {
+            "text": "texts",
+            "completion": "completions",
+            "token_ids": "token sequences",
+            "messages": "conversations",
+        }
+        return next((kind for name, kind in kinds.items() if getattr(self, name) is not None), "preference pairs")
 
     @property
     def is_pair(self) -> bool:

@@ -1,15 +1,17 @@
 """Read records from JSONL, JSON, CSV, parquet and plain text files, folders of these, and folders that datasets saved.
 
-Records are read one by one; no file is held in memory as a whole, except JSON.
+Records are read one by one; no file is held in memory as a whole, except JSON and texts that are not streamed. Readers begin at
+any :data:`Position`, so that a stream continues without reading what came before.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megascend.config import Data
 from megascend.data.columns import parse_record
@@ -19,14 +21,32 @@ from megascend.data.messages import without_nulls
 from megascend.data.splits import ALL, TEXT_SUFFIXES, choose_split, files_of, is_saved, split_files
 from megascend.errors import DataError
 
-Record = tuple[str, Any]
-"""Source of a record (``file:line``), and its content."""
+Position = tuple[int, int]
+"""Where the next record of a file begins, in bytes or rows, and the number of lines before it."""
+BEGINNING: Position = (0, 0)
+
+
+class Record(NamedTuple):
+    """Content of a record.
+
+    Attributes:
+        source: ``file:line``, ``file[row]`` or the file.
+        value: what it holds, or the :class:`Document` that it is.
+        end: position after it.
+    """
+
+    source: str
+    value: Any
+    end: Position
+
 
 # Written by Windows tools at the start of UTF-8 files; json.loads refuses it.
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_FIELD = 2**31 - 1
 """Characters of a CSV field; Python's own limit of 131072 is too short for conversations."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TEXT_BLOCK = 2**16
+"""Bytes of a text file that are one document of a stream, up to the end of the next line."""
 
 
 def read_documents(
@@ -52,7 +72,7 @@ def iterate_documents(
 ) -> Iterator[Document]:
     """Yield documents; problems with others go to ``findings``. Arguments as of ``split_files`` and ``parse_record``."""
     empty = True
-    for source, value in iterate_records(path, split, findings, config_name):
+    for source, value, _ in iterate_records(path, split, findings, config_name):
         empty = False
         with findings.collecting():
             yield value if isinstance(value, Document) else parse_record(value, source, columns, findings)
@@ -82,20 +102,48 @@ def _text_records(path: Path, findings: Findings) -> Iterator[Record]:
     with findings.collecting():
         content = _decode(path.read_bytes().removeprefix(BYTE_ORDER_MARK), str(path))
         if content.strip():
-            yield str(path), Document(str(path), text=content)
+            yield Record(str(path), Document(str(path), text=content), (len(content), 1))
 
 
-def _jsonl_records(path: Path, findings: Findings) -> Iterator[Record]:
+def _text_blocks(path: Path, findings: Findings, start: Position) -> Iterator[Record]:
+    """Yield a text file in blocks of lines, each a document that continues the one before."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(start[0])
+        offset, number = start
+        while offset < size:
+            content = file.read(TEXT_BLOCK) + file.readline(TEXT_BLOCK)
+            cut = len(content)
+            if not content.endswith(b"\n") and offset + cut < size:
+                # A line longer than a block: not within a character, whose later bytes begin with the bits 10.
+                while cut > len(content) - 4 and content[cut - 1] & 0xC0 == 0x80:
+                    cut -= 1
+                cut -= content[cut - 1] >= 0xC0
+            first, last = offset == 0, offset + cut >= size
+            with findings.collecting():
+                text = _decode(content[:cut].removeprefix(BYTE_ORDER_MARK if first else b""), f"{path}:{number + 1}")
+                source = f"{path}:{number + 1}"
+                document = Document(source, text=text, begins=first, ends=last)
+                if text:
+                    yield Record(source, document, (offset + cut, number + content[:cut].count(b"\n")))
+            offset, number = offset + cut, number + content[:cut].count(b"\n")
+            file.seek(offset)
+
+
+def _jsonl_records(path: Path, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
     # Lines of bytes: JSON strings may hold U+2028 and similar characters, at which str.splitlines() would split.
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        file.seek(start[0])
+        offset = start[0]
+        for number, line in enumerate(file, start=start[1] + 1):
+            offset += len(line)
             line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if not line.strip():
                 continue
             source = f"{path}:{number}"
             with findings.collecting():
                 record = parse_json(_decode(line, source).rstrip("\r\n"), source)
-                yield source, record
+                yield Record(source, record, (offset, number))
 
 
 def _json_records(path: Path, findings: Findings) -> Iterator[Record]:
@@ -110,7 +158,8 @@ def _json_records(path: Path, findings: Findings) -> Iterator[Record]:
         if records is None:
             yield from _jsonl_records(path, findings)
         elif isinstance(records, list):
-            yield from ((f"{path}[{number}]", record) for number, record in enumerate(records))
+            for number, record in enumerate(records):
+                yield Record(f"{path}[{number}]", record, (number + 1, 0))
         else:
             raise DataError(f"{path}: expected a JSON list of objects, found {type(records).__name__}")
 
@@ -141,34 +190,65 @@ def _decode(content: bytes, source: str) -> str:
 # --- tables ---
 
 
-def _csv_records(path: Path, findings: Findings) -> Iterator[Record]:
+def _json_lines(path: Path, findings: Findings, start: Position) -> Iterator[Record]:
+    """Yield the records of JSON Lines under the name .json, as many data sets have it."""
+    with path.open("rb") as file:
+        beginning = file.read(4096).removeprefix(BYTE_ORDER_MARK).lstrip()
+    if beginning[:1] == b"[":
+        raise DataError(
+            f"{path} ({findings.setting}) is a JSON list, which can only be read as a whole: write a record a line, as .jsonl, "
+            "or set data.streaming: false"
+        )
+    yield from _jsonl_records(path, findings, start)
+
+
+def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
     # A process-wide setting of the csv module, restored below.
     before = csv.field_size_limit(LONGEST_FIELD)
+    offset = line_number = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal offset, line_number
+        for content in file:
+            if line_number == 0 and content.startswith(BYTE_ORDER_MARK):
+                content, offset = content.removeprefix(BYTE_ORDER_MARK), len(BYTE_ORDER_MARK)
+            text = content.decode("utf-8")
+            # csv accepts every line end; a field may hold one, too.
+            for piece in io.StringIO(text, newline="") if "\r" in text[:-2] else [text]:
+                offset += len(piece.encode())
+                line_number += 1
+                yield piece
+
     try:
-        # Values stay strings: a reader that infers types would turn NA into null and 007 into 7.
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = csv.reader(file, strict=True, delimiter=DELIMITERS[path.suffix])
+        # Values stay strings: a reader that infers types would turn NA into null and 007 into 7. Bytes, not text: their
+        # positions are known.
+        with path.open("rb") as file:
+            rows = csv.reader(lines(), strict=True, delimiter=DELIMITERS[path.suffix])
             header = next(rows, [])
             if len(header) == 1 and (hint := _delimiter_hint(path)):
                 raise DataError(f"{path}:1: one column, {header[0]!r:.60}{hint}")
             if len(set(header)) != len(header):
                 raise DataError(f"{path}:1: two columns have one name: {', '.join(header)}")
-            # line_num counts lines of the file, and a quoted field may span several: a record's source is its first line.
-            start = rows.line_num + 1
+            if start != BEGINNING:
+                file.seek(start[0])
+                rows = csv.reader(lines(), strict=True, delimiter=DELIMITERS[path.suffix])
+                offset, line_number = start
+            # A quoted field may span several lines: a record's source is its first line.
+            first_line = line_number + 1
             for row in rows:
-                source, start = f"{path}:{start}", rows.line_num + 1
+                source, first_line = f"{path}:{first_line}", line_number + 1
                 if not row:
                     continue
                 if len(row) != len(header):
                     findings.problem(f"{source}: {len(row)} columns, and the first line names {len(header)}")
                     continue
-                yield source, dict(zip(header, row, strict=True))
+                yield Record(source, dict(zip(header, row, strict=True)), (offset, line_number))
     except csv.Error as error:
-        findings.problem(f"{path}: not valid CSV: {error}{_delimiter_hint(path)}")
+        findings.file_problem(f"{path}: not valid CSV: {error}{_delimiter_hint(path)}")
     except UnicodeDecodeError as error:
-        findings.problem(f"{path}: not UTF-8 text ({error.reason})")
+        findings.file_problem(f"{path}: not UTF-8 text ({error.reason})")
     except DataError as error:
-        findings.problem(str(error))
+        findings.file_problem(str(error))
     finally:
         csv.field_size_limit(before)
 
@@ -187,19 +267,27 @@ def _delimiter_hint(path: Path) -> str:
     return ""
 
 
-def _parquet_records(path: Path, findings: Findings) -> Iterator[Record]:
+def _parquet_records(path: Path, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
     import pyarrow
     from pyarrow import parquet
 
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
-                    yield f"{path}[{number}]", without_nulls(record)
-                    number += 1
+        # Without pre_buffer, which reads a whole row group ahead.
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            for group in range(file.num_row_groups):
+                count = file.metadata.row_group(group).num_rows
+                if number + count <= start[0]:
+                    number += count
+                    continue
+                for batch in file.iter_batches(batch_size=1024, row_groups=[group]):
+                    skipped = min(max(start[0] - number, 0), len(batch))
+                    number += skipped
+                    for record in batch.slice(skipped).to_pylist():
+                        number += 1
+                        yield Record(f"{path}[{number - 1}]", without_nulls(record), (number, 0))
     except pyarrow.ArrowException as error:
-        findings.problem(f"{path}: not a parquet file that can be read: {error}")
+        findings.file_problem(f"{path}: not a parquet file that can be read: {error}")
 
 
 READERS: dict[str, Callable[[Path, Findings], Iterator[Record]]] = {
@@ -210,12 +298,42 @@ READERS: dict[str, Callable[[Path, Findings], Iterator[Record]]] = {
     ".parquet": _parquet_records,
     **dict.fromkeys(TEXT_SUFFIXES, _text_records),
 }
+STREAM_READERS: dict[str, Callable[[Path, Findings, Position], Iterator[Record]]] = {
+    ".jsonl": _jsonl_records,
+    ".json": _json_lines,
+    ".csv": _csv_records,
+    ".tsv": _csv_records,
+    ".parquet": _parquet_records,
+    **dict.fromkeys(TEXT_SUFFIXES, _text_blocks),
+}
+"""Readers that hold a part of a file at a time, and begin anywhere."""
+
+
+def stream_records(path: Path, split: str | None, findings: Findings, start: Position) -> Iterator[Record]:
+    """Yield the records of one of :func:`files_of` from a position on; ``split``: of a folder that datasets saved."""
+    if path.is_dir():
+        yield from _saved_records(path, split, findings, start)
+        return
+    yield from STREAM_READERS[path.suffix](path, findings, start)
+
+
+def stream_length(path: Path) -> int:
+    """Return the position after the last record of one of :func:`files_of`."""
+    if path.is_dir():
+        import datasets
+
+        return len(datasets.load_from_disk(str(path)))
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return parquet.read_metadata(path).num_rows
+    return path.stat().st_size
 
 
 # --- folders that datasets has saved ---
 
 
-def _saved_records(path: Path, split: str | None, findings: Findings) -> Iterator[Record]:
+def _saved_records(path: Path, split: str | None, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
     import datasets
 
     try:
@@ -228,8 +346,9 @@ def _saved_records(path: Path, split: str | None, findings: Findings) -> Iterato
         rows = datasets.concatenate_datasets([rows[name] for name in chosen])
     # Pictures as they are stored: they are decoded within limits later.
     rows = rows.cast(datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()}))
-    for number, record in enumerate(rows):
-        yield f"{path}[{number}]", without_nulls(record)
+    remaining = rows.select(range(start[0], len(rows))) if start[0] else rows
+    for number, record in enumerate(remaining, start[0]):
+        yield Record(f"{path}[{number}]", without_nulls(record), (number + 1, 0))
 
 
 def _undecoded(feature: Any) -> Any:
@@ -252,9 +371,15 @@ LARGE = 32 * 2**20
 
 
 def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
-    """Return problems of files and records. Folders that datasets saved, and data above :data:`LARGE`, are left to the ranks."""
+    """Return problems of files and records.
+
+    Records of streams, of folders that datasets saved, and of data above :data:`LARGE` are left to the ranks.
+    """
     read_template(data.chat_template)
     findings = Findings(setting)
+    # What was prepared on another machine is compared when it is opened.
+    if data.prepared is not None:
+        return findings
     if is_saved(path):
         files_of(path, data.split, data.config_name, findings)
         return findings
@@ -266,7 +391,7 @@ def check_files(path: Path, data: Data, setting: str = "data.path") -> Findings:
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
     # Small data is read here, before ranks start, so that its problems show at once; large data would be read twice.
-    if size < LARGE and not findings.problems:
+    if size < LARGE and not findings.problems and not data.streaming:
         findings = Findings(setting)  # reading inspects the folder again and would repeat its remarks
         for _ in iterate_documents(path, data.split, data.columns, findings, data.config_name):
             pass

@@ -49,6 +49,8 @@ class Findings:
         more: number of further problems.
         remarks: data that was left out, cut or converted, by kind.
         more_remarks: number of further remarks.
+        incomplete: a file could not be read to its end.
+        kinds: number of documents of each kind.
     """
 
     setting: str = "data.path"
@@ -56,6 +58,8 @@ class Findings:
     more_problems: int = 0
     remarks: dict[str, Kind] = field(default_factory=dict)
     more_remarks: int = 0
+    incomplete: bool = False
+    kinds: dict[str, int] = field(default_factory=dict)
 
     def problem(self, message: str) -> None:
         """Record a problem, whose message begins with its source (``file:line: ``); of a known kind, it is counted."""
@@ -63,6 +67,11 @@ class Findings:
         source, text = (match[1], match[2]) if match else ("", message)
         # Messages that differ only in values and numbers are of one kind: one wrong column in a million rows gives one line.
         self.more_problems += not _count(self.problems, VARIES.sub("#", text), text, source)
+
+    def file_problem(self, message: str) -> None:
+        """Record a problem after which the rest of a file is not read."""
+        self.problem(message)
+        self.incomplete = True
 
     def remark(self, text: str, source: str) -> None:
         """Keep a remark; the same one about another source is counted."""

@@ -1,9 +1,11 @@
-"""Order of the samples: global batches, epoch after epoch."""
+"""Order of the samples: global batches, epoch after epoch, of one source or of several that are mixed by weights."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import xxhash
@@ -16,12 +18,80 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class SourceTurns:
+    """Endless choice among sources, each with its share of the draws.
+
+    A source is eligible for draw n (from 0) if it has been drawn fewer than share x (n + 1) times; of the eligible ones the one
+    with the smallest (draws + 1) / share is drawn, of equals the first. After any number of draws n, each source has been drawn
+    share x n times, rounded up or down: scheduling by earliest deadline is P-fair (Baruah et al. 1996, Algorithmica 15(6)).
+
+    Attributes:
+        counts: draws of each source.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """
+        Args:
+            weights: above 0, of each source; shares are these divided by their sum.
+        """
+        # Integers of decimals: 0.1 is a tenth, and rounded shares would drift over millions of draws.
+        exact = [Fraction(str(weight)) for weight in weights]
+        denominator = math.lcm(*(weight.denominator for weight in exact))
+        self._weights = [int(weight * denominator) for weight in exact]
+        self._total = sum(self._weights)
+        # (draws + 1) / share times a common factor, in integers.
+        multiple = math.lcm(*self._weights)
+        self._intervals = [multiple // weight for weight in self._weights]
+        self.counts = [0] * len(weights)
+
+    @property
+    def shares(self) -> list[float]:
+        """Return the share of each source in all draws."""
+        return [weight / self._total for weight in self._weights]
+
+    def __next__(self) -> int:
+        counts, weights = self.counts, self._weights
+        draws = sum(counts) + 1
+        eligible = [number for number, count in enumerate(counts) if count * self._total < weights[number] * draws]
+        source = min(eligible, key=lambda number: (counts[number] + 1) * self._intervals[number])
+        counts[source] += 1
+        return source
+
+
+class SampleOrder(Generic[T]):
+    """Endless samples of one source: epoch after epoch, each in an order that follows from a key and the epoch alone.
+
+    Attributes:
+        epoch, position: number of complete passes, and of samples drawn in the present one.
+    """
+
+    def __init__(self, samples: Sequence[T], key: str, shuffle: bool) -> None:
+        self.samples, self._key, self._shuffle = samples, key, shuffle
+        self.start(0, 0)
+
+    def __next__(self) -> T:
+        if self.position == len(self.samples):
+            self.start(self.epoch + 1, 0)
+        sample = self.samples[self._order[self.position]]
+        self.position += 1
+        return sample
+
+    def start(self, epoch: int, position: int) -> None:
+        """Continue at a position."""
+        self.epoch, self.position = epoch, position
+        self._order = list(range(len(self.samples)))
+        if self._shuffle:
+            # A string seed: seed and epoch stay distinct, and Python hashes it by SHA-512, equal in every process.
+            random.Random(f"{self._key}/{epoch}").shuffle(self._order)
+
+
 class Batches(Generic[T]):
     """Endless global batches: epoch after epoch over ``samples``, each epoch in its own order.
 
     The order follows from ``seed`` and the epoch alone, so that every rank has the same, and so that a run resumed
     with :meth:`load_state_dict` continues with the batch it would have seen. A batch may span two epochs: no sample is
-    dropped, and every batch has the same size.
+    dropped, and every batch has the same size. An epoch is as many samples as there are; of several sources, those with more
+    than their part of the samples begin anew before it ends.
     """
 
     def __init__(
@@ -32,60 +102,96 @@ class Batches(Generic[T]):
         shuffle: bool,
         fingerprint: str = "",
         *,
+        mixture: Sequence[tuple[Sequence[T], float | None]] = (),
         sources: Mapping[str, str] | None = None,
         on_changed: Literal["error", "continue"] | None = None,
     ) -> None:
         """
         Args:
             fingerprint: identifies the samples, so that a position is not resumed in other data.
+            mixture: samples of each source, together ``samples``, with its weight (:class:`SourceTurns`), or None for their
+                number; empty: one source.
             sources: inputs of the samples (files, settings, versions), to explain a change.
             on_changed: ``continue``: resume although the samples changed; None: not configurable, and the sources must be equal,
                 too.
         """
         if not samples:
             raise DataError("no training samples: the data holds nothing to train on (data.path)")
-        self._samples = samples
         self._size = global_batch_size
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = fingerprint
         self._sources = dict(sources or {})
         self._on_changed = on_changed
+        self._weights = [weight for _, weight in mixture]
+        parts = [part for part, _ in mixture] or [samples]
+        self._turns = SourceTurns([weight or len(part) for part, weight in mixture] or [1])
+        # Sources of equal length get different orders; a single one has the order of runs before there could be several.
+        self._orders = [
+            SampleOrder(part, f"{seed}/source {number}" if mixture else f"{seed}", shuffle)
+            for number, part in enumerate(parts)
+        ]
+        self._count = len(samples)
+        self._position = self._epoch = 0
         self.changes = ""
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
 
     def __iter__(self) -> Iterator[list[T]]:
         return self
 
     def __next__(self) -> list[T]:
-        batch = []
-        while len(batch) < self._size:
-            if self._position == len(self._samples):
-                self._start_epoch(self._epoch + 1)
-            batch.append(self._samples[self._order[self._position]])
-            self._position += 1
+        batch = [next(self._orders[next(self._turns)]) for _ in range(self._size)]
+        # A full epoch is named as such until the next one begins.
+        epochs, rest = divmod(self._position + len(batch) - 1, self._count)
+        self._epoch, self._position = self._epoch + epochs, rest + 1
         return batch
 
     @property
     def epochs(self) -> float:
         """Return the number of passes over the data, with the fraction of the present one."""
-        return self._epoch + self._position / len(self._samples)
+        return self._epoch + self._position / self._count
+
+    @property
+    def source_epochs(self) -> list[float]:
+        """Return the number of passes over each source."""
+        return [order.epoch + order.position / len(order.samples) for order in self._orders]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Return the number of samples of each source."""
+        return [len(order.samples) for order in self._orders]
+
+    @property
+    def shares(self) -> list[float]:
+        """Return the share of each source in the batches."""
+        return self._turns.shares
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and what it depends on, as JSON."""
-        return {"epoch": self._epoch, "position": self._position, **self._kind(), "sources": self._sources}
+        mixture = [{"epoch": order.epoch, "position": order.position} for order in self._orders]
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            **self._kind(),
+            **({"mixture": mixture, "turns": self._turns.counts[:]} if self._weights else {}),
+            "sources": self._sources,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from ``state``; :attr:`changes` says how the samples differ, where that is allowed."""
-        changed = [key for key, value in self._kind().items() if state[key] != value]
+        if "streams" in state:
+            raise DataError(
+                "cannot resume the data order: the checkpoint is of a run with data.streaming: true; set that, or begin a new run"
+            )
+        # Checkpoints of one source have no weights.
+        changed = [key for key, value in self._kind().items() if state.get(key) != value]
+        if "weights" in state and not self._weights:
+            changed.append("weights")
         epoch, position = state["epoch"], state["position"]
         for key in changed:
-            if key in ("seed", "shuffle"):
-                raise DataError(
-                    f"cannot resume the data order: {key} was {state[key]} when it was saved and is {self._kind()[key]} now"
-                )
+            if key in ("seed", "shuffle", "weights"):
+                before, now = state.get(key), self._kind().get(key)
+                key = f"{key} of data.sources" if key == "weights" else key
+                raise DataError(f"cannot resume the data order: {key} was {before} when it was saved and is {now} now")
         # Checkpoints of earlier versions have no sources.
         saved = state.get("sources") or {}
         sources = [name for name, value in self._sources.items() if saved.get(name, value) != value]
@@ -102,8 +208,14 @@ class Batches(Generic[T]):
                 epoch, position = epoch + (position > 0), 0
                 report += "; a new epoch begins"
             self.changes = report
-        self._start_epoch(epoch)
-        self._position = position
+        self._epoch, self._position = epoch, position
+        parts = state.get("mixture") or [{"epoch": epoch, "position": position}]
+        begins = "samples" in changed
+        for order, part in zip(self._orders, parts, strict=True):
+            order.start(part["epoch"] + (begins and part["position"] > 0), 0 if begins else part["position"])
+        self._turns.counts = (
+            [0] * len(parts) if begins else list(state.get("turns") or [epoch * self._count + position])
+        )
 
     def _advice(self, state: dict[str, Any]) -> str:
         """Return a hint how to resume although samples have changed."""
@@ -121,19 +233,10 @@ class Batches(Generic[T]):
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "samples": len(self._samples),
+            "samples": self.sizes if self._weights else self._count,
             "fingerprint": self._fingerprint,
+            **({"weights": self._weights} if self._weights else {}),
         }
-
-    def _start_epoch(self, epoch: int) -> None:
-        self._epoch, self._position, self._order = epoch, 0, self._order_of(epoch)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._samples)))
-        if self._shuffle:
-            # A string seed: seed and epoch stay distinct, and Python hashes it by SHA-512, equal in every process.
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
 
 
 def changed_samples(

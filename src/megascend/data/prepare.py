@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from importlib.metadata import version
@@ -27,7 +29,8 @@ from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
 from megascend.io.hashing import digest
 from megascend.io.paths import cache_folder, cache_limit
-from megascend.io.shared import cached, prune
+from megascend.io.shared import cached, locked, prune
+from megascend.io.shared import replace as replace_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +43,10 @@ PACKAGES = ("transformers", "tokenizers", "jinja2", "datasets", "huggingface_hub
 """Packages that decide which files are read, and how they are rendered and tokenised."""
 PROGRESS_S = 20.0
 """Seconds between two progress lines of a long tokenisation."""
+PREPARED = "prepared.json"
+"""File of a prepared folder: what its samples were made from."""
+PAIR_LIMITS = "limits of pairs"
+DIGEST = re.compile("[0-9a-f]{32}")
 PATIENCE_S = 7 * 24 * 3600.0
 """Seconds that a rank waits for another one on its machine that tokenises the same data; a lock ends with its process."""
 
@@ -67,26 +74,15 @@ def prepare_samples(
     One rank of a machine writes, the others wait for it, without a process group. ``model``: directory of the tokenizer;
     ``setting``: the one that ``path`` is of; ``template_date``: date for the chat template, by default today.
     """
+    if data.prepared is not None:
+        return prepared_store(path, data, tokenizer, limits, model, setting, template_date)
     # Also reports problems of the folder before anything is tokenised.
     files_read = files_of(path, data.split, data.config_name, Findings(setting))
     set_template(data, tokenizer)
     template_date = template_date or date.today()
     pictures = PictureProcessor.for_model(model, data.pictures)
-    settings = data.model_dump(
-        mode="json",
-        include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
-        | (set() if pictures is None else {"pictures"}),
-    )
-    content, files, code = content_of(path, files_read, setting), tokenizer_of(model), versions()
-    sources = {
-        "data": json_digest(content[1]),
-        **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
-        "chat template": json_digest(tokenizer.chat_template),
-        **({"date in the chat template": template_date.isoformat()} if writes_date(tokenizer) else {}),
-        **{name: code for name, code in files if name.startswith(TOKENIZER)},
-        "longest sample": str(limits.length),
-        f"versions of {', '.join(PACKAGES)} or megascend": json_digest(code),
-    }
+    content, files = content_of(path, files_read, setting), tokenizer_of(model)
+    sources = sample_inputs(json_digest(content[1]), data, tokenizer, limits, files, template_date, pictures)
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
     # Paths of pictures are relative to the data, whose own path may be relative to the working directory.
     location = None if pictures is None else str(path.resolve())
@@ -94,16 +90,7 @@ def prepare_samples(
 
     def make(fresh: Path) -> None:
         findings = Findings(setting)
-        encoder = Encoder(
-            tokenizer,
-            limits,
-            findings,
-            train_on_prompt=data.train_on_prompt,
-            on_too_long=data.on_too_long,
-            template_options=data.chat_template_options,
-            template_date=template_date,
-            pictures=pictures,
-        )
+        encoder = make_encoder(data, tokenizer, limits, findings, template_date, pictures)
         write_store(fresh, _encoded(path, data, encoder, findings), findings, sources, scored=limits.scored)
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
         findings.raise_problems()
@@ -115,7 +102,13 @@ def prepare_samples(
             f"{path}: its samples cannot be kept in {cache_folder()}: {error}; set MEGASCEND_CACHE to one that can be written"
         ) from error
     # The same samples may be those of another setting, in another run or this one.
-    store.sources = {f"data ({setting})" if name == "data" else name: value for name, value in store.sources.items()}
+    store.sources = named_inputs(store.sources, setting)
+    check_store(store, path)
+    return store
+
+
+def check_store(store: SampleStore, path: Path) -> None:
+    """Refuse samples of data at ``path`` that cannot be trained on together, or of which there are none."""
     if not len(store):
         remarks = "".join(f"; {line}" for line in store.remarks)
         raise DataError(f"no training samples: {path} holds no token to predict{remarks}")
@@ -129,7 +122,161 @@ def prepare_samples(
         raise DataError(
             f"{path} holds documents with a teacher's distributions (top_ids) and others without: they cannot be trained together"
         )
+
+
+def write_prepared(folder: Path, stores: Mapping[str, SampleStore], limits: SampleLimits) -> None:
+    """Write stores, by the setting that names their data, to a new folder for ``data.prepared``.
+
+    Raises:
+        DataError: the folder cannot be written.
+    """
+
+    def make(fresh: Path) -> None:
+        fresh.mkdir()
+        entries = []
+        for number, (setting, store) in enumerate(stores.items()):
+            target = fresh / f"{number}"
+            shutil.copytree(store.path, target)
+            sizes = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
+            inputs = store.sources | (pair_inputs(limits) if store.has_pairs else {})
+            entries.append({"setting": setting, "folder": target.name, "files": sizes, "inputs": inputs})
+        (fresh / PREPARED).write_text(json.dumps({"data": entries}, indent=1) + "\n", encoding="utf-8")
+
+    try:
+        with locked(folder):
+            replace_path(folder, make)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror or error}") from error
+
+
+def prepared_store(
+    path: Path,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: SampleLimits,
+    model: Path,
+    setting: str,
+    template_date: date | None,
+) -> SampleStore:
+    """Return the samples that :func:`write_prepared` has written, after comparing what they were made from.
+
+    The data themselves are compared if they are there.
+    """
+    folder = data.prepared
+    assert folder is not None
+    try:
+        entries = {entry["setting"]: entry for entry in json.loads((folder / PREPARED).read_bytes())["data"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"data.prepared: {folder} is not a folder that megascend prepare --output has written ({error})"
+        ) from None
+    if setting not in entries:
+        raise DataError(
+            f"data.prepared: {folder} has no samples of {setting}; it has those of {', '.join(entries)}: prepare this run file"
+        )
+    entry = entries[setting]
+    for name, size in entry["files"].items():
+        file = folder / entry["folder"] / name
+        if not file.is_file() or file.stat().st_size != size:
+            raise DataError(
+                f"data.prepared: {file} is missing or incomplete ({size} bytes were written): copy it again"
+            )
+    set_template(data, tokenizer)
+    pictures = PictureProcessor.for_model(model, data.pictures)
+    content = entry["inputs"][f"data ({setting})"]
+    if path.exists():
+        files_read = files_of(path, data.split, data.config_name, Findings(setting))
+        content = json_digest(content_of(path, files_read, setting)[1])
+    day = template_date or date.today()
+    inputs = sample_inputs(content, data, tokenizer, limits, tokenizer_of(model), day, pictures)
+    now, saved = named_inputs(inputs, setting) | pair_inputs(limits), entry["inputs"]
+    if PAIR_LIMITS not in saved:
+        del now[PAIR_LIMITS]
+    changed = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    if changed:
+        values = ", ".join(
+            f"{name} ({saved.get(name, 'none')}, now {now.get(name, 'none')})"
+            if not DIGEST.fullmatch(saved.get(name, ""))
+            else name
+            for name in changed
+        )
+        raise DataError(
+            f"data.prepared: {folder} was prepared from something else: {values}. Prepare it again, or leave data.prepared out "
+            "to tokenise here"
+        )
+    store = SampleStore(folder / entry["folder"], pictures)
+    if (pictures_now := store.changed_files()) is not None:
+        missing = next((file for file, size, _ in pictures_now if size < 0), None)
+        problem = f"{missing} is missing" if missing else "files of pictures have changed"
+        raise DataError(f"data.prepared: {folder}: {problem}: pictures stay where they were: prepare it again here")
+    store.sources = named_inputs(store.sources, setting)
+    check_store(store, path)
     return store
+
+
+def pair_inputs(limits: SampleLimits) -> dict[str, str]:
+    """Return the limits on pairs, which samples are made from beside :func:`sample_inputs`."""
+    return {PAIR_LIMITS: f"{limits.budget} tokens, multiples of {limits.multiple}, packing {limits.packing}"}
+
+
+def make_encoder(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: SampleLimits,
+    findings: Findings,
+    template_date: date,
+    pictures: PictureProcessor | None,
+) -> Encoder:
+    """Return the encoder that the settings describe; it reports to ``findings``."""
+    return Encoder(
+        tokenizer,
+        limits,
+        findings,
+        train_on_prompt=data.train_on_prompt,
+        on_too_long=data.on_too_long,
+        template_options=data.chat_template_options,
+        template_date=template_date,
+        pictures=pictures,
+    )
+
+
+def sample_inputs(
+    content: str,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    limits: SampleLimits,
+    files: Sequence[Sequence[str]],
+    template_date: date,
+    pictures: PictureProcessor | None,
+) -> dict[str, str]:
+    """Return what samples are made from, by name: digests or values.
+
+    Args:
+        content: identifies the data.
+        files: digests of the model's files, see :func:`tokenizer_of`.
+    """
+    settings = data.model_dump(
+        mode="json",
+        include={"split", "config_name", "columns", "train_on_prompt", "on_too_long", "chat_template_options"}
+        | (set() if pictures is None else {"pictures"}),
+    )
+    return {
+        "data": content,
+        **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
+        "chat template": json_digest(tokenizer.chat_template),
+        **({"date in the chat template": template_date.isoformat()} if writes_date(tokenizer) else {}),
+        **{name: code for name, code in files if name.startswith(TOKENIZER)},
+        "longest sample": str(limits.length),
+        f"versions of {', '.join(PACKAGES)} or megascend": json_digest(versions()),
+    }
+
+
+def named_inputs(inputs: Mapping[str, str], setting: str) -> dict[str, str]:
+    """Return :func:`sample_inputs` with the names of the data's own settings as ``setting`` has them."""
+    names = {"data": f"data ({setting})"}
+    if setting.startswith("data.sources"):
+        names |= {f"data.{name}": f"{setting}.{name}" for name in ("split", "config_name", "columns")}
+    return {names.get(name, name): value for name, value in inputs.items()}
 
 
 def _in_cache(key: str, make: Callable[[Path], None], pictures: PictureProcessor | None) -> SampleStore:
@@ -157,6 +304,7 @@ def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> It
         if time.monotonic() - reported > PROGRESS_S:
             reported = time.monotonic()
             print(f"{path}: {number} documents turned into tokens so far", flush=True)
+        findings.kinds[document.kind] = findings.kinds.get(document.kind, 0) + 1
         with findings.collecting():
             yield number, encoder.encode(document, number)
 

@@ -54,6 +54,27 @@ class SampleStatistics:
         )
 
 
+@dataclass(frozen=True)
+class SourceStatistics:
+    """Figures of one source of training data.
+
+    Attributes:
+        kinds: number of documents of each kind, held-out ones included.
+        histogram: number of samples by their longest length, a power of two, in tokens; all between the first and the last.
+    """
+
+    name: str
+    kinds: dict[str, int]
+    histogram: dict[int, int]
+
+    @classmethod
+    def measure(cls, name: str, kinds: dict[str, int], part: SampleSubset) -> SourceStatistics:
+        """Count the lengths of at least one sample."""
+        edges = [1 << (int(length) - 1).bit_length() for length in part.lengths]
+        first, last = min(edges).bit_length(), max(edges).bit_length()
+        return cls(name, kinds, {1 << bit: edges.count(1 << bit) for bit in range(first - 1, last)})
+
+
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
 

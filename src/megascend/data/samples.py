@@ -107,7 +107,7 @@ class Encoder:
         """
         try:
             if document.text is not None:
-                return self._text(document.text, document.source)
+                return self._text(document, document.text)
             if document.is_pair:
                 return self._pair(document, number)
             if document.label is not None:
@@ -121,14 +121,17 @@ class Encoder:
 
     # --- kinds of documents ---
 
-    def _text(self, text: str, source: str) -> list[Sample]:
+    def _text(self, document: Document, text: str) -> list[Sample]:
         """Cut a text into pieces; neighbours share one token, the last target of one being the first input of the next."""
-        tokens = self._closed(self._ids(text)[0])
+        if document.ends:
+            tokens = self._closed(self._ids(text, special=document.begins)[0])
+        else:
+            tokens = opening_tokens(text, self._tokenizer) if document.begins else self._ids(text, special=False)[0]
         self._check_vocabulary(tokens)
         # len - 1: a sample of n tokens needs n + 1 ids, and the last id alone has no target.
         starts = range(0, len(tokens) - 1, self._limits.length)
         if not starts:
-            self._findings.remark("texts of fewer than two tokens have nothing to predict", source)
+            self._findings.remark("texts of fewer than two tokens have nothing to predict", document.source)
         return [Sample.causal(tokens[start : start + self._limits.length + 1]) for start in starts]
 
     def _single(self, document: Document) -> Sample | None:

@@ -134,6 +134,8 @@ def choose_split(path: Path, split: str | None, splits: Collection[str], setting
 
 
 def _split_setting(setting: str) -> str:
+    if setting.startswith("data.sources"):
+        return f"{setting}.split"
     return "validation.split" if setting.startswith("validation") else "data.split"
 
 

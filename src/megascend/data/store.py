@@ -1,4 +1,4 @@
-"""Samples in memory-mapped files, shared by all ranks of a machine; and their split into training and held-out parts."""
+"""Samples in memory-mapped files, shared by all ranks of a machine; several stores as one; training and held-out parts."""
 
 from __future__ import annotations
 
@@ -45,16 +45,20 @@ class SampleStore(Sequence[Sample]):
         processor: decodes pictures on access; None: the model takes none.
 
     Attributes:
+        path: the directory.
         fingerprint: digest of all samples, see :func:`megascend.data.order.fingerprint_of`.
         remarks: remarks of the tokenisation.
+        kinds: number of documents of each kind.
         sources: inputs of the samples: name for messages, to a digest or the value.
         scored: the samples are for a scalar head (:meth:`Sample.scored`).
     """
 
     def __init__(self, path: Path, processor: PictureProcessor | None = None) -> None:
+        self.path = path
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
         self.fingerprint: str = about["fingerprint"]
         self.remarks: list[str] = about["remarks"]
+        self.kinds: dict[str, int] = about["kinds"]
         self.sources: dict[str, str] = about["sources"]
         self.scored: bool = about["scored"]
         # One row per sample: start of its tokens, their number, number of the document, NO_PAIR or a kind of those
@@ -161,6 +165,11 @@ class SampleStore(Sequence[Sample]):
         return self._index[:, 2]
 
     @property
+    def source_numbers(self) -> np.ndarray:
+        """Return 0 for each sample, int64 [samples]: a store has one source (:class:`JoinedStores` have several)."""
+        return np.zeros(len(self), dtype=np.int64)
+
+    @property
     def has_pairs(self) -> bool:
         """True if there are preference pairs among the samples."""
         return bool(np.isin(self._index[:, 3], (REJECTED, CHOSEN)).any())
@@ -248,6 +257,7 @@ def write_store(
     about: dict[str, Any] = {
         "fingerprint": state.hexdigest(),
         "remarks": findings.lines(),
+        "kinds": findings.kinds,
         "sources": dict(sources or {}),
         "scored": scored,
     }
@@ -300,15 +310,97 @@ def _mapped(path: Path, dtype: Any) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype=dtype)
 
 
+class JoinedStores(Sequence[Sample]):
+    """Samples of several stores, one after the other, as one store; documents are numbered through.
+
+    Attributes:
+        fingerprint, sources: of all stores, as of :class:`SampleStore`.
+    """
+
+    def __init__(self, stores: Sequence[SampleStore]) -> None:
+        self._stores = list(stores)
+        self._starts = np.cumsum([0, *map(len, stores)])
+        counts = [int(store.documents.max()) + 1 for store in stores]
+        self._first_documents = np.cumsum([0, *counts])
+        digest = xxhash.xxh3_64(" ".join(store.fingerprint for store in stores).encode())
+        self.fingerprint = digest.hexdigest()
+        self.sources = {name: value for store in stores for name, value in store.sources.items()}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        sample = self._stores[number][index - int(self._starts[number])]
+        if sample.pair is not None:
+            sample.pair = int(str(sample.pair)) + int(self._first_documents[number])
+        return sample
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each sample, int64 [samples]."""
+        return np.concatenate([store.lengths for store in self._stores])
+
+    @property
+    def supervised(self) -> np.ndarray:
+        """Return the number of tokens with a loss weight, int64 [samples]."""
+        return np.concatenate([store.supervised for store in self._stores])
+
+    @property
+    def documents(self) -> np.ndarray:
+        """Return the number of each sample's document, int64 [samples]."""
+        parts = zip(self._stores, self._first_documents, strict=False)
+        return np.concatenate([store.documents + first for store, first in parts])
+
+    @property
+    def source_numbers(self) -> np.ndarray:
+        """Return the number of each sample's store, int64 [samples]."""
+        return np.repeat(np.arange(len(self._stores)), np.diff(self._starts))
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if all samples are of preference pairs: stores are of one kind."""
+        return self._stores[0].has_pairs
+
+    @property
+    def has_margins(self) -> bool:
+        """True if all pairs have a margin."""
+        return self._stores[0].has_margins
+
+    @property
+    def scored(self) -> bool:
+        """True if the samples are for a scalar head."""
+        return self._stores[0].scored
+
+    @property
+    def has_labels(self) -> bool:
+        """True if all samples are of labelled documents."""
+        return self._stores[0].has_labels
+
+    @property
+    def has_candidates(self) -> bool:
+        """True if all samples have a teacher's candidates."""
+        return self._stores[0].has_candidates
+
+
 class SampleSubset(Sequence[Sample]):
     """Some samples of a store, in its order.
 
     Attributes:
         fingerprint: digest that distinguishes these samples from others.
         sources: files and settings that the samples were made from, see :class:`SampleStore`.
+        has_sources: True if they are of several sources.
     """
 
-    def __init__(self, store: SampleStore, chosen: np.ndarray, fingerprint: str) -> None:
+    def __init__(self, store: SampleStore | JoinedStores, chosen: np.ndarray, fingerprint: str) -> None:
         """
         Args:
             chosen: bool [samples of the store], True for the members.
@@ -318,6 +410,7 @@ class SampleSubset(Sequence[Sample]):
         self.has_pairs, self.has_labels, self.has_candidates = store.has_pairs, store.has_labels, store.has_candidates
         self.has_margins, self.scored = store.has_margins, store.scored
         self.sources = store.sources
+        self.has_sources = isinstance(store, JoinedStores)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -331,6 +424,17 @@ class SampleSubset(Sequence[Sample]):
     def unit(self) -> str:
         """Name of several units, for messages."""
         return "pairs" if self.has_pairs else "labelled completions" if self.has_labels else "samples"
+
+    @property
+    def source_numbers(self) -> np.ndarray:
+        """Return the number of each sample's source, int64 [samples]."""
+        return self._store.source_numbers[self._indices]
+
+    def source_samples(self, number: int) -> SampleSubset:
+        """Return the samples of one source; with the same fingerprint, as their documents keep their numbers."""
+        chosen = np.zeros(len(self._store), dtype=bool)
+        chosen[self._indices[self.source_numbers == number]] = True
+        return SampleSubset(self._store, chosen, self.fingerprint)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -354,12 +458,12 @@ class SampleSubset(Sequence[Sample]):
         return self._store[int(self._indices[index])]
 
 
-def all_samples(store: SampleStore) -> SampleSubset:
+def all_samples(store: SampleStore | JoinedStores) -> SampleSubset:
     """Return all samples of a store."""
     return SampleSubset(store, np.ones(len(store), dtype=bool), store.fingerprint)
 
 
-def hold_out(store: SampleStore, fraction: float, seed: int) -> tuple[SampleSubset, SampleSubset]:
+def hold_out(store: SampleStore | JoinedStores, fraction: float, seed: int) -> tuple[SampleSubset, SampleSubset]:
     """Split a store into training samples and those of held-out documents: at least one document, drawn by the seed."""
     documents = np.unique(store.documents)
     count = max(1, round(fraction * len(documents)))

@@ -1,0 +1,396 @@
+"""Samples that are read and tokenised as steps need them, from files of any size.
+
+Every rank reads the same stream. A source is read in blocks of ``data.shuffle_buffer`` records, each drawn in an order of its
+own; a position is the block's beginning and the number of records drawn from it, so that a resumed run reads one block again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megascend.batch.images import DeferredImages
+from megascend.batch.picture_sources import PictureSources
+from megascend.batch.sample import Sample
+from megascend.config.data import DataSource
+from megascend.data.columns import parse_record
+from megascend.data.document import Document
+from megascend.data.files import BEGINNING, Position, Record, stream_length, stream_records
+from megascend.data.findings import Findings
+from megascend.data.order import SourceTurns
+from megascend.data.pictures import PictureProcessor
+from megascend.data.samples import Encoder
+from megascend.data.splits import files_of
+from megascend.errors import DataError
+
+EDGE = 2**16
+"""Bytes at each end of a file that identify it, with its name and size: reading all of it would take minutes."""
+
+
+class BadRecords:
+    """Records that could not be read or tokenised, over all sources.
+
+    Attributes:
+        count: number of them so far.
+    """
+
+    def __init__(self, limit: int, findings: Findings) -> None:
+        """
+        Args:
+            limit: most that are skipped.
+            findings: collects problems.
+        """
+        self.count, self._limit, self.findings = 0, limit, findings
+
+    def check(self) -> None:
+        """Count the problems since the last call.
+
+        Raises:
+            DataError: there are more than the limit, or a file could not be read to its end.
+        """
+        findings = self.findings
+        new = sum(kind.count for kind in findings.problems.values()) + findings.more_problems
+        self.count += new
+        # The rest of a file is not a record.
+        if findings.incomplete:
+            findings.raise_problems()
+        if self.count > self._limit:
+            try:
+                findings.raise_problems()
+            except DataError as error:
+                skipped = f"; {self.count - new} others were skipped before" if self.count > new else ""
+                raise DataError(
+                    f"{error}{skipped} (data.max_bad_records: {self._limit}; correct the data, or raise it to skip more)"
+                ) from None
+        findings.problems.clear()
+        findings.more_problems = 0
+
+
+class RecordStream:
+    """Endless records of one source, block by block."""
+
+    def __init__(self, source: DataSource, key: str, bad: BadRecords) -> None:
+        """
+        Args:
+            key: seeds the orders of files and blocks, with the epoch.
+        """
+        data = source.data
+        self._source, self._key, self._bad = source, key, bad
+        self._buffer, self._shuffle = data.shuffle_buffer, data.shuffle
+        self.files = files_of(source.path, data.split, data.config_name, Findings(source.setting))
+        self._lengths = [max(1, stream_length(file)) for file in self.files]
+        self.start(0)
+
+    def start(self, epoch: int, file: int = 0, position: Position = BEGINNING) -> None:
+        """Continue with a block that begins at a position of the epoch's file."""
+        self._records: Iterator[Record] | None = None
+        self._begin_epoch(epoch)
+        self._file, self._position = file, position
+        self._block: list[Record] = []
+        self._consumed = 0
+        self._mark_beginning()
+        self._end = self._beginning
+
+    def __next__(self) -> Record:
+        if self._consumed == len(self._block):
+            self._read_block()
+        self._consumed += 1
+        return self._block[self._consumed - 1]
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of passes before the one of the last record."""
+        return self._block_start[0]
+
+    @property
+    def epochs(self) -> float:
+        """Return the number of passes, in files and the share of the present one that was read."""
+        share = self._consumed / len(self._block) if self._block else 0.0
+        return self._beginning + share * (self._end - self._beginning)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as JSON."""
+        epoch, file, position = self._block_start
+        return {"epoch": epoch, "file": file, "position": list(position), "consumed": self._consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position."""
+        offset, lines = state["position"]
+        self.start(state["epoch"], state["file"], (offset, lines))
+        if state["consumed"]:
+            self._read_block()
+            self._consumed = state["consumed"]
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._epoch, self._file, self._position = epoch, 0, BEGINNING
+        self._order = list(range(len(self.files)))
+        if self._shuffle:
+            random.Random(f"{self._key}/{epoch}/files").shuffle(self._order)
+
+    def _mark_beginning(self) -> None:
+        self._block_start = (self._epoch, self._file, self._position)
+        self._beginning = self._progress()
+
+    def _progress(self) -> float:
+        """Return the number of passes up to the next record to be read."""
+        inside = 0.0
+        if self._file < len(self.files):
+            inside = min(1.0, self._position[0] / self._lengths[self._order[self._file]])
+        # Every file counts alike: some are measured in bytes, others in rows.
+        return self._epoch + (self._file + inside) / len(self.files)
+
+    def _read_block(self) -> None:
+        """Read and shuffle the next block, which ends with the epoch at the latest."""
+        self._block, self._consumed, restarts = [], 0, 0
+        while not self._block:
+            if self._file == len(self.files):
+                restarts += 1
+                if restarts > 1:
+                    raise DataError(
+                        f"no training data in {self._source.path} ({self._source.setting}): it holds no document"
+                    )
+                self._begin_epoch(self._epoch + 1)
+            self._mark_beginning()
+            while len(self._block) < self._buffer and self._file < len(self.files):
+                record = self._next_record()
+                if record is None:
+                    self._file, self._position, self._records = self._file + 1, BEGINNING, None
+                else:
+                    self._block.append(record)
+                    self._position = record.end
+        self._end = self._progress()
+        if self._shuffle:
+            epoch, file, (offset, _) = self._block_start
+            random.Random(f"{self._key}/{epoch}/{file}/{offset}").shuffle(self._block)
+
+    def _next_record(self) -> Record | None:
+        """Return the next record of the present file; None at its end."""
+        try:
+            if self._records is None:
+                file, split = self.files[self._order[self._file]], self._source.data.split
+                self._records = stream_records(file, split, self._bad.findings, self._position)
+            record = next(self._records, None)
+        except OSError as error:
+            raise DataError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+        # Readers report a bad record and go on with the next.
+        self._bad.check()
+        return record
+
+
+class SampleStream:
+    """Endless units of one source: a sample, or the two of a preference pair."""
+
+    def __init__(
+        self, source: DataSource, key: str, bad: BadRecords, encoder: Encoder, load: Callable[..., Any]
+    ) -> None:
+        """
+        Args:
+            load: loads the pictures of a sample.
+        """
+        self.records = RecordStream(source, key, bad)
+        self._path, self._columns = source.path, source.data.columns or None
+        self._bad, self._encoder, self._load = bad, encoder, load
+        self._units: list[list[Sample]] = []
+        self._consumed = 0
+
+    def __next__(self) -> list[Sample]:
+        first_epoch = self.records.epoch
+        while self._consumed == len(self._units):
+            self._units, self._consumed = self._encode(next(self.records)), 0
+            # A complete pass without a sample would be followed by others for ever.
+            if self.records.epoch > first_epoch + 1:
+                remarks = "".join(f"; {line}" for line in self._bad.findings.lines())
+                raise DataError(f"no training samples: {self._path} holds no token to predict{remarks}")
+        self._consumed += 1
+        return self._units[self._consumed - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as JSON; ``units``: those drawn of the last record, if some are left."""
+        return {**self.records.state_dict(), "units": self._consumed if self._consumed < len(self._units) else 0}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position."""
+        units = state["units"]
+        self.records.load_state_dict({**state, "consumed": state["consumed"] - (units > 0)})
+        self._units, self._consumed = [], 0
+        if units:
+            self._units, self._consumed = self._encode(next(self.records)), units
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Continue with the first record."""
+        self.records.start(epoch)
+        self._units, self._consumed = [], 0
+
+    def _encode(self, record: Record) -> list[list[Sample]]:
+        """Return the units of a record; none if it is left out, or bad."""
+        findings, value, samples = self._bad.findings, record.value, []
+        with findings.collecting():
+            document = (
+                value if isinstance(value, Document) else parse_record(value, record.source, self._columns, findings)
+            )
+            if document.label is not None:
+                raise DataError(
+                    f"{record.source}: a completion with 'label' takes its counterpart from other records, which streams do not "
+                    "have: set data.streaming: false"
+                )
+            samples = self._encoder.encode(document)
+        self._bad.check()
+        for sample in samples:
+            if isinstance(sources := sample.images, PictureSources):
+                sample.images = DeferredImages(lambda sources=sources: self._load(sources))
+        return [samples] if samples and samples[0].pair is not None else [[sample] for sample in samples]
+
+
+class StreamedBatches:
+    """Endless global batches of streams, of each source its share (:class:`SourceTurns`).
+
+    Attributes:
+        changes: how the data differ from a checkpoint's, where a run may continue with them.
+        kind: samples are of preference pairs, and have a teacher's candidates; None until the first sample.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[DataSource],
+        batch_size: int,
+        seed: int,
+        encoder: Callable[[Findings], Encoder],
+        inputs: Mapping[str, str],
+        pictures: PictureProcessor | None = None,
+    ) -> None:
+        """
+        Args:
+            encoder: makes the encoder of a source, with its findings.
+            inputs: what the samples are made from, by name.
+        """
+        data = sources[0].data
+        self._findings = Findings("data.path")
+        self._bad = BadRecords(data.max_bad_records, self._findings)
+        self._size, self._inputs, self._on_changed = batch_size, dict(inputs), data.on_changed
+        self._title = ", ".join(str(source.path) for source in sources)
+        self._settings = {
+            "seed": seed,
+            "shuffle": data.shuffle,
+            "shuffle_buffer": data.shuffle_buffer,
+            "weights": [source.weight for source in sources],
+        }
+        self._turns = SourceTurns([1 if source.weight is None else source.weight for source in sources])
+        load = pictures.load if pictures is not None else _no_pictures
+        encode = encoder(self._findings)
+        self._streams = [
+            SampleStream(source, f"{seed}/source {number}", self._bad, encode, load)
+            for number, source in enumerate(sources)
+        ]
+        self.kind: tuple[bool, bool] | None = None
+        self.changes = ""
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        return self
+
+    def __next__(self) -> list[Sample]:
+        batch: list[Sample] = []
+        for number in range(self._size):
+            unit = next(self._streams[next(self._turns)])
+            kind = (unit[0].pair is not None, unit[0].candidates is not None)
+            if self.kind not in (None, kind):
+                raise DataError(
+                    f"{self._title} holds preference pairs, or tokens with a teacher's distributions, and other documents: they "
+                    "cannot be trained together"
+                )
+            self.kind = kind
+            for sample in unit:
+                sample.pair = number if kind[0] else None
+            batch += unit
+        return batch
+
+    @property
+    def epochs(self) -> float:
+        """Return the mean number of passes over the sources, by their shares."""
+        return sum(share * passes for share, passes in zip(self._turns.shares, self.source_epochs, strict=True))
+
+    @property
+    def source_epochs(self) -> list[float]:
+        """Return the number of passes over each source."""
+        return [stream.records.epochs for stream in self._streams]
+
+    @property
+    def shares(self) -> list[float]:
+        """Return the share of each source in the batches."""
+        return self._turns.shares
+
+    @property
+    def bad_records(self) -> int:
+        """Return the number of records that were skipped because they cannot be trained on."""
+        return self._bad.count
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return what was left out, cut or converted since the run or its resumption began."""
+        return self._findings.lines()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what it depends on, as JSON."""
+        return {
+            "streams": [stream.state_dict() for stream in self._streams],
+            "turns": self._turns.counts[:],
+            "bad": self._bad.count,
+            **self._settings,
+            "sources": self._inputs,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``; :attr:`changes` says how the data differ, where that is allowed."""
+        if "streams" not in state:
+            raise DataError(
+                "cannot resume the data order: the checkpoint is of a run with data.streaming: false; set that, or begin a new "
+                "run"
+            )
+        for key, value in self._settings.items():
+            if state[key] != value:
+                name = f"{key} of data.sources" if key == "weights" else key
+                raise DataError(
+                    f"cannot resume the data order: {name} was {state[key]} when it was saved and is {value} now"
+                )
+        saved = state["sources"]
+        changed = [name for name in {**saved, **self._inputs} if saved.get(name) != self._inputs.get(name)]
+        if changed:
+            report = ", ".join(changed)
+            if self._on_changed != "continue":
+                raise DataError(
+                    f"cannot resume the data order: what samples are made from has changed: {report}. Bring back what the run "
+                    "began with, or set data.on_changed: continue to begin a new epoch of the data as they are now"
+                )
+            self.changes = f"changed: {report}; a new epoch begins"
+        for stream, position in zip(self._streams, state["streams"], strict=True):
+            # Of a position in other files, or of other samples, only the epoch holds.
+            if changed:
+                stream.begin_epoch(position["epoch"] + 1)
+            else:
+                stream.load_state_dict(position)
+        self._turns.counts = list(state["turns"])
+        # After the blocks: reading them again has counted their bad records again.
+        self._bad.count = state["bad"]
+
+
+def _no_pictures(sources: PictureSources) -> Any:
+    raise DataError("this model takes no pictures")
+
+
+def file_identity(files: Sequence[Path]) -> str:
+    """Return a digest of the names, sizes and both ends of files; of a folder that datasets saved, of those in it."""
+    state = xxhash.xxh3_128()
+    for path in files:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if not file.is_file():
+                continue
+            size = file.stat().st_size
+            state.update(f"{file.name} {size}".encode())
+            with file.open("rb") as stream:
+                state.update(stream.read(EDGE))
+                stream.seek(max(0, size - EDGE))
+                state.update(stream.read(EDGE))
+    return state.hexdigest()
