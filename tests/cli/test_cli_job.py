@@ -89,7 +89,7 @@ case ${actions[$start]} in
   end) exit 0 ;;
   fail) exit 2 ;;
   save-and-fail) mkdir -p runs/job/checkpoints; echo "step-$start" > runs/job/checkpoints/latest; kill -KILL $$ ;;
-  wait) touch waiting-"$RANK"; while :; do sleep 0.02; stopped_at ;;
+  wait) touch waiting-"$RANK"; while :; do sleep 0.02; done ;;
 esac
 """
 
