@@ -59,10 +59,12 @@ REFUSED: dict[str, dict[str, tuple[str, Changes, str]]] = {
         ),
         "dropout on experts": ("qwen3_moe", {"lora": {"rank": 4, "dropout": 0.1}}, "dropout 0.1 on experts"),
         "layers": ("qwen3", RECOMPUTED, "recompute.layers=2"),
+        "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "setting of engine megatron"),
         "replicas": ("qwen3", {"fsdp": {"replicate": 2}}, "does not divide the 1 processes"),
         "options": ("qwen3", {"provider_options": {"use_flash_attn": True}}, "no setting provider_options"),
     },
     "single": {
+        "base weights": ("qwen3", {"base_weights": "nf4", **LORA}, "setting of engine megatron"),
         "selective": ("qwen3", {"recompute": {"granularity": "selective"}}, "recompute.granularity=selective"),
         "layers": ("qwen3", RECOMPUTED, "recompute.layers=2"),
         "loss of experts": (

@@ -302,7 +302,7 @@ class StreamedSamples(RunSamples):
         # In files, as eager samples are: objectives and dry runs read them the same way.
         with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
             path = Path(folder) / "first"
-            write_store(path, enumerate(_documents(next(stream))), Findings(), inputs)
+            write_store(path, enumerate(_documents(next(stream))), Findings(), inputs, scored=limits.scored)
             learned = all_samples(SampleStore(path, pictures))
         stores = [
             prepare_samples(

@@ -139,9 +139,6 @@ COMBINATIONS = {
     ),
     "8-bit moments of Muon": settings("optimizer={kind: muon, moments: 8bit}", says="moments: 8bit | kind is muon"),
     "quantised weights that are trained": settings("base_weights=nf4", says="base_weights: nf4 | set lora"),
-    "quantised weights on another engine": settings(
-        "base_weights=nf4", "lora.rank=4", "engine=single", says="base_weights: nf4 | engine megatron | engine single"
-    ),
     "settings of Muon without it": settings("optimizer.muon.momentum=0.8", says="optimizer.muon | set kind: muon"),
     "a group twice": settings("optimizer.groups=[{match: x}, {match: x}]", says="groups: 'x' is listed twice"),
     "overlap of nothing": settings(
