@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -322,10 +324,9 @@ class SupervisedTraining(Training[RunConfig]):
         run, size = self._run, self._run.config.data.global_batch_size
         parts = self.samples.held_out_parts(run.config)
         measured = {name: self.objective.measure(run.backend, part, run.adapter, size) for name, part in parts.items()}
-        first, *others = measured.values()
-        total = sum(others, start=first)
+        total = functools.reduce(operator.add, measured.values())
         figures = {f"validation_{name}": value for name, value in total.metrics.items()}
-        if others:
+        if len(measured) > 1:
             figures |= {f"validation_loss/{name}": part.loss for name, part in measured.items()}
         return total.loss, figures
 
