@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megascend.app.preflight import format_bytes
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.sample import Sample
 from megascend.config import RunConfig
@@ -269,7 +270,7 @@ class StreamedSamples(RunSamples):
     """
 
     open_stream: Callable[[], StreamedBatches]
-    kind: tuple[bool, bool] | None
+    kind: tuple[bool, bool, bool] | None
     files: tuple[Path, ...]
 
     @classmethod
@@ -354,7 +355,7 @@ class StreamedSamples(RunSamples):
         size = sum(file.stat().st_size for file in self.files if file.is_file())
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // self.learned.members} held out"
         count = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
-        return f"{self.learned.unit} streamed from {count}{f' ({size / 2**30:.3g} GiB)' if size else ''}{suffix}"
+        return f"{self.learned.unit} streamed from {count}{f' ({format_bytes(size)})' if size else ''}{suffix}"
 
 
 def _documents(batch: Sequence[Sample]) -> Iterator[list[Sample]]:

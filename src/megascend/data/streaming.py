@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from megascend.batch.images import DeferredImages
+from megascend.batch.losses import MARGIN
 from megascend.batch.picture_sources import PictureSources
 from megascend.batch.sample import Sample
 from megascend.config.data import DataSource
@@ -250,7 +251,7 @@ class StreamedBatches:
 
     Attributes:
         changes: how the data differ from a checkpoint's, where a run may continue with them.
-        kind: samples are of preference pairs, and have a teacher's candidates; None until the first sample.
+        kind: samples are of preference pairs, have a teacher's candidates, have a margin; None until the first sample.
     """
 
     def __init__(
@@ -285,7 +286,7 @@ class StreamedBatches:
             SampleStream(source, f"{seed}/source {number}", self._bad, encode, load)
             for number, source in enumerate(sources)
         ]
-        self.kind: tuple[bool, bool] | None = None
+        self.kind: tuple[bool, bool, bool] | None = None
         self.changes = ""
 
     def __iter__(self) -> Iterator[list[Sample]]:
@@ -295,11 +296,11 @@ class StreamedBatches:
         batch: list[Sample] = []
         for number in range(self._size):
             unit = next(self._streams[next(self._turns)])
-            kind = (unit[0].pair is not None, unit[0].candidates is not None)
+            kind = (unit[0].pair is not None, unit[0].candidates is not None, MARGIN in unit[0].extra)
             if self.kind not in (None, kind):
                 raise DataError(
-                    f"{self._title} holds preference pairs, or tokens with a teacher's distributions, and other documents: they "
-                    "cannot be trained together"
+                    f"{self._title} holds preference pairs, pairs with 'margin', or tokens with a teacher's distributions, and "
+                    "other documents: they cannot be trained together"
                 )
             self.kind = kind
             for sample in unit:
