@@ -8,10 +8,19 @@ from __future__ import annotations
 import pytest
 
 NIGHTLY = {
+    "app/rl/test_lost_engines.py": {
+        "engines_and_controller_may_start_later_end_and_come_back": "run without any engine waits; engine that joins later",
+        "run_goes_on_without_an_engine_that_hangs[generate]": "an engine that reports its version and takes no weights",
+        "run_goes_on_without_an_engine_that_reports_its_version_and_takes_no_weights[commit": "begin_update, verify",
+    },
     "app/rl/test_teacher.py": {
         "student_learns_a_teacher_without_rewards[policy]": "reverse_kl; a step of each loss on recorded rollouts",
     },
+    "app/test_teacher_model.py": {
+        "gradients_of_transformers_engines_are_those_of_plain_float64[fsdp]": "single",
+    },
     "app/test_token_budget.py": {
+        "budget_leaves_room_for_a_teachers_distributions": "memory/test_teacher_estimate.py; the choice of a budget",
         "budget_fills_the_memory_and_is_kept_on_resume": "memory/test_measured_peaks.py; the choice of a budget",
     },
     "bootstrap/test_after_import.py": {
@@ -58,6 +67,9 @@ NIGHTLY = {
     "cli/test_cli_doctor.py": {
         "doctor_on_this_machine": "what it reports of simulated machines, in the same file",
     },
+    "cli/test_cli_generate.py": {
+        "answers_equal_those_of_transformers_on_every_engine[single]": "TP2",
+    },
     "cli/test_cli_init.py": {
         "run_file_trains_to_the_end_as_it_stands[pretrain-1]": "test_sessions_page.py: the session of pre-training",
     },
@@ -75,6 +87,9 @@ NIGHTLY = {
     "cli/test_cli_rl.py": {
         "example_learns_and_resumes": "app/rl/test_loop.py",
     },
+    "cli/test_cli_signals.py": {
+        "signal_saves_and_stops_even_if_output_is_lost[SIGXCPU, kept]": "SIGHUP with a closed terminal, SIGUSR1 with a full disk",
+    },
     "cli/test_cli_template.py": {
         f"run_keeps_its_date_and_exports_its_template[{kind}]": "huggingface/test_files.py: beside an adapter"
         for kind in ("single", "single, lora", "fsdp", "megatron", "megatron, lora")
@@ -82,8 +97,20 @@ NIGHTLY = {
     "cli/test_cli_train.py": {
         "two_processes_learn_the_same": "a cookbook script on two ranks; one process in the same file",
     },
+    "cli/test_cli_train_distillation.py": {
+        "student_learns_the_teachers_distributions[megatron]": "a teacher beside the student; step/test_distillation.py",
+    },
+    "cli/test_cli_train_reward.py": {
+        "reward_model_trains_and_scores_as_transformers[TP2]": "the adapter with its head; engines/test_scalar_head.py",
+    },
     "distributed/test_objects.py": {
         "missing_rank_is_reported_with_the_call": "ranks that do not come are named",
+    },
+    "distributed/test_process_groups.py": {
+        "lost_rank_is_named_where_frames_are_relayed": "reliability/test_hang_and_death.py; relayed frames in the same file",
+    },
+    "engines/fsdp/test_fsdp.py": {
+        "policy_and_preference_losses_equal_hugging_faces": "step/test_loss_in_every_layout.py; engines/single/test_single.py",
     },
     "engines/fsdp/test_fsdp_adapters.py": {
         "dropout_is_drawn_alike_in_every_layout_and_on_the_megatron_engine": "fused layers draw one mask: test_adapter_layers.py",
@@ -91,6 +118,10 @@ NIGHTLY = {
     "engines/fsdp/test_fsdp_experts.py": {
         "gradients_of_divided_experts_count_once": "divided experts equal Hugging Face's, norms too; NaN: test_fsdp.py",
         "the_auxiliary_loss_is_hugging_faces_in_every_layout": "engines/single/test_single.py: the router loss",
+    },
+    "engines/fsdp/test_linear_attention.py": {
+        "training_and_export_equal_transformers_without_packing[qwen3_5_moe_text]": "qwen3_next",
+        "training_and_export_equal_transformers_without_packing[qwen3_5_text]": "qwen3_next",
     },
     "engines/fsdp/test_speed.py": {
         "compiled_layers_compute_the_same": "eager layers; compiled ones are nightly only",
@@ -143,6 +174,11 @@ NIGHTLY = {
         "adapters_equal_pefts_and_move_between_engines[qwen3]": "qwen3_moe",
         "more_than_one_process_is_refused": "a refusal without layout or communication",
     },
+    "engines/test_optimizer_layouts.py": {
+        "muon_resumes_bit_for_bit[FSDP2]": "8-bit moments of FSDP2; Muon in other layouts",
+        "muon_resumes_in_another_layout_or_engine[FSDP2 of experts-EP2]": "TP2-FSDP2",
+        "training_matches_the_plain_computation[FSDP2 x EP2-muon, original, with groups]": "the same settings in other layouts",
+    },
     "engines/test_registered_engine.py": {
         "a_run_file_names_its_plug_in_and_the_engine": "the same engine through the backend, in the same file",
     },
@@ -187,6 +223,9 @@ NIGHTLY = {
         "trajectory_equals_peft[TP2 x PP2]": "TP2 + SP, padded; PP2 x VPP2",
         "trajectory_equals_peft[embedding and head, PP2]": "embedding and head: TP2, DP2, CP2",
     },
+    "lora/test_quantised_base.py": {
+        "trajectory_equals_peft_on_dequantised_weights[TP2 x PP2, nf4]": "EP2, fp8",
+    },
     "lora/test_target_maps.py": {
         "adapters_of_a_real_model_follow_the_registered_map": "engines/megatron/test_registered_architecture.py: its adapters",
     },
@@ -194,9 +233,27 @@ NIGHTLY = {
         "the_estimate_is_close_to_the_peak[dp2]": "tp2 sequence, moe",
         "the_estimate_is_close_to_the_peak[lora]": "tp2 sequence, moe",
     },
+    "models/test_by_name.py": {
+        "model_by_name_trains_from_the_loss_of_transformers[gpt_oss]": "deepseek_v3",
+        "recipes_train_a_model_by_name_or_refuse_it[gpt_oss]": "deepseek_v3",
+    },
     "models/test_images.py": {
+        "engines_of_transformers_train_with_pictures[fsdp-qwen3_5-train-2]": "single; the frozen tower of qwen3_vl on fsdp",
         "qwen2_5_vl_is_refused_by_name[fsdp]": "megatron: the declaration refuses it before an engine is chosen",
         "qwen2_5_vl_is_refused_by_name[single]": "megatron: the declaration refuses it before an engine is chosen",
+    },
+    "models/test_mtp.py": {
+        "head_that_is_not_trained_is_copied_or_left_out[fsdp-qwen3_next]": "megatron-deepseek_v3",
+    },
+    "models/test_nemotron.py": {
+        "steps_have_no_limit_without_megatron[fsdp]": "single",
+    },
+    "models/test_sparse_attention.py": {
+        "samples_of_a_batch_do_not_see_each_other_without_megatron[deepseek_v32-fsdp]": "single",
+        "samples_of_a_batch_do_not_see_each_other_without_megatron[glm_moe_dsa-fsdp]": "single",
+    },
+    "models/test_tower_adapters.py": {
+        "engines_of_transformers_train_adapters_in_the_tower[fsdp-qwen3_vl-1-2]": "single",
     },
     "npu/test_attention_calls.py": {
         "context_parallel_algorithms_never_get_a_dense_mask[all_gather]": "parity: CP2, all_gather",
@@ -272,6 +329,7 @@ NIGHTLY = {
         "backend_starts_early_worker_only_without_cache": "early worker checks and next run starts none",
     },
     "selfcheck/test_findings.py": {
+        "ignored_settings_are_named[one]": "selfcheck/test_check.py: a difference raises an error",
         "random_shapes_of_proven_architectures_agree[one each]": "unbuildable models do not agree and honoured settings do",
     },
     "serve/test_serve_flat.py": {
@@ -284,6 +342,9 @@ NIGHTLY = {
     "serve/test_serve_vllm_failures.py": {
         "one_that_is_still_ill_when_its_time_is_over": "another server answers",
     },
+    "step/test_distillation.py": {
+        "engines_of_transformers_have_the_same_gradients[fsdp]": "single",
+    },
     "step/test_loss_in_every_layout.py": {
         "a_function_that_raises_on_one_rank_ends_the_step_on_all[CP2]": "TP2 + SP",
         "a_function_that_raises_on_one_rank_ends_the_step_on_all[DP2]": "TP2 + SP, CP2",
@@ -294,6 +355,9 @@ NIGHTLY = {
         "padding_adds_nothing_to_sums_over_samples[DP2, padded]": "CP2, PP2, TP2 + SP",
         "sums_policy_losses_and_log_probabilities_equal_hugging_faces[CP2]": "parity: CP2; TP2 + SP",
         "sums_policy_losses_and_log_probabilities_equal_hugging_faces[PP2]": "single; TP2 + SP",
+    },
+    "step/test_router_replay.py": {
+        "engines_without_megatron_replay_too[qwen3_moe-fsdp]": "single",
     },
     "step/test_step.py": {
         "a_rank_without_samples_joins_the_others_collectives[qwen3]": "qwen3_moe",
@@ -316,6 +380,9 @@ NIGHTLY = {
     },
     "weightwire/test_group.py": {
         "missing_member_is_named_by_all[1]": "[0]",
+    },
+    "weightwire/test_plan.py": {
+        "64_ranks_to_8_engines_of_published_models[Qwen3-235B-A22B-tp]": "DeepSeek-V3-tp",
     },
     "test_bad_input.py": {
         "rank_that_stops_between_steps_is_named_within_timeout": "reliability/test_hang_and_death.py",
