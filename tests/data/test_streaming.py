@@ -61,10 +61,12 @@ WRITERS: dict[str, Callable[[Path, list[Any]], Path]] = {
 }
 
 
-def open_stream(path: Path | None = None, batch: int = 4, limit: int = LIMIT, **settings: Any) -> StreamedBatches:
+def open_stream(
+    path: Path | None = None, batch: int = 4, limit: int = LIMIT, scored: bool = False, **settings: Any
+) -> StreamedBatches:
     values: dict[str, Any] = {"streaming": True, "on_too_long": "truncate", "shuffle_buffer": 5} | settings
     data = Data(path=path, **values)
-    limits = SampleLimits(limit, vocab_size=300)
+    limits = SampleLimits(limit, vocab_size=300, scored=scored)
     tokenizer = byte_tokenizer(256)
 
     def encoder(findings: Any) -> Encoder:
@@ -201,8 +203,11 @@ def test_pairs_are_numbered_by_batch_and_kinds_are_not_mixed(tmp_path: Path) -> 
     batch = next(open_stream(tmp_path / "a.jsonl", batch=3))
     assert [(sample.pair, sample.chosen) for sample in batch] == [(n, side) for n in range(3) for side in (True, False)]
     write_jsonl(tmp_path / "b.jsonl", [*rows, {"text": "not a pair"}])
-    with pytest.raises(DataError, match=r"holds preference pairs, or .*, and other documents"):
+    with pytest.raises(DataError, match=r"holds preference pairs, .*, and other documents"):
         take(open_stream(tmp_path / "b.jsonl", batch=3), 3)
+    write_jsonl(tmp_path / "c.jsonl", [*rows, {**rows[0], "margin": 0.5}])
+    with pytest.raises(DataError, match=r"pairs with 'margin', .*, and other documents"):
+        take(open_stream(tmp_path / "c.jsonl", batch=3, scored=True), 3)
 
 
 def test_data_without_a_sample_end_the_stream(tmp_path: Path) -> None:
