@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megascend.config import Data
 from megascend.data import prepare
 from megascend.data.files import read_documents
 from megascend.data.order import fingerprint_of
-from megascend.data.prepare import prepare_samples
+from megascend.data.prepare import prepare_samples, write_prepared
 from megascend.data.samples import SampleLimits, build_samples
 from megascend.data.store import SampleStore
 from megascend.errors import DataError
@@ -100,6 +101,21 @@ def test_pairs_are_stored_as_pairs(folder: Path) -> None:
         file.write('{"text": "not a pair"}\n')
     with pytest.raises(DataError, match="holds preference pairs and other documents"):
         samples_of(folder)
+
+
+@pytest.mark.parametrize("prepared_scored", [False, True])
+def test_pairs_prepared_for_another_head_are_refused(folder: Path, prepared_scored: bool) -> None:
+    """Samples for logits and for a scalar head have other tokens and positions, though the data are the same."""
+    write(folder / "data.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
+    limits, others = (replace(LIMITS, scored=scored) for scored in (prepared_scored, not prepared_scored))
+    store = samples_of(folder, limits)
+    write_prepared(folder / "prepared", {"data.path": store}, limits)
+    assert samples_of(folder, limits, prepared=folder / "prepared").fingerprint == store.fingerprint
+    with pytest.raises(DataError, match=r"was prepared from something else: limits of pairs .*scalar head"):
+        samples_of(folder, others, prepared=folder / "prepared")
+    padded = replace(limits, scored=True, padding=0)
+    with pytest.raises(DataError, match="padding token 0"):
+        samples_of(folder, padded, prepared=folder / "prepared")
 
 
 def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

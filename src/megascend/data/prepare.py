@@ -216,7 +216,9 @@ def prepared_store(
 
 def pair_inputs(limits: SampleLimits) -> dict[str, str]:
     """Return the limits on pairs, which samples are made from beside :func:`sample_inputs`."""
-    return {PAIR_LIMITS: f"{limits.budget} tokens, multiples of {limits.multiple}, packing {limits.packing}"}
+    layout = f"{limits.budget} tokens, multiples of {limits.multiple}, packing {limits.packing}"
+    head = f"a scalar head, padding token {limits.padding}" if limits.scored else "logits"
+    return {PAIR_LIMITS: f"{layout}, for {head}"}
 
 
 def make_encoder(

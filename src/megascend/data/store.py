@@ -315,6 +315,7 @@ class JoinedStores(Sequence[Sample]):
 
     Attributes:
         fingerprint, sources: of all stores, as of :class:`SampleStore`.
+        has_pairs, has_labels, has_candidates, has_margins, scored: as of each store, which are of one kind.
     """
 
     def __init__(self, stores: Sequence[SampleStore]) -> None:
@@ -325,6 +326,9 @@ class JoinedStores(Sequence[Sample]):
         digest = xxhash.xxh3_64(" ".join(store.fingerprint for store in stores).encode())
         self.fingerprint = digest.hexdigest()
         self.sources = {name: value for store in stores for name, value in store.sources.items()}
+        first = self._stores[0]
+        self.has_pairs, self.has_labels, self.has_candidates = first.has_pairs, first.has_labels, first.has_candidates
+        self.has_margins, self.scored = first.has_margins, first.scored
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -364,31 +368,6 @@ class JoinedStores(Sequence[Sample]):
     def source_numbers(self) -> np.ndarray:
         """Return the number of each sample's store, int64 [samples]."""
         return np.repeat(np.arange(len(self._stores)), np.diff(self._starts))
-
-    @property
-    def has_pairs(self) -> bool:
-        """True if all samples are of preference pairs: stores are of one kind."""
-        return self._stores[0].has_pairs
-
-    @property
-    def has_margins(self) -> bool:
-        """True if all pairs have a margin."""
-        return self._stores[0].has_margins
-
-    @property
-    def scored(self) -> bool:
-        """True if the samples are for a scalar head."""
-        return self._stores[0].scored
-
-    @property
-    def has_labels(self) -> bool:
-        """True if all samples are of labelled documents."""
-        return self._stores[0].has_labels
-
-    @property
-    def has_candidates(self) -> bool:
-        """True if all samples have a teacher's candidates."""
-        return self._stores[0].has_candidates
 
 
 class SampleSubset(Sequence[Sample]):
