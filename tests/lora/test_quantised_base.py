@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend import Adapters, Parallel
+from megascend import Adapters, Lora, Parallel
 from megascend.config import Recompute, RunConfig
 from megascend.config.rl import RlConfig
 from megascend.errors import CheckpointError, ConfigError
@@ -168,6 +168,25 @@ def test_trajectory_equals_peft_on_dequantised_weights(name, parity_folder, tmp_
     key = "model.layers.0.self_attn.o_proj"
     factors = trajectory.factors[key]
     torch.testing.assert_close(merged[f"{key}.weight"], source[f"{key}.weight"].float() + 1.5 * factors.b @ factors.a)
+
+
+@pytest.mark.usefixtures("megatron_imported")
+def test_export_has_a_new_head_that_no_file_has(parity_folder, tmp_path):
+    case = Case("nf4", overrides=DENSE)
+    checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
+
+    def export() -> None:
+        with case_backend(case, checkpoint, adapters=Adapters(base_weights="nf4"), head="reward_model") as backend:
+            backend.add_adapter("tenant", Lora(rank=2))
+            backend.export_hf(tmp_path / "merged", adapter="tenant")
+            backend.save_adapter("tenant", tmp_path / "adapter")
+
+    run_distributed(export, 1, init=False, timeout_s=180)
+    merged, adapter = (
+        load_file(tmp_path / "merged" / FILE),
+        load_file(tmp_path / "adapter" / "adapter_model.safetensors"),
+    )
+    torch.testing.assert_close(merged["score.weight"], adapter["base_model.model.score.weight"])
 
 
 def resume(checkpoint: Path, adapter: Path, out: Path) -> None:

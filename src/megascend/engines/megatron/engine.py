@@ -252,8 +252,10 @@ class MegatronEngine(Engine):
         if self.config.bridge._get_need_transpose() != info.transposed_experts:
             reason = "experts are stored as the checkpoint's headers have them"
             patch(self.config.bridge, "_get_need_transpose", lambda: info.transposed_experts, reason)
-        fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
-        weights.load(chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, fresh, self._quantised)
+        self._fresh = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed)
+        weights.load(
+            chunks, self.config.bridge, self.model_dir, info.tensors, self.groups, self._fresh, self._quantised
+        )
         if self.groups.rank == 0:
             mtp.warn_of_different_copies(info, self.model_dir)
         return chunks
@@ -525,6 +527,7 @@ class MegatronEngine(Engine):
             yield from stored_weights(
                 self.groups,
                 self.info.exported,
+                self._fresh,
                 self.config.params_dtype,
                 layers=self.info.shape.num_layers,
                 merge=merge,

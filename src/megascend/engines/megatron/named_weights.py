@@ -111,6 +111,7 @@ def named_weights(
 def stored_weights(
     groups: ProcessGroups,
     headers: Mapping[str, TensorHeader],
+    fresh: Mapping[str, Tensor],
     dtype: torch.dtype,
     *,
     layers: int,
@@ -121,6 +122,7 @@ def stored_weights(
     """Yield what :func:`named_weights` yields of a frozen model, from its checkpoint's files, which every receiver reads.
 
     Args:
+        fresh: newly initialised weights of a scalar head, which no file has.
         layers: number of layers of the model.
         dtype: dtype of the model's parameters; routers' biases that are fp32 in the files stay so.
     """
@@ -140,7 +142,8 @@ def stored_weights(
             if describes:
                 yield name, torch.empty(header.shape, dtype=torch.float32 if stays_fp32 else dtype, device="meta")
             else:
-                yield name, read_tensor(name, header, files).to(device, torch.float32 if stays_fp32 else dtype)
+                value = fresh[name] if name in fresh else read_tensor(name, header, files)
+                yield name, value.to(device, torch.float32 if stays_fp32 else dtype)
 
     def finish(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor if merge is None else merge(name, tensor)
