@@ -107,12 +107,12 @@ def test_pairs_are_stored_as_pairs(folder: Path) -> None:
 def test_pairs_prepared_for_another_head_are_refused(folder: Path, prepared_scored: bool) -> None:
     """Samples for logits and for a scalar head have other tokens and positions, though the data are the same."""
     write(folder / "data.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
-    limits, others = (replace(LIMITS, scored=scored) for scored in (prepared_scored, not prepared_scored))
+    limits, other_limits = (replace(LIMITS, scored=scored) for scored in (prepared_scored, not prepared_scored))
     store = samples_of(folder, limits)
     write_prepared(folder / "prepared", {"data.path": store}, limits)
     assert samples_of(folder, limits, prepared=folder / "prepared").fingerprint == store.fingerprint
     with pytest.raises(DataError, match=r"was prepared from something else: limits of pairs .*scalar head"):
-        samples_of(folder, others, prepared=folder / "prepared")
+        samples_of(folder, other_limits, prepared=folder / "prepared")
     padded = replace(limits, scored=True, padding=0)
     with pytest.raises(DataError, match="padding token 0"):
         samples_of(folder, padded, prepared=folder / "prepared")
