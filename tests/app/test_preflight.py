@@ -13,12 +13,13 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megascend.app import preflight
-from megascend.app.preflight import check_run, disk_warning, format_bytes, required_disk_bytes
+from megascend.app.preflight import check_run, disk_warning, required_disk_bytes
 from megascend.batch.packing import plan_micro_batches, round_up
 from megascend.cli.random_checkpoint import ModelSize, byte_tokenizer, write_checkpoint
 from megascend.config import RunConfig
 from megascend.errors import CheckpointError, DataError
 from megascend.huggingface.tokenizer import load_tokenizer
+from megascend.io.paths import format_bytes
 from megascend.testing import write_tiny_checkpoint
 
 CHECKPOINT, FP32, BF16 = 14, 4, 2

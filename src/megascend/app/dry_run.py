@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megascend.app.layout_plan import Suggestion, suggestion
 from megascend.app.objectives import LearningObjective
-from megascend.app.preflight import AnyConfig, RunPlan, disk_warning, free_bytes
+from megascend.app.preflight import AnyConfig, RunPlan, disk_warning
 from megascend.app.rl.servers import placements, share_beside_trainer
 from megascend.app.rl.trial import EpisodeTrial, ask_engines, describe_teacher
 from megascend.app.run import (
@@ -34,6 +34,7 @@ from megascend.data.preview import SamplePiece, SampleStatistics, SourceStatisti
 from megascend.distributed.launch import Launch
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint
+from megascend.io.paths import free_bytes
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import ELEMENT_BYTES, Kernels, Workload
 from megascend.planning.hardware import matching

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from megascend.app.plot import require_extra
@@ -25,7 +23,7 @@ from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint, linear_layers
 from megascend.huggingface.scalar_head import padding_id
-from megascend.io.paths import real
+from megascend.io.paths import format_bytes, free_bytes, real
 from megascend.topology.topology import Topology, plan
 from megascend.tracking.registry import check_trackers
 
@@ -304,17 +302,3 @@ def required_disk_bytes(config: TrainerConfig, parameters: int) -> int:
         checkpoints += config.steps // config.checkpoint.keep_every
     exports = config.export + (checkpoints if config.checkpoint.hf else 0)
     return parameters * (checkpoints * CHECKPOINT_BYTES + exports * weight_bytes)
-
-
-def free_bytes(path: Path) -> int:
-    """Return the free bytes of the file system that holds, or will hold, a path."""
-    path = path.resolve()
-    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
-
-
-def format_bytes(count: int) -> str:
-    """Write bytes in a unit that leaves few digits."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} bytes"

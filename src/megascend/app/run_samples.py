@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megascend.app.preflight import format_bytes
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.sample import Sample
 from megascend.config import RunConfig
@@ -35,7 +34,7 @@ from megascend.data.splits import files_of
 from megascend.data.store import JoinedStores, SampleStore, SampleSubset, all_samples, hold_out, write_store
 from megascend.data.streaming import StreamedBatches, file_identity
 from megascend.errors import ConfigError, DataError
-from megascend.io.paths import real
+from megascend.io.paths import format_bytes, real
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

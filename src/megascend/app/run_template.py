@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from megascend.app.layout_plan import model_checkpoint, plan_layouts, plan_split, settings
-from megascend.app.preflight import format_bytes
 from megascend.config import RunConfig, TrainerConfig, parsed
 from megascend.config.commented import comment, commented_out, commented_settings
 from megascend.config.rl import VLLM, RlConfig
 from megascend.config.run_file import apply_overrides, full_names
 from megascend.errors import ConfigError
 from megascend.huggingface.info import inspect_checkpoint
+from megascend.io.paths import format_bytes
 from megascend.planning.hardware import Hardware
 from megascend.planning.search import Candidate
 

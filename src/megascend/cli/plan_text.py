@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megascend.app.layout_plan import LayoutPlan, run_file
-from megascend.app.preflight import format_bytes
 from megascend.cli.dry_run_text import GIB, LAYOUT
 from megascend.config import RunConfig
+from megascend.io.paths import format_bytes
 from megascend.planning.hardware import Hardware
 from megascend.planning.pipeline import TimedPass
 from megascend.planning.rl import Split

@@ -1,4 +1,4 @@
-"""Resolve paths: the cache, targets of links, mount points, and whether a directory can be written."""
+"""Resolve paths: the cache, targets of links, mount points, free bytes, and whether a directory can be written."""
 
 from __future__ import annotations
 
@@ -125,3 +125,17 @@ def unwritable_reason(directory: Path) -> str | None:
         for path in reversed(created):
             with contextlib.suppress(OSError):  # another process has begun to use it
                 path.rmdir()
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the file system that holds, or will hold, a path."""
+    path = path.resolve()
+    return shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.is_dir())).free
+
+
+def format_bytes(count: int) -> str:
+    """Write bytes in a unit that leaves few digits."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"
