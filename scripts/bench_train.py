@@ -5,6 +5,7 @@
     python scripts/bench_train.py --run bare --run bare:fusions=rope+swiglu --run megascend:micro_batch_tokens=16384
 
     python scripts/bench_train.py --moe --layers 8 --ranks 2 --run plain --run fsdp:compile=true --run megascend:expert=2
+    python scripts/bench_train.py --moe --lora 16 --length 16384 --sequences 4 --run megascend:recompute=full --run peft
 
 Every ``--run`` is one fresh process on the same device, one after the other: same weights (a random checkpoint in
 Hugging Face format, written to a temporary directory), same data, same optimizer settings. Warm-up steps come first,
@@ -16,6 +17,11 @@ A run is one of these, with options after colons:
     megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2  experts=upstream  graphs=true
     fsdp        micro_batch_tokens=8192  recompute=full  packing=false  expert=2  compile=true  reshard=false
     plain       micro_batch=2  recompute=full
+    peft        micro_batch=1  recompute=full
+
+With ``--lora`` the model is frozen, and an adapter of that rank on all linear layers and experts is trained; the options
+``base=nf4`` and ``base=fp8`` of ``megascend`` quantise the model. ``peft`` is transformers' model with peft's adapter and torch's
+fused AdamW, on one rank. Each library draws the adapter's first values in its own way, so the bounds are those of bf16.
 
 With ``--pictures`` every sequence of a family with a vision tower begins with so many pictures of 448 x 448 pixels (196
 tokens each, never learned); ``tower=train`` trains the tower too. There is no ``bare`` run with pictures.
@@ -36,7 +42,7 @@ output layer) plus a part for every layer, so that two numbers of layers give th
 Model FLOPs of a step: tokens * (6 * N + 6 * layers * heads * head_dim * length), where N counts the weights that are
 multiplied with every token (of experts those of one token's; tied embeddings once, as output layer) and the second term
 is causal attention: forward 2 products * 2 FLOP * length / 2, times 3 for forward and backward. Recomputation is not
-counted.
+counted. A frozen weight has no gradient: with ``--lora``, 4 * N in place of 6 * N, without the adapter's own.
 """
 
 from __future__ import annotations
@@ -54,7 +60,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
@@ -239,6 +245,8 @@ class Work:
     seed: int
     ranks: int = 1
     family: str | None = None
+    lora: int = 0
+    """Rank of the adapter that is trained; 0: all parameters are."""
     pictures: int = 0
     """Pictures at the beginning of every sequence."""
     batches: int = 2
@@ -271,7 +279,7 @@ class Work:
             mlp += s["hidden_size"] * s["num_experts"]  # the router
         weights = s["num_hidden_layers"] * (attention + mlp) + s["vocab_size"] * s["hidden_size"]
         causal = s["num_hidden_layers"] * s["num_attention_heads"] * s["head_dim"] * self.length
-        return self.tokens * 6.0 * (weights + causal)
+        return self.tokens * ((4.0 if self.lora else 6.0) * weights + 6.0 * causal)
 
 
 @dataclass
@@ -466,6 +474,55 @@ class PlainSteps(Steps):
         return loss.item() / self.work.ranks, float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
+class PeftSteps(Steps):
+    """transformers' frozen model with peft's adapter, and a loop of one's own."""
+
+    def __init__(self, work: Work, model_dir: Path, options: dict[str, str]) -> None:
+        import torch
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM
+
+        self.work, self.micro_batch = work, int(options.get("micro_batch", 1))
+        self.device = torch.device("cuda" if work.platform == "cuda" else "cpu")
+        dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+        placement = {"device_map": {"": 0}} if work.platform == "cuda" else {}
+        base: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **placement)
+        base.config.use_cache = False
+        if options.get("recompute"):
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+            base.enable_input_require_grads()
+        experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+        torch.manual_seed(work.seed)
+        self.model: Any = get_peft_model(
+            base,
+            LoraConfig(
+                r=work.lora,
+                lora_alpha=2 * work.lora,
+                target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+                **(experts if "num_experts" in work.shape else {}),
+            ),
+        ).train()
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.trained, lr=work.lr, betas=(0.9, 0.999), weight_decay=0.01, fused=work.platform == "cuda"
+        )
+
+    def step(self, batch: torch.Tensor) -> tuple[float, float]:
+        import torch
+
+        parts, losses = batch.split(self.micro_batch), []
+        for part in parts:
+            tokens = part.to(self.device, non_blocking=True)
+            logits = self.model(input_ids=tokens[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            (loss / len(parts)).backward()
+            losses.append(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean().item(), float(norm)
+
+
 class MegascendSteps(Steps):
     """The same through the facade, as a trainer would call it."""
 
@@ -476,7 +533,11 @@ class MegascendSteps(Steps):
 
         megascend.bootstrap(work.platform, engine=self.engine)
         extra = self.settings(options) | ({"vision_tower": options.get("tower", "frozen")} if work.pictures else {})
-        budget = int(options.get("micro_batch_tokens", 2 * work.length))
+        budget = int(options.get("micro_batch_tokens", (1 if work.lora else 2) * work.length))
+        if work.lora:
+            extra["adapters"] = megascend.Adapters(
+                max_count=1, max_rank=work.lora, base_weights=cast("Any", options.get("base", "unquantised"))
+            )
         kind: Any = megascend.MegatronBackend if self.engine == "megatron" else megascend.FsdpBackend
         self.backend = kind(
             model=str(model_dir),
@@ -493,6 +554,9 @@ class MegascendSteps(Steps):
             **extra,
         )
         self.sample, self.images, self.work = megascend.Sample, megascend.SampleImages, work
+        self.adapter = "adapter" if work.lora else None
+        if self.adapter is not None:
+            self.backend.add_adapter(self.adapter, megascend.Lora(rank=work.lora, alpha=2 * work.lora))
 
     def settings(self, options: dict[str, str]) -> dict[str, Any]:
         """Return the settings that only this engine has, or has in its own way."""
@@ -512,8 +576,8 @@ class MegascendSteps(Steps):
             images = self.images(*make_pictures(self.work, row)) if self.work.pictures else None
             weights = weights_of(self.work, row[1:])
             samples.append(self.sample(input_ids=row[:-1], target_ids=row[1:], weights=weights, images=images))
-        result = self.backend.forward_backward(self.backend.shard(samples))
-        step = self.backend.optimizer_step()
+        result = self.backend.forward_backward(self.backend.shard(samples), adapter=self.adapter)
+        step = self.backend.optimizer_step(self.adapter)
         if step.skipped:
             raise RuntimeError("the backend skipped a step")
         return float(result.loss), float(step.grad_norm)
@@ -617,12 +681,20 @@ def write_checkpoint(work: Work, directory: Path) -> None:
 
     unit_weight = lambda size: torch.ones(size, dtype=dtype)  # noqa: E731
     hidden, head = s["hidden_size"], s["head_dim"]
-    tensors = {"model.embed_tokens.weight": normal(s["vocab_size"], hidden), "model.norm.weight": unit_weight(hidden)}
+    files: dict[str, str] = {}
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write one file; the tensors of a large model do not fit into the host's memory at once."""
+        save_file(tensors, directory / f"{name}.safetensors", metadata={"format": "pt"})
+        files.update(dict.fromkeys(tensors, f"{name}.safetensors"))
+
+    ends = {"model.embed_tokens.weight": normal(s["vocab_size"], hidden), "model.norm.weight": unit_weight(hidden)}
     if experts:
-        tensors["lm_head.weight"] = normal(s["vocab_size"], hidden)
+        ends["lm_head.weight"] = normal(s["vocab_size"], hidden)
+    write("ends", ends)
     for layer in range(s["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        tensors |= {
+        tensors = {
             prefix + "self_attn.q_proj.weight": normal(s["num_attention_heads"] * head, hidden),
             prefix + "self_attn.k_proj.weight": normal(s["num_key_value_heads"] * head, hidden),
             prefix + "self_attn.v_proj.weight": normal(s["num_key_value_heads"] * head, hidden),
@@ -641,7 +713,8 @@ def write_checkpoint(work: Work, directory: Path) -> None:
                 mlp + "up_proj.weight": normal(width, hidden),
                 mlp + "down_proj.weight": normal(hidden, width),
             }
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        write(f"layer-{layer}", tensors)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
 def make_batches(work: Work) -> list[torch.Tensor]:
@@ -689,7 +762,7 @@ def execute(work: Work, run: str, model_dir: Path, profile: Path | None) -> Resu
     import torch
 
     name, options = parse_run(run)
-    kinds = {"bare": BareSteps, "megascend": MegascendSteps, "fsdp": FsdpSteps, "plain": PlainSteps}
+    kinds = {"bare": BareSteps, "megascend": MegascendSteps, "fsdp": FsdpSteps, "plain": PlainSteps, "peft": PeftSteps}
     steps = kinds[name](work, model_dir, options)
     on_gpu = work.platform == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else lambda: None
@@ -770,9 +843,10 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
     options = dict(pair.partition("=")[::2] for pair in pairs)
     allowed = {
         "bare": {"micro_batch", "fusions", "recompute"},
-        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts", "graphs", "tower"},
+        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts", "graphs", "tower", "base"},
         "fsdp": {"micro_batch_tokens", "recompute", "packing", "expert", "compile", "reshard", "tower"},
         "plain": {"micro_batch", "recompute", "tower"},
+        "peft": {"micro_batch", "recompute"},
     }
     if name not in allowed or not options.keys() <= allowed[name]:
         raise SystemExit(f"--run {text}: use one of {allowed}")
@@ -781,7 +855,7 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
 
 def disagreement(work: Work, reference: Result, other: Result) -> str:
     """Describe the differences between two runs of the same work; empty if they agree."""
-    bounds = TOLERANCE[work.precision]
+    bounds = TOLERANCE["bf16" if work.lora else work.precision]
     pairs = {
         "first_loss": (reference.losses[0], other.losses[0]),
         "last_loss": (reference.losses[-1], other.losses[-1]),
@@ -841,7 +915,7 @@ def report(work: Work, results: list[Result], flops: float) -> bool:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--run", action="append", help="bare, megascend, fsdp or plain, with options; default: the first two"
+        "--run", action="append", help="bare, megascend, fsdp, plain or peft, with options; default: the first two"
     )
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on cuda, fp32 on cpu")
@@ -849,6 +923,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--moe", action="store_true", help="Qwen3-30B-A3B's shapes, or with --tiny a few experts")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="its shapes, or with --tiny those of its tiny model")
     parser.add_argument("--pictures", type=int, default=0, help="pictures of every sequence, of a family with a tower")
+    parser.add_argument("--lora", type=int, default=0, help="rank of an adapter to train in place of the model")
     parser.add_argument("--ranks", type=int, default=1, help="processes of every run, a GPU each")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
@@ -908,6 +983,7 @@ def work_from(arguments: argparse.Namespace) -> Work:
         ranks=arguments.ranks,
         family=arguments.family,
         pictures=arguments.pictures,
+        lora=arguments.lora,
     )
 
 
@@ -925,8 +1001,13 @@ def main() -> int:
         return 0
     runs = arguments.run or ["bare", "megascend"]
     for run in runs:
-        if parse_run(run)[0] == "bare" and (work.ranks > 1 or work.pictures):
+        name = parse_run(run)[0]
+        if name == "bare" and (work.ranks > 1 or work.pictures):
             raise SystemExit("--run bare is for one rank and text")
+        if name == "peft" and (work.ranks > 1 or work.pictures or not work.lora):
+            raise SystemExit("--run peft is for one rank, text and --lora")
+        if name in ("bare", "plain") and work.lora:
+            raise SystemExit(f"--run {name} trains all parameters: leave out --lora")
     if work.pictures and "vision_config" not in work.shape:
         raise SystemExit(f"--pictures {work.pictures} needs a family with a vision tower (--family qwen3_vl)")
     with tempfile.TemporaryDirectory(prefix="bench_train_") as folder:

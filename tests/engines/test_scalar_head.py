@@ -4,21 +4,29 @@ import json
 from pathlib import Path
 
 import pytest
-import scalar_runs
 import torch
-from safetensors.torch import load_file
-from scalar_runs import LAYOUTS, LR, MODELS, STEPS, TOKEN, TOKENS, Layout, make_backend, samples_of
 
 from megascend import Sample
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.testing import run_distributed
-from megascend.testing.parity import MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, reference
+from megascend.testing.parity import case_checkpoint
 from megascend.testing.reference import run_reference
+from support import scalar_runs
 from support.forked_programs import run_forked
+from support.scalar_runs import (
+    LAYOUTS,
+    MODELS,
+    TOKEN,
+    TOKENS,
+    Layout,
+    assert_equal_to_transformers,
+    checkpoint_of,
+    expected,
+    make_backend,
+)
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
-SCALAR_REFERENCE = Path(__file__).parents[1] / "support" / "scalar_reference.py"
 IN_CI = {("single", "critic"), ("single", "reward model"), ("TP2 + SP", "critic"), ("PP2", "tied critic")}
 IN_CI |= {("CP2", "reward model"), ("engine single", "reward model"), ("engine fsdp, DP2", "critic")}
 
@@ -31,30 +39,6 @@ def on_ranks(folder, function, layout, *arguments):
     completed = run_forked(Path(scalar_runs.__file__), folder / "job", folder / "result")
     assert not completed.returncode, completed.stderr[-6000:]
     return torch.load(folder / "result", weights_only=False)
-
-
-def expected(folder, checkpoint, kind):
-    job = {"checkpoint": str(checkpoint), "samples": samples_of(kind), "loss": MODELS[kind][2], "steps": STEPS}
-    job |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM}
-    return load_file(reference(folder, SCALAR_REFERENCE, job))
-
-
-def assert_equal_to_transformers(ranks, reference, kind):
-    for losses, norms, values, weights in ranks:
-        assert losses == pytest.approx(reference["losses"].tolist(), rel=2e-5, abs=1e-7)
-        assert norms == pytest.approx(reference["grad_norms"].tolist(), rel=5e-5, abs=1e-6)
-        for index, sample_values in enumerate(values):
-            actual = sample_values if kind != "reward model" else sample_values[-1:]
-            torch.testing.assert_close(actual, reference[f"values.{index}"], rtol=1e-4, atol=1e-5)
-        expected_weights = {name: t for name, t in reference.items() if name.startswith("weights.")}
-        assert {f"weights.{name}" for name in weights} == set(expected_weights)
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected_weights[f"weights.{name}"], rtol=1e-3, atol=2e-4)
-
-
-def checkpoint_of(folder, kind):
-    arch, overrides, _ = MODELS[kind]
-    return case_checkpoint(folder / kind.replace(" ", "-"), arch, **overrides)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ class QuantisedWeights:
         self._scales = torch.empty((len(weights), first.shape[0], blocks), dtype=torch.float32, **options)
         values = torch.tensor(NF4)
         self._borders = ((values[1:] + values[:-1]) / 2).to(first.device)
+        self._table = values.to(first.device)
         # Pairs of values by byte, the first in its high half.
         self._pairs = torch.cartesian_prod(values, values).to(first.device)
         for index, weight in enumerate(weights):
@@ -62,8 +63,17 @@ class QuantisedWeights:
 
     def dequantised(self, index: int | None = None) -> Tensor:
         """Return all weights [count, out, in], or one [out, in]."""
-        chosen = range(len(self._codes)) if index is None else [index]
+        chosen = range(len(self._codes)) if index is None else range(index, index + 1)
         weights = torch.empty((len(chosen), *self.shape), dtype=self.dtype, device=self._codes.device)
+        if self._codes.is_cuda:
+            # The loop below starts hundreds of kernels for the experts of a layer.
+            from megascend.kernels.dequantise_triton import dequantise
+
+            numbers = slice(chosen.start, chosen.stop)
+            fp8 = self._method == "fp8"
+            codes = self._codes[numbers].view(torch.float8_e4m3fn) if fp8 else self._codes[numbers]
+            dequantise(codes, self._scales[numbers], None if fp8 else self._table, weights)
+            return weights if index is None else weights[0]
         for target, number in zip(weights, chosen, strict=True):
             for rows in self._row_chunks():
                 target[rows] = self._values(self._codes[number, rows], self._scales[number, rows])
@@ -77,7 +87,8 @@ class QuantisedWeights:
         blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % self._block)).unflatten(1, (-1, self._block))
         largest = blocks.abs().amax(-1)
         if self._method == "fp8":
-            scales.copy_(largest / LARGEST_FP8)
+            # By a tensor: CUDA would multiply by the reciprocal of a number, which rounds otherwise, and ties to other codes.
+            scales.copy_(largest / largest.new_full((1,), LARGEST_FP8))
             scaled = blocks / torch.where(scales == 0, 1.0, scales)[..., None]
             codes.copy_(scaled.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1))
             return

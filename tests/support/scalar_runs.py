@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
 from megascend import Adam, Adapters, Batching, Parallel, Sample
 from megascend.errors import ConfigError
 from megascend.testing import run_distributed
-from megascend.testing.parity import MAX_GRAD_NORM, WEIGHT_DECAY, token_lists
+from megascend.testing.parity import MAX_GRAD_NORM, WEIGHT_DECAY, case_checkpoint, reference, token_lists
 
+SCALAR_REFERENCE = Path(__file__).with_name("scalar_reference.py")
 STEPS, LR = 3, 5e-4
 TOKENS = token_lists()
 TOKEN = {"architectures": ["Qwen3ForTokenClassification"], "num_labels": 1, "classifier_dropout": 0.0}
@@ -70,6 +73,33 @@ def samples_of(kind: str) -> list[dict[str, Any]]:
     return samples
 
 
+def expected(folder: Path, checkpoint: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Return what transformers' classifier and torch's AdamW give."""
+    job = {"checkpoint": str(checkpoint), "samples": samples_of(kind), "loss": MODELS[kind][2], "steps": STEPS}
+    job |= {"lr": LR, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM}
+    return load_file(reference(folder, SCALAR_REFERENCE, job))
+
+
+def assert_equal_to_transformers(ranks: list[Any], plain: dict[str, torch.Tensor], kind: str) -> None:
+    """Compare the results of :func:`trained` on every rank with :func:`expected`."""
+    for losses, norms, values, weights in ranks:
+        assert losses == pytest.approx(plain["losses"].tolist(), rel=2e-5, abs=1e-7)
+        assert norms == pytest.approx(plain["grad_norms"].tolist(), rel=5e-5, abs=1e-6)
+        for index, sample_values in enumerate(values):
+            actual = sample_values if kind != "reward model" else sample_values[-1:]
+            torch.testing.assert_close(actual, plain[f"values.{index}"], rtol=1e-4, atol=1e-5)
+        expected_weights = {name: t for name, t in plain.items() if name.startswith("weights.")}
+        assert {f"weights.{name}" for name in weights} == set(expected_weights)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected_weights[f"weights.{name}"], rtol=1e-3, atol=2e-4)
+
+
+def checkpoint_of(folder: Path, kind: str) -> Path:
+    """Return the checkpoint of one of :data:`MODELS`."""
+    arch, overrides, _ = MODELS[kind]
+    return case_checkpoint(folder / kind.replace(" ", "-"), arch, **overrides)
+
+
 def make_backend(checkpoint: Any, layout: Layout, head: str = "scalar", **options: Any) -> Any:
     from megascend.backends import make_backend
 
@@ -90,7 +120,7 @@ def trained(
     backend = make_backend(checkpoint, layout)
     global_batch = [Sample.scored(**fields) for fields in samples_of(kind)]
     samples = backend.shard(global_batch)
-    values, losses, norms = backend.values(global_batch), [], []
+    values, losses, norms = [sample_values.cpu() for sample_values in backend.values(global_batch)], [], []
     for step in range(STEPS):
         if resumed_from is not None and step == 1:
             backend.save(resumed_from, wait=True)
@@ -101,10 +131,10 @@ def trained(
         if step == 0:
             indices = [next(i for i, other in enumerate(global_batch) if other is sample) for sample in samples]
             for index, sample_values in zip(indices, result.values, strict=True):
-                torch.testing.assert_close(sample_values, values[index], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(sample_values.cpu(), values[index], rtol=1e-5, atol=1e-5)
         norms.append(backend.optimizer_step().grad_norm)
         losses.append(result.loss)
-    weights = {name: tensor.clone() for name, tensor in backend.named_weights()}
+    weights = {name: tensor.cpu().clone() for name, tensor in backend.named_weights()}
     backend.close()
     return losses, norms, values, weights
 
