@@ -84,8 +84,14 @@ NIGHTLY = {
     "cli/test_cli_results.py": {
         "incomplete_export_is_refused_before_the_first_step": "engines/test_layouts_of_files.py",
     },
+    "cli/test_cli_resume.py": {
+        "ctrl_c_once_on_one_process": "test_cli_signals.py: a signal saves and stops",
+    },
     "cli/test_cli_rl.py": {
         "example_learns_and_resumes": "app/rl/test_loop.py",
+    },
+    "cli/test_cli_serve.py": {
+        "server_survives_lost_output_and_stops_cleanly[1]": "[15]",
     },
     "cli/test_cli_signals.py": {
         "signal_saves_and_stops_even_if_output_is_lost[SIGXCPU, kept]": "SIGHUP with a closed terminal, SIGUSR1 with a full disk",
@@ -99,6 +105,9 @@ NIGHTLY = {
     },
     "cli/test_cli_train_distillation.py": {
         "student_learns_the_teachers_distributions[megatron]": "a teacher beside the student; step/test_distillation.py",
+    },
+    "cli/test_cli_train_losses.py": {
+        "kto_equals_its_formula_with_the_reference_point_of_the_batch[TP2]": "single; step/test_step.py: preference losses",
     },
     "cli/test_cli_train_reward.py": {
         "reward_model_trains_and_scores_as_transformers[TP2]": "the adapter with its head; engines/test_scalar_head.py",
@@ -238,6 +247,7 @@ NIGHTLY = {
         "recipes_train_a_model_by_name_or_refuse_it[gpt_oss]": "deepseek_v3",
     },
     "models/test_images.py": {
+        "checkpoints_continue_on_other_engines[qwen3_vl": "engines/fsdp/test_between_engines.py",
         "engines_of_transformers_train_with_pictures[fsdp-qwen3_5-train-2]": "single; the frozen tower of qwen3_vl on fsdp",
         "qwen2_5_vl_is_refused_by_name[fsdp]": "megatron: the declaration refuses it before an engine is chosen",
         "qwen2_5_vl_is_refused_by_name[single]": "megatron: the declaration refuses it before an engine is chosen",
@@ -298,8 +308,9 @@ NIGHTLY = {
         "run_stopped_on_a_full_disk_raises_checkpoint_error": "a run that goes on without checkpoints",
     },
     "reliability/test_hang_and_death.py": {
-        "rank_lost_in_forward_is_named[PP2-hang-0]": "DP2-die, TP2-stop",
-        "rank_lost_in_forward_is_named[TP2-hang-1]": "DP2-die, TP2-stop",
+        "rank_lost_in_forward_is_named[DP2-die-1]": "TP2-stop; die at start-up and in a save",
+        "rank_lost_in_forward_is_named[PP2-hang-0]": "TP2-stop",
+        "rank_lost_in_forward_is_named[TP2-hang-1]": "TP2-stop",
         "rank_lost_in_grad_reduce_is_named[hang]": "stop",
         "rank_lost_in_object_gather_is_named[stop]": "hang",
         "rank_lost_in_save_is_named[save-hang]": "save-die; object_gather-hang",
@@ -309,10 +320,14 @@ NIGHTLY = {
         "rank_lost_at_start_up_is_named[hang]": "die",
         "rank_lost_at_start_up_is_named[stop]": "die",
     },
+    "reliability/test_kills.py": {
+        "killed_rank_of_several_ends_the_run_by_name_and_changes_nothing_that_is_learned": "killed processes",
+    },
     "reliability/test_resume.py": {
-        "killed_run_resumes_bit_for_bit[DP2-0]": "MoE EP2, single",
-        "killed_run_resumes_bit_for_bit[PP2-0]": "MoE EP2, single",
-        "killed_run_resumes_bit_for_bit[TP2-0]": "MoE EP2, single",
+        "killed_run_resumes_bit_for_bit[MoE EP2-0]": "single; checkpoint/test_save_and_load.py: EP2",
+        "killed_run_resumes_bit_for_bit[DP2-0]": "single; checkpoint/test_save_and_load.py",
+        "killed_run_resumes_bit_for_bit[PP2-0]": "single; checkpoint/test_save_and_load.py",
+        "killed_run_resumes_bit_for_bit[TP2-0]": "single; checkpoint/test_save_and_load.py",
     },
     "reliability/test_under_torchrun.py": {
         "rank_deaths_before_and_after_a_restart_are_reported": "test_hang_and_death.py; cli/test_cli_launch.py",

@@ -89,11 +89,11 @@ class Adapter(GradientScaling):
     def make_room(self) -> None:
         """Allocate a step's memory, so that a step cannot run out of memory after it has changed values.
 
-        Unfused AdamW needs two vectors of the adapter's size at a time, and it and the norm need a few scalars. These go straight
-        back to the caching allocator, which hands them to the step.
+        Unfused AdamW needs two vectors of the adapter's size at a time, and both kinds and the norm need a few scalars. These go
+        straight back to the caching allocator, which hands them to the step.
         """
         self.moments()
-        scratch = [torch.empty_like(self.grads) for _ in range(2)]
+        scratch = [] if self.fused else [torch.empty_like(self.grads) for _ in range(2)]
         scratch += [self.grads.new_empty(1) for _ in range(8)]
 
     @property
