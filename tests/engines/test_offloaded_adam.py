@@ -44,9 +44,9 @@ def test_steps_in_chunks_are_those_of_whole_tensors_bit_for_bit(kind: Any, share
     inner = kind([{"params": streamed[:3]}, {"params": streamed[3:], "weight_decay": 0.0}], **COMMON)
     optimizer = OffloadedAdam(inner, weights, share=share, page_locked=False, stored_count=int)
     for step in range(4):
-        for one, other in zip(plain, streamed, strict=True):
-            one.grad = torch.randn(*one.shape, generator=generator)
-            other.grad = one.grad.clone()
+        for main, streamed_main in zip(plain, streamed, strict=True):
+            main.grad = torch.randn(*main.shape, generator=generator)
+            streamed_main.grad = main.grad.clone()
         if step == 2:
             plain[1].grad = streamed[1].grad = None  # parameters without a gradient stay as they are
         for group in (*expected.param_groups, *optimizer.param_groups):
@@ -54,24 +54,24 @@ def test_steps_in_chunks_are_those_of_whole_tensors_bit_for_bit(kind: Any, share
         expected.step()
         optimizer.step()
     assert optimizer.updates == 4
-    for index, (one, other) in enumerate(zip(plain, streamed, strict=True)):
-        whole: dict[str, list[torch.Tensor]] = {}
-        for start, tensors in optimizer.state_of(other).runs():
-            assert start == sum(part.numel() for part in whole.get("exp_avg", []))
+    for index, (main, streamed_main) in enumerate(zip(plain, streamed, strict=True)):
+        joined: dict[str, list[torch.Tensor]] = {}
+        for start, tensors in optimizer.state_of(streamed_main).runs():
+            assert start == sum(part.numel() for part in joined.get("exp_avg", []))
             for name, tensor in tensors.items():
-                whole.setdefault(name, []).append(tensor)
+                joined.setdefault(name, []).append(tensor)
         for name, moment in (
-            ("exp_avg", expected.state[one]["exp_avg"]),
-            ("exp_avg_sq", expected.state[one]["exp_avg_sq"]),
+            ("exp_avg", expected.state[main]["exp_avg"]),
+            ("exp_avg_sq", expected.state[main]["exp_avg_sq"]),
         ):
             # torch's Adam counts steps of a parameter: one that missed a gradient is a step behind there.
             if index != 1 or kind is FusedAdam:
-                assert torch.equal(torch.cat(whole[name]), moment.view(-1)), (index, name)
+                assert torch.equal(torch.cat(joined[name]), moment.view(-1)), (index, name)
         if index > 1:
-            assert torch.equal(other, one)
+            assert torch.equal(streamed_main, main)
         elif index != 1 or kind is FusedAdam:
-            assert torch.equal(torch.cat(whole["param"]), one.view(-1))
-            assert torch.equal(weights[id(other)], one.bfloat16().view(-1))
+            assert torch.equal(torch.cat(joined["param"]), main.view(-1))
+            assert torch.equal(weights[id(streamed_main)], main.bfloat16().view(-1))
 
 
 def test_values_that_left_the_device_are_nan_and_cannot_be_assigned() -> None:
@@ -110,15 +110,15 @@ def train(backend: Any, steps: int, samples: list[Any]) -> dict[str, list[float]
 
 
 def flat_state(backend: Any) -> dict[str, torch.Tensor]:
-    """Return weights and optimizer state of this rank's slices, whatever they are divided into."""
+    """Return weights and optimizer state of this rank's slices, however they are divided."""
     values = {}
     for name, tensor in backend.engine.state(everything=True).items():
         if hasattr(tensor, "slices"):
-            whole = torch.full(tensor.shape, float("nan"))
+            joined = torch.full(tensor.shape, float("nan"))
             for offsets, part in tensor.slices:
                 sizes = zip(offsets, part.shape, strict=True)
-                whole[tuple(slice(start, start + size) for start, size in sizes)] = part.detach().float()
-            values[name] = whole
+                joined[tuple(slice(start, start + size) for start, size in sizes)] = part.detach().float()
+            values[name] = joined
     return values
 
 
@@ -145,12 +145,12 @@ def run_of(
 def compare(checkpoint: str, folder: Path, offload: bool | float, options: dict[str, Any]) -> int:
     """Raise unless runs with and without offload, and continued from each other's checkpoints, are equal bit for bit."""
     [(expected, state)] = run_of(checkpoint, folder, False, trains=True, load=None, **options)
-    others = [
+    continued = [
         *run_of(checkpoint, folder, offload, trains=True, load="offload-False", **options),
         *run_of(checkpoint, folder, False, trains=False, load=f"offload-{offload}", **options),
     ]
     names = ("offloaded", "offloaded from a checkpoint without", "without from an offloaded checkpoint")
-    for name, (results, other) in zip(names, others, strict=True):
+    for name, (results, other) in zip(names, continued, strict=True):
         assert results == expected, name
         assert other.keys() == state.keys(), name
         unequal = [key for key in state if not torch.equal(other[key].nan_to_num(7), state[key].nan_to_num(7))]

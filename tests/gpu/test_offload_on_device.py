@@ -46,30 +46,30 @@ def test_streamed_steps_are_those_on_the_device_bit_for_bit(adam: Any, monkeypat
     optimizer = OffloadedAdam(adam([{"params": streamed}]), by_main, share=1.0, page_locked=True, stored_count=int)
     rows = torch.randn(4096, 4096, device=device, generator=generator)
     for _ in range(20):
-        for one, other in zip(plain, streamed, strict=True):
-            one.grad = torch.randn(one.shape, device=device, generator=generator)
-            other.grad = torch.empty_like(one.grad)
+        for main, streamed_main in zip(plain, streamed, strict=True):
+            main.grad = torch.randn(main.shape, device=device, generator=generator)
+            streamed_main.grad = torch.empty_like(main.grad)
         for _ in range(20):
             rows = (rows @ rows).clamp_(-1, 1)
-        for one, other in zip(plain, streamed, strict=True):
-            assert one.grad is not None
-            assert other.grad is not None
-            other.grad.copy_(one.grad)  # after the products
+        for main, streamed_main in zip(plain, streamed, strict=True):
+            assert main.grad is not None
+            assert streamed_main.grad is not None
+            streamed_main.grad.copy_(main.grad)  # after the products
         optimizer.step()
         reread = [weight.clone() for weight in weights]
-        for other in streamed:
-            assert other.grad is not None
-            other.grad.fill_(float("nan"))
+        for streamed_main in streamed:
+            assert streamed_main.grad is not None
+            streamed_main.grad.fill_(float("nan"))
         expected.step()
         torch._foreach_copy_(model, plain)
-        assert all(torch.equal(one, other) for one, other in zip(model, reread, strict=True))
-    for one, other in zip(plain, streamed, strict=True):
-        runs = [tensors for _, tensors in optimizer.state_of(other).runs()]
+        assert all(torch.equal(weight, copy) for weight, copy in zip(model, reread, strict=True))
+    for main, streamed_main in zip(plain, streamed, strict=True):
+        runs = [tensors for _, tensors in optimizer.state_of(streamed_main).runs()]
         assert all(tensor.is_pinned() for tensors in runs for tensor in tensors.values())
         state = {
-            "param": one,
-            "exp_avg": expected.state[one]["exp_avg"],
-            "exp_avg_sq": expected.state[one]["exp_avg_sq"],
+            "param": main,
+            "exp_avg": expected.state[main]["exp_avg"],
+            "exp_avg_sq": expected.state[main]["exp_avg_sq"],
         }
         for name, values_on_device in state.items():
             assert torch.equal(torch.cat([tensors[name] for tensors in runs]), values_on_device.cpu()), name
@@ -98,13 +98,13 @@ def train(checkpoint: Path, offload: bool, precision: str) -> tuple[Any, int, in
             if hasattr(tensor, "slices"):
                 parts = sorted(tensor.slices, key=lambda entry: entry[0])
                 state[name] = [part.detach().float().cpu().reshape(-1) for _, part in parts]
-        whole = {name: torch.cat(parts) for name, parts in state.items()}
+        joined = {name: torch.cat(parts) for name, parts in state.items()}
         samples = [megascend.Sample.causal(list(range(40)), prompt_length=4)]
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             backend.forward_backward(samples)
             assert not backend.optimizer_step().skipped
-        return (norms, weights, whole), torch.cuda.max_memory_allocated(), sum(p.numel() for p in parameters)
+        return (norms, weights, joined), torch.cuda.max_memory_allocated(), sum(p.numel() for p in parameters)
 
 
 @pytest.mark.parametrize(("precision", "state_bytes"), [("bf16", 12), ("fp32", 8)])
