@@ -144,6 +144,29 @@ def test_a_failed_upload_keeps_the_export_and_is_repeated_by_its_command(megasce
     assert str(tmp_path) not in card
 
 
+@pytest.mark.nightly
+def test_adapter_of_several_ranks_is_uploaded_once(small_model, hub, tmp_path) -> None:
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("one two", "three four"))
+    )
+    data = {"path": "data.jsonl", "global_batch_size": 2}
+    settings = USUAL | {"model": str(small_model), "output": "run", "steps": 2, "data": data, "engine": "fsdp"}
+    settings |= {"lora": {"rank": 4}, "push": {"repository": "team/adapter", "private": False}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    completed = forked(hub, tmp_path, "train", "run.yaml", "--nproc", "2")
+    assert completed.returncode == 0, completed.stderr
+    assert f"uploaded: {hub.address}/team/adapter/commit/" in completed.stdout
+    files = {
+        str(path.relative_to(tmp_path / "run" / "adapter")): path for path in (tmp_path / "run").rglob("adapter/*")
+    }
+    stored = hub.files["models/team/adapter"]
+    assert {name: stored[name] for name in files} == {name: path.read_bytes() for name, path in files.items()}
+    assert hub.private == set()
+    assert sum("commit/" in path for path in hub.requests) == 1
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events][-2:] == ["finished", "pushed"]
+
+
 def test_a_card_and_an_adapter_name_models_and_data_of_the_hub(tmp_path: Path) -> None:
     cache = tmp_path / "hub"
     base = str(cache / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc")
