@@ -209,10 +209,10 @@ def test_a_card_and_an_adapter_name_models_and_data_of_the_hub(tmp_path: Path) -
 
 
 def test_push_without_export_and_names_without_namespace_raise_config_error() -> None:
-    needed: dict[str, Any] = {"model": "m", "output": "o", "data": {"path": "d"}}
+    usual: dict[str, Any] = {"model": "m", "output": "o", "data": {"path": "d"}}
     with pytest.raises(ConfigError, match="push uploads what export writes, and export is false"):
-        RunConfig(**needed, export=False, push={"repository": "me/small"})
+        RunConfig(**usual, export=False, push={"repository": "me/small"})
     with pytest.raises(ConfigError, match="'small' is not the name of a model on the Hub, NAMESPACE/NAME"):
-        RunConfig(**needed, push={"repository": "small"})
+        RunConfig(**usual, push={"repository": "small"})
     with pytest.raises(ConfigError, match=r"push.repository"):
-        RunConfig(**needed, push_to_hub=True)
+        RunConfig(**usual, push_to_hub=True)

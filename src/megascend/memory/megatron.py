@@ -160,7 +160,8 @@ def _states(config: TrainerConfig, topology: Topology, parameters: StageParamete
         items |= {name: items[name] - size for name, size in on_host.items()}
         items[OFFLOADED] = sum(on_host.values())
         largest = min(OFFLOAD_CHUNK, _largest_matrix(config, topology, parameters))
-        items["optimizer's buffers"] = (OFFLOAD_SLOTS if kind.fused else 1) * 3 * 4 * largest
+        optimizers = 2 if parameters.experts else 1  # Megatron has a separate one for experts
+        items["optimizer's buffers"] = optimizers * (OFFLOAD_SLOTS if kind.fused else 1) * 3 * 4 * largest
     return items
 
 
