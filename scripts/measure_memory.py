@@ -127,6 +127,7 @@ SHAPES = {
 LORA = {"lora": {"rank": 16}}
 MUON = {"optimizer": {"kind": "muon"}}
 EIGHT_BITS = {"optimizer": {"moments": "8bit"}}
+OFFLOAD = {"optimizer": {"offload": True}}
 FULL = {"recompute": {"granularity": "full"}}
 FSDP, SINGLE = {"engine": "fsdp"}, {"engine": "single"}
 CASES = {
@@ -142,6 +143,7 @@ CASES = {
     "muon moe": Case(MUON, experts=True),
     "muon dp2": Case(MUON, ranks=2),
     "8bit dp2": Case(EIGHT_BITS, ranks=2),
+    "offload dp2": Case(OFFLOAD, ranks=2),
     "lora nf4": Case(LORA | {"base_weights": "nf4"}),
     "moe lora fp8": Case(LORA | {"base_weights": "fp8"}, experts=True),
     "tp2": Case({"parallel": {"tensor": 2}}, ranks=2),

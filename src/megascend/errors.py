@@ -56,6 +56,10 @@ class CheckpointError(MegascendError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
 
 
+class HubError(MegascendError, RuntimeError):
+    """The Hugging Face Hub refuses a token, a repository or an upload, or cannot be reached."""
+
+
 class ProcessGroupError(MegascendError, RuntimeError):
     """A process group is missing, or of the wrong kind for the operation."""
 

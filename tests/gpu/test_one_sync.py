@@ -51,6 +51,18 @@ def test_step_synchronizes_once(adapters, parity_folder):
     backend.close()
 
 
+def test_step_with_offloaded_optimizer_state_synchronizes_once(parity_folder):
+    with megascend.MegatronBackend(
+        model=case_checkpoint(parity_folder, "qwen3"),
+        platform="cuda",
+        optimizer=megascend.Adam(offload=True),
+        batching=megascend.Batching(micro_batch_tokens=64),
+    ) as backend:
+        samples = causal_samples(token_lists())
+        places = places_of_waits(lambda: (backend.forward_backward(samples), backend.optimizer_step()))
+        assert len(places) == 1, places
+
+
 @pytest.mark.parametrize("adapters", [(), ("a", "b")], ids=["model", "adapters"])
 def test_step_of_grouped_experts_synchronizes_once(adapters, parity_folder):
     backend = megascend.MegatronBackend(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from support.hub_server import HubState, hub_server
+
 FILES = {
     "models/owner/tiny": {"config.json": b'{"model_type": "llama"}', "pytorch_model.bin": b"not read"},
     "datasets/owner/chats": {
@@ -26,67 +24,11 @@ FILES = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers what huggingface_hub asks: the commit of a branch, the files of a commit, their metadata and content."""
-
-    requests: list[str]
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
-
-    def _answer(self) -> None:
-        path = self.path.partition("?")[0].strip("/")
-        self.requests.append(path)
-        for repository, files in FILES.items():
-            api, plain = f"api/{repository}", repository.removeprefix("models/")
-            if path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-                siblings = [{"rfilename": name} for name in files]
-                self._send({"id": plain, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
-                return
-            if path == f"{api}/tree/{COMMIT}":
-                entries = [
-                    {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-                    for name, content in files.items()
-                ]
-                self._send(entries)
-                return
-            name = path.removeprefix(f"{plain}/resolve/{COMMIT}/")
-            if name in files:
-                etag = hashlib.sha1(files[name]).hexdigest()
-                self._send(files[name], {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
-                return
-        self.send_response(404)
-        self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def _send(self, body: Any, headers: dict[str, str] | None = None) -> None:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(200)
-        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[str]]]:
     """Yield the address of a stand-in, and the paths that it was asked for."""
-    handler = type("RecordingHub", (Hub,), {"requests": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", handler.requests
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with hub_server(HubState(files=FILES)) as state:
+        yield state.address, state.requests
 
 
 PROGRAM = """

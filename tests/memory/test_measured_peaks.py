@@ -55,7 +55,7 @@ def models(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     return {name: folder / name for name in ("dense", "moe")}
 
 
-NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "lora nf4", "moe lora fp8")
+NIGHTLY = ("dp2", "muon dp2", "8bit dp2", "offload dp2", "lora nf4", "moe lora fp8")
 
 
 @pytest.mark.parametrize(

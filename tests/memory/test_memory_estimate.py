@@ -219,6 +219,21 @@ def test_8bit_moments_are_counted_with_their_scales():
     assert eight / plain == pytest.approx((1 + 4 / 256) / 4)
 
 
+def test_offloaded_state_is_counted_in_host_memory():
+    parameters = info_of(QWEN3_1_7B).parameter_count
+    plain = estimated(QWEN3_1_7B, 8192, 2)
+    offloaded, half = (estimated(QWEN3_1_7B, 8192, 2, optimizer={"offload": offload}) for offload in (True, 0.5))
+    assert offloaded.host == {"optimizer state": pytest.approx(12 * parameters / 2, rel=1e-6)}
+    assert half.host["optimizer state"] == pytest.approx(offloaded.host["optimizer state"] / 2, rel=1e-6)
+    buffers = 3 * 3 * 4 * 2**22
+    assert plain.tensors - offloaded.tensors == pytest.approx(12 * parameters / 2 - buffers, rel=1e-6)
+    assert not {"moments", "main parameters"} & offloaded.items.keys()
+    # With few activations the peak is at the start, when Megatron makes the main parameters.
+    assert (
+        estimated(QWEN3_1_7B, 128, optimizer={"offload": True}).items["main parameters at the start"] == 4 * parameters
+    )
+
+
 @pytest.mark.parametrize(("method", "size"), [("fp8", 1 + 4 / 128), ("nf4", 0.5 + 4 / 64)])
 def test_quantised_base_weights_are_counted_with_their_scales(method: str, size: float):
     model = SIX_LAYERS_OF_30B_A3B

@@ -13,7 +13,7 @@ from megascend.memory.parameters import StageParameters
 from megascend.memory.sizes import ModelSizes
 from megascend.planning.hardware import BACKWARD_ATTENTION
 from megascend.planning.layers import ALL_LAYERS, BF16, Cost, Execution
-from megascend.planning.step import ADAM_BYTES, StepTime, StepWork, step_time
+from megascend.planning.step import ADAM_BYTES, HOST_BYTES_PER_S, StepTime, StepWork, step_time
 from megascend.topology.topology import Topology, plan
 from planning.devices import BYTES, RATE, flat, without_traffic
 
@@ -179,6 +179,9 @@ def test_update_moves_the_share_of_the_optimizer_and_reduces_gradients() -> None
     assert time.parts["optimizer"] == pytest.approx(((ADAM_BYTES + 4) * count / 4 + 4 * count) / BYTES)
     assert time.parts["gradient reduction"] == pytest.approx(flat().collective("reduce_scatter", 4 * count, range(4)))
     assert time.parts["parameter gathering"] == pytest.approx(flat().collective("all_gather", 2 * count, range(4)))
+    offloaded = step_time(DENSE, topology(4), parameters(count), replace(work, offloaded=0.5), flat())
+    # Main parameter and moments of half the share; both directions at once.
+    assert offloaded.parts["optimizer"] == pytest.approx(0.5 * 12 * count / 4 / HOST_BYTES_PER_S)
     hidden = step_time(
         DENSE, topology(4), parameters(count), replace(work, overlap_grad_reduce=True, micro_batches=4), flat()
     )

@@ -20,6 +20,7 @@ from megascend.config.plugins import check_name, check_names, check_plugins
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, ConfigError, DataError
+from megascend.huggingface import hub
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint, linear_layers
 from megascend.huggingface.scalar_head import padding_id
@@ -122,6 +123,8 @@ def preflight(
         check_rollouts(config)
     elif isinstance(config, RunConfig):
         check_data(config, run_plan)
+    if config.push is not None:
+        hub.check_access(config.push.repository)
     return run_plan
 
 

@@ -20,6 +20,7 @@ from megascend.app.event_log import EventLog
 from megascend.app.plot import PANELS, Panel, plot_metrics
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.app.profile import StepProfiler
+from megascend.app.push import push
 from megascend.app.resume import begin, check_start, may_write
 from megascend.app.run_inputs import KEY as INPUTS
 from megascend.app.run_inputs import RunInputs
@@ -30,6 +31,7 @@ from megascend.config import Adapters, Checkpoint, TrainerConfig
 from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError
+from megascend.huggingface import hub
 from megascend.huggingface.files import copy_tokenizer, read_config
 from megascend.io.lasting_output import LastingOutput
 from megascend.io.paths import is_kept, unwritable_reason
@@ -265,7 +267,15 @@ def run(
             stopped = signals.received.name if signals.received is not None else "a signal on another rank"
             report_stop(directory, step, stopped, saves.problem)
             return RunResult(step, None, stopped)
-        return RunResult(step, write_results(training, this_run, saves, rows, step), None)
+        exported = write_results(training, this_run, saves, rows, step)
+    # The ranks have parted: others need not wait, within a collective's deadline, for an upload by rank 0.
+    if config.push is not None and exported is not None and launch.rank == 0:
+        with event_log.recording_errors(lambda: step):
+            print(f"uploading {exported} to {config.push.repository}", flush=True)
+            address = push(exported, config.push)
+        event_log.event("pushed", address=address)
+        print(f"uploaded: {address}", flush=True)
+    return RunResult(step, exported, None)
 
 
 def plan_with_plugins(
@@ -493,6 +503,14 @@ def check_results(config: TrainerConfig, backend: Backend, overwrite: bool) -> N
         backend.check_export(config.output / "hf", replaces=overwrite)
     elif config.lora is not None and config.export:
         backend.from_rank_0(lambda: check_adapter_path(config.output / "adapter", overwrite))
+    settings = config.push
+    if settings is not None:
+
+        def create() -> None:
+            hub.check_access(settings.repository)
+            hub.create_repository(settings.repository, private=settings.private)
+
+        backend.from_rank_0(create)
 
 
 def check_adapter_path(path: Path, overwrite: bool) -> None:

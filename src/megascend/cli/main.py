@@ -14,7 +14,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from megascend.cli import doctor, export, generate, init, job, new_model, plan, prepare, rollouts, run, serve, train
+from megascend.cli import (
+    doctor,
+    export,
+    generate,
+    init,
+    job,
+    new_model,
+    plan,
+    prepare,
+    push,
+    rollouts,
+    run,
+    serve,
+    train,
+)
 from megascend.cli.messages import several_ranks
 from megascend.errors import MegascendError
 from megascend.surroundings import set_user_variables
@@ -119,6 +133,7 @@ app.command("doctor")(doctor.doctor_command)
 app.command("show-config")(train.show_config_command)
 app.command("new-model")(new_model.new_model_command)
 app.command("export")(export.export_command)
+app.command("push")(push.push_command)
 app.command("simnpu", context_settings=run.CONTEXT_SETTINGS)(run.simnpu_command)
 
 

@@ -145,7 +145,8 @@ def _parts(candidate: Candidate) -> Iterator[str]:
     """Yield time and memory by part, side by side."""
     seconds = candidate.time.seconds
     times = sorted(candidate.time.parts.items(), key=lambda part: -part[1])
-    memory = [*candidate.memory.items.items(), *candidate.memory.overhead.items()]
+    on_host = {f"{name} (host)": size for name, size in candidate.memory.host.items()}
+    memory = [*candidate.memory.items.items(), *candidate.memory.overhead.items(), *on_host.items()]
     table = Table(
         Column("time of a step"),
         *(Column("", justify="right") for _ in range(2)),
@@ -227,5 +228,6 @@ def _layout(candidate: Candidate) -> Mapping[str, Any]:
         "time": candidate.time.parts,
         "memory": {**candidate.memory.items, **candidate.memory.overhead},
         "memory_total": candidate.memory.total,
+        "host_memory": dict(candidate.memory.host),
         "settings": candidate.config.model_dump(mode="json", exclude_defaults=True),
     }

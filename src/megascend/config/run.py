@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self, TypedDict
 
 from megascend.config.data import (
@@ -93,6 +94,22 @@ class Profile(Section):
         256,
         description="size limit of a rank's trace before compression, in MiB; fewer steps are recorded if necessary",
     )
+
+
+class Push(Section):
+    """Upload of the exported model or adapter to the Hugging Face Hub at the end of a run."""
+
+    repository: str = Field(
+        description="model on the Hub, as NAMESPACE/NAME; created when the run starts, if it does not exist"
+    )
+    private: bool = Field(True, description="create it as a private one; one that exists stays as it is")
+
+    @field_validator("repository")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", value, re.ASCII):
+            raise ValueError(f"{value!r} is not the name of a model on the Hub, NAMESPACE/NAME")
+        return value
 
 
 class Checkpoint(Section):
@@ -209,6 +226,10 @@ class TrainerConfig(Section):
     export: bool = Field(
         True, description="at the end, write the trained model to OUTPUT/hf, or the adapter to OUTPUT/adapter"
     )
+    push: Push | None = Field(
+        None,
+        description="upload the export to the Hugging Face Hub; the token is that of HF_TOKEN, or of `hf auth login`",
+    )
     profile: Profile | None = Field(None, description="record a profiler trace of some steps in OUTPUT/profile")
     max_skipped_steps: Size = Field(
         10,
@@ -243,6 +264,14 @@ class TrainerConfig(Section):
         names = [name for entry in self.trackers for name in ([entry] if isinstance(entry, str) else entry)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"trackers: {', '.join(twice)} is listed twice")
+        return self
+
+    @model_validator(mode="after")
+    def _pushes_an_export(self) -> Self:
+        if self.push is not None and not self.export:
+            raise ValueError(
+                "push uploads what export writes, and export is false: set export: true, or leave push out"
+            )
         return self
 
     @model_validator(mode="after")

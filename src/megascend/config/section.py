@@ -127,6 +127,7 @@ def is_optional(kind: type[BaseModel], name: str) -> bool:
 Size = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Seconds = Annotated[int, Field(ge=1, le=366 * 24 * 3600)]
 """Timeout, at most a year: torch's clocks overflow far above that."""
 Seed = Annotated[int, Field(ge=0, lt=2**62)]

@@ -144,6 +144,10 @@ SYNONYMS: dict[str, Synonym] = {
     **dict.fromkeys(("val_set_size", "test_size", "val_size"), Synonym(("validation.fraction",), "a share below 1")),
     **dict.fromkeys(("resume_from_checkpoint", "auto_resume_from_checkpoints"), Synonym((), "an option: --resume auto")),
     "overwrite_output_dir": Synonym((), "an option: --overwrite"),
+    **dict.fromkeys(
+        ("push_to_hub", "hub_model_id", "push_to_hub_model_id"), Synonym(("push.repository",), "NAMESPACE/NAME")
+    ),
+    "hub_private_repo": Synonym(("push.private",)),
     # preferences, reinforcement learning
     **dict.fromkeys(
         ("beta", "rl_beta"), Synonym(("dpo.beta", "orpo.beta", "simpo.beta", "kto.beta", "reference.coefficient"))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
-from megascend.config.section import Beta, Count, Section, Seed, Size
+from megascend.config.section import Beta, Count, Section, Seed, Share, Size
 from megascend.errors import ConfigError
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -104,6 +104,11 @@ class Adam(Section):
         description="AdamW's moments: 8bit, in blocks of 256 values with a common scale (Dettmers et al. 2022), a quarter of the "
         "memory; those of biases and one-dimensional weights stay fp32",
     )
+    offload: bool | Share = Field(
+        False,
+        description="of engine megatron: keep fp32 main parameters and moments in host memory, page-locked on CUDA, and stream "
+        "them through the device in the update; true: all, 0.5: half of them",
+    )
     distributed: bool = Field(True, description="shard the optimizer state over data parallel ranks (ZeRO-1)")
     overlap_grad_reduce: bool = Field(
         False,
@@ -134,6 +139,20 @@ class Adam(Section):
             raise ValueError(f"moments: {self.moments} is a setting of kind: adamw, and kind is muon: leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _offload(self) -> Adam:
+        for setting, conflicts in (("kind: muon", self.kind == "muon"), ("moments: 8bit", self.moments == "8bit")):
+            if self.offload and conflicts:
+                raise ValueError(
+                    f"offload: {str(self.offload).lower()} is for AdamW with fp32 moments, and {setting} is set: leave one out"
+                )
+        return self
+
+    @property
+    def offloaded_share(self) -> float:
+        """Share of the optimizer state in host memory."""
+        return float(self.offload)
+
     @property
     def by_weight(self) -> bool:
         """True if settings depend on the names of the model's weights."""
@@ -144,14 +163,24 @@ class Adam(Section):
         """Entry of a checkpoint's counters that names the state beside AdamW's; none for AdamW, as in earlier versions."""
         return {} if self.kind == "adamw" else {"kind": self.kind}
 
+    def check_without_offload(self, engine: str) -> None:
+        """Raise ConfigError for optimizer state in host memory, on an engine that has none; ``engine``: with its name."""
+        if self.offload:
+            advice = "set fsdp.offload: true in its place" if engine == "engine fsdp" else "leave it out"
+            raise ConfigError(
+                f"optimizer.offload: {str(self.offload).lower()} is a setting of engine megatron, and this is {engine}: "
+                f"{advice}, or set engine: megatron"
+            )
+
     def check_for_adapters(self, key: str = "optimizer") -> None:
         """Raise ConfigError for settings of the model's own weights, which adapters do not train."""
         settings = (("kind: muon", self.kind == "muon"), ("groups", bool(self.groups)))
-        for name, present in (*settings, ("moments: 8bit", self.moments == "8bit")):
+        settings = (*settings, ("moments: 8bit", self.moments == "8bit"), ("offload", bool(self.offload)))
+        for name, present in settings:
             if present:
                 raise ConfigError(
                     f"{key}.{name} is not for LoRA adapters, whose factors are trained by AdamW with one learning rate and fp32 "
-                    "moments: leave it out"
+                    "moments on the device: leave it out"
                 )
 
 

@@ -1,12 +1,14 @@
-"""Models and data by their names on the Hugging Face Hub, such as ``Qwen/Qwen3-0.6B``, downloaded by huggingface_hub."""
+"""Models and data by their names on the Hugging Face Hub, such as ``Qwen/Qwen3-0.6B``, downloaded by huggingface_hub; uploads."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from megascend.errors import CheckpointError, DataError
+from megascend.errors import CheckpointError, DataError, HubError
 
 if TYPE_CHECKING:
     from megascend.config import TrainerConfig
@@ -18,6 +20,10 @@ FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".rst", "
 """Endings of files, which are not names of repositories."""
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.ckpt", "original/*", "metal/*")
 """Files of models that are not read: weights in other formats."""
+
+
+SNAPSHOT = re.compile(r"(?P<kind>models|datasets)--(?P<owner>[\w.-]+?)--(?P<name>[\w.-]+)/snapshots/", re.ASCII)
+"""Part of a path in the Hub's cache."""
 
 
 def with_snapshots(config: Settings) -> Settings:
@@ -77,3 +83,84 @@ def snapshot(path: Path, kind: Literal["model", "dataset"], setting: str) -> Pat
             f"directory {setting} can be; a private repository needs HF_TOKEN"
         )
         raise (CheckpointError if kind == "model" else DataError)(message) from error
+
+
+def repository_of(path: Path | str) -> str | None:
+    """Return the repository on the Hub, ``owner/name``, of a path in the Hub's cache; None for other paths."""
+    match = SNAPSHOT.search(Path(path).as_posix())
+    return None if match is None else f"{match['owner']}/{match['name']}"
+
+
+# --- uploads ---
+
+
+def check_access(repository: str) -> None:
+    """Check that there is a token, that the Hub accepts it, and that it may write to a repository, as far as its kind tells.
+
+    Raises:
+        HubError: there is none, the Hub cannot be reached, or the token cannot write there.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    namespace = repository.partition("/")[0]
+    if get_token() is None:
+        raise HubError(
+            f"push to {repository}: there is no token: set HF_TOKEN to one that may write to {namespace}, or run 'hf auth "
+            "login'"
+        )
+    with _reported(f"push to {repository}: the Hub did not accept the token (HF_TOKEN, or of 'hf auth login')"):
+        account = HfApi().whoami()
+    user, token = account.get("name"), (account.get("auth") or {}).get("accessToken") or {}
+    if token.get("role") == "read":
+        raise HubError(
+            f"push to {repository}: the token {token.get('displayName', '')!r} of {user} may only read: create one with "
+            "the role write, and set HF_TOKEN to it"
+        )
+    organisations = [entry.get("name") for entry in account.get("orgs") or []]
+    # Of a fine-grained token the account does not tell what it may write to.
+    if namespace not in (user, *organisations) and token.get("role") == "write":
+        belongs = f", a member of {', '.join(map(str, organisations))}" if organisations else ", in no organisation"
+        raise HubError(
+            f"push to {repository}: the token is of {user}{belongs}, and cannot write to {namespace}: choose "
+            f"{user}/{repository.partition('/')[2]}, or another token"
+        )
+
+
+def create_repository(repository: str, *, private: bool) -> None:
+    """Create a model repository unless it exists, and check that files may be written to it. Nothing is written.
+
+    Raises:
+        HubError: the Hub refuses it, or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    with _reported(f"push to {repository}: the repository can neither be created nor written to"):
+        api.create_repo(repository, private=private, exist_ok=True)
+        # An existing repository passes the call above without permission to write. This asks where a file would be stored, which
+        # needs the permission, and uploads nothing as long as it is small.
+        api.preupload_lfs_files(repository, [CommitOperationAdd("README.md", b"#")])
+
+
+def upload(directory: Path, repository: str, message: str) -> str:
+    """Upload all files of a directory, and return the address of the commit.
+
+    Raises:
+        HubError: the upload failed; files that have been stored are not sent again by the next one.
+    """
+    from huggingface_hub import HfApi
+
+    with _reported(f"push to {repository}: the upload failed"):
+        return HfApi().upload_folder(repo_id=repository, folder_path=directory, commit_message=message).commit_url
+
+
+@contextmanager
+def _reported(problem: str) -> Iterator[None]:
+    """Raise HubError with ``problem`` and the reason for an error of huggingface_hub."""
+    from huggingface_hub import constants
+
+    try:
+        yield
+    except Exception as error:  # of HTTP clients, of storage back ends, or of answers that are not the Hub's
+        reason = " ".join(str(error).split())
+        raise HubError(f"{problem} ({constants.ENDPOINT}): {type(error).__name__}: {reason:.400}") from error

@@ -48,7 +48,7 @@ class Estimate:
 
     Attributes:
         items: bytes of tensors, by purpose; their sum is the peak.
-        host: bytes of other models' tensors in host memory; on a CPU, where these are items, empty.
+        host: bytes of offloaded optimizer state, and of other models, in host memory; on a CPU, where these are items, empty.
         overhead: outside tensors, by purpose; a rule of thumb.
         stage: pipeline stage of that rank.
         remarks: effects that the formulas omit.
@@ -110,8 +110,11 @@ def estimate(
             )
             for stage, items in enumerate(per_stage)
         ]
+    offloaded = [items.pop(megatron.OFFLOADED, 0) for items in per_stage]
     stage, items = max(enumerate(per_stage), key=lambda entry: sum(entry[1].values()))
     host = _host_items(config, info, items, topology, workload)
+    if offloaded[stage]:
+        host[megatron.OFFLOADED] = offloaded[stage]
     if kernels == "plain":
         items, host = items | host, {}
     overhead: Items = {}

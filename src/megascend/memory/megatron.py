@@ -16,6 +16,8 @@ from megascend.memory.activations import (
     sparse_attention_temporaries,
 )
 from megascend.memory.parameters import (
+    OFFLOAD_CHUNK,
+    OFFLOAD_SLOTS,
     StageParameters,
     adapter_bytes,
     base_bytes,
@@ -33,6 +35,10 @@ WORKSPACES = 96 * 2**20
 """Workspaces of cuBLAS and Transformer Engine, in torch's allocator."""
 
 
+OFFLOADED = "optimizer state"
+"""Item of host memory."""
+
+
 def stage_items(
     config: TrainerConfig,
     info: ModelInfo,
@@ -42,7 +48,10 @@ def stage_items(
     kernels: Kernels,
     parameters: Sequence[StageParameters] | None = None,
 ) -> list[Items]:
-    """Return the bytes of each item, for a rank of each stage; ``parameters``: of these, if they are computed already."""
+    """Return the bytes of each item, for a rank of each stage; ``parameters``: of these, if they are computed already.
+
+    Offloaded optimizer state, which is in host memory, is an item too: OFFLOADED.
+    """
     kind = LayerKind.of(config, workload, kernels)
     layers = len(sizes.with_experts)
     parameters = parameters or stages(
@@ -113,9 +122,12 @@ def _stage_items(
             stacked=True,
             tower=info.architecture.inputs if config.vision_tower == "train" else None,
         )
-    # Temporaries after the activations are freed may be larger than the activations.
     embeds = stage == 0 or predicts
-    name, later = max(_later(config, topology, parameters, kind, embeds=embeds).items(), key=lambda item: item[1])
+    temporaries = _later(config, topology, parameters, kind, embeds=embeds)
+    # Megatron makes the main parameters on the device. Of their and the moments' bytes, a third is theirs.
+    temporaries["main parameters at the start"] = 0 if kind.bytes == 4 else items.get(OFFLOADED, 0) // 3
+    # Temporaries while there are no activations may be larger than the activations.
+    name, later = max(temporaries.items(), key=lambda item: item[1])
     # Peaks at different times do not add up: the larger one is the estimate, and names what to shrink.
     if later > activations + max(head, backward):
         return items | {name: later}
@@ -143,7 +155,22 @@ def _states(config: TrainerConfig, topology: Topology, parameters: StageParamete
     items["gradients"] = 4 * parameters.total
     matrices = parameters.dense_matrices // shares[0] + parameters.expert_matrices // shares[1]
     items["moments"] = int(state_bytes(config.optimizer, share, matrices))
+    if offloaded := config.optimizer.offloaded_share:
+        on_host = {name: int(offloaded * items[name]) for name in ("main parameters", "moments")}
+        items |= {name: items[name] - size for name, size in on_host.items()}
+        items[OFFLOADED] = sum(on_host.values())
+        largest = min(OFFLOAD_CHUNK, _largest_matrix(config, topology, parameters))
+        optimizers = 2 if parameters.experts else 1  # Megatron has a separate one for experts
+        items["optimizer's buffers"] = optimizers * (OFFLOAD_SLOTS if kind.fused else 1) * 3 * 4 * largest
     return items
+
+
+def _largest_matrix(config: TrainerConfig, topology: Topology, parameters: StageParameters) -> int:
+    """Return the elements of the largest main parameter on a rank."""
+    matrix = max(parameters.embedding, parameters.layer_matrix)
+    if config.optimizer.distributed:
+        matrix = min(matrix, -(-parameters.total // (topology.data * topology.context)))
+    return int(matrix)
 
 
 def _later(
@@ -153,9 +180,7 @@ def _later(
     if kind.frozen:
         return {"embedding's gradient": 0}
     parameters = parameters.trained(config.vision_tower)
-    matrix = max(parameters.embedding, parameters.layer_matrix)
-    if config.optimizer.distributed:
-        matrix = min(matrix, -(-parameters.total // (topology.data * topology.context)))
+    matrix = _largest_matrix(config, topology, parameters)
     # The matrices that several ranks share are divided among them; experts only among the ranks that have the same ones.
     ranks = topology.data * topology.context * topology.tensor
     matrices = parameters.dense_matrices * topology.tensor / ranks + parameters.expert_matrices / topology.expert_data

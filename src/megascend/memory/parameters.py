@@ -208,6 +208,11 @@ QUANTISATION_COPIES = 6
 """fp32 and int32 copies of a chunk: both moments, the magnitudes, normalised values and codes of one, and AdamW's temporary."""
 
 
+OFFLOAD_CHUNK, OFFLOAD_SLOTS = 2**22, 3
+"""Elements of main parameters and moments that are on the device at a time, and buffers for them. Copies of the constants of
+:mod:`megascend.engines.offloaded_adam`, which imports torch."""
+
+
 def state_bytes(adam: Adam, parameters: float, matrices: float) -> float:
     """Return the bytes of two moments of ``parameters`` elements; of those in ``matrices`` Muon has one momentum."""
     if adam.moments == "8bit":  # the few of one-dimensional weights, which are fp32, are counted like the others
@@ -226,6 +231,8 @@ def update_bytes(adam: Adam, matrix: float, *, fused: bool) -> int:
     """Return the temporaries of AdamW's update of the largest parameter, of ``matrix`` elements, on a rank."""
     if adam.moments == "8bit":
         return int(QUANTISATION_COPIES * 4 * min(matrix, QUANTISED_CHUNK))
+    if adam.offload:
+        matrix = min(matrix, OFFLOAD_CHUNK)
     # The plain AdamW has two in fp32, a fused one none.
     return 0 if fused else int(2 * 4 * matrix)
 

@@ -491,6 +491,7 @@ def step_work(
         config.optimizer.overlap_grad_reduce and config.lora is None,
         config.optimizer.overlap_param_gather and config.lora is None,
         config.optimizer.distributed,
+        config.optimizer.offloaded_share,
         model.execution,
     )
 

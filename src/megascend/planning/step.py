@@ -25,6 +25,10 @@ STEP_S = 0.004
 """Seconds in which the host begins and ends a step, while the device waits."""
 RANK_S = 5e-5
 """Seconds that each rank of the world adds to the exchange before a step (docs/benchmarks.md, large worlds)."""
+OFFLOADED_BYTES = 3 * FP32
+"""Moved for a parameter between host and device by an update with offloaded state, in each direction at once."""
+HOST_BYTES_PER_S = 50e9
+"""Of PCIe 5 with 16 lanes, in each direction (64 GB/s without overheads); not measured here."""
 UPDATE_BYTES = 2**27
 """Bytes that one kernel of the update moves, which takes a list of parameters."""
 MESSAGE_KERNELS = 8
@@ -45,7 +49,7 @@ class StepWork:
         micro_batches: of a data parallel rank.
         adapter: elements of an adapter on a rank that are trained; the model is frozen.
         rank: the adapter's rank, and ``adapted``: kinds of layers that it acts on.
-        overlap_grad_reduce, overlap_param_gather, distributed: as in ``optimizer``.
+        overlap_grad_reduce, overlap_param_gather, distributed: as in ``optimizer``; ``offloaded``: share of its state.
     """
 
     tokens: float
@@ -58,6 +62,7 @@ class StepWork:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     distributed: bool = True
+    offloaded: float = 0.0
     execution: Execution = field(default_factory=Execution)
 
     @property
@@ -255,7 +260,7 @@ def _update(
         }
     slowest: dict[str, float] = {}
     for stage, part in enumerate(parameters):
-        reduced = gathered = moved = 0.0
+        reduced = gathered = moved = streamed = 0.0
         for count, axes in ((part.dense, ("data", "context")), (part.experts, ("expert_data",))):
             members = _members(topology, *axes)
             kind = "reduce_scatter" if work.distributed else "all_reduce"
@@ -264,6 +269,7 @@ def _update(
                 gathered += hardware.collective("all_gather", BF16 * count, members)
             share = count / (len(members) if work.distributed else 1)
             moved += (ADAM_BYTES + FP32) * share + FP32 * count
+            streamed += work.offloaded * OFFLOADED_BYTES * share
         if work.overlap_grad_reduce:
             hidden = HIDDEN_SHARE * sum(durations[stage].backward)
             reduced = max(reduced / BUCKETS, reduced - hidden)
@@ -275,7 +281,10 @@ def _update(
             reduced += hardware.collective("all_reduce", FP32 * part.embedding, (ends[0], ends[-1]))
         times = {
             "gradient reduction": reduced,
-            "optimizer": hardware.moved(moved, kernels=max(1.0, moved / UPDATE_BYTES)),
+            # Chunks are updated while others are on the bus.
+            "optimizer": max(
+                hardware.moved(moved, kernels=max(1.0, moved / UPDATE_BYTES)), streamed / HOST_BYTES_PER_S
+            ),
             "parameter gathering": gathered,
         }
         if sum(times.values()) > sum(slowest.values()):

@@ -386,6 +386,7 @@ def check_settings(spec: EngineSpec, topology: Topology, *, npu: bool = False) -
         conflict = "adapters" if adapters is not None else f"parallel.context={topology.context}"
         raise ConfigError(f"engine fsdp: fsdp.compile does not work with {conflict} (docs/fsdp.md); set compile: false")
     refuse_quantised_base(spec, "fsdp")
+    spec.optimizer.check_without_offload("engine fsdp")
     if spec.mtp == "train":
         raise ConfigError(
             "engine fsdp: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "

@@ -214,7 +214,13 @@ class MegatronEngine(Engine):
             if self.topology.tensor == 1 and not self._overlaps:
                 embedding_gradient.install(self.bare_chunks)
         self.optimizer = MegatronOptimizer(
-            self.chunks, self.adam, spec.schedule, spec.precision, self.groups, self.routers
+            self.chunks,
+            self.adam,
+            spec.schedule,
+            spec.precision,
+            self.groups,
+            self.routers,
+            page_locked=self.runtime.platform.page_locks_memory,
         )
         if self.adam.by_weight:
             self._set_by_weight(self.optimizer, spec)

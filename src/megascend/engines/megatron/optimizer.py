@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ from megascend.bootstrap import current_runtime
 from megascend.changes import patch
 from megascend.config import Adam, Precision, Schedule
 from megascend.config.training import learning_rate
-from megascend.distributed.objects import all_reduce_numbers
+from megascend.distributed.objects import all_reduce_numbers, raise_on_all_ranks
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines.base import DTYPES
 from megascend.engines.blockwise_adamw import QUANTISED, BlockwiseAdamW
 from megascend.engines.megatron.routers import Routers
 from megascend.engines.muon import MuonOptimizer
+from megascend.engines.offloaded_adam import OffloadedAdam
 from megascend.engines.weight_settings import MainParameter, WeightSettings
+from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
 
 BY_WEIGHT = "megascend_weight_settings"
@@ -35,7 +37,7 @@ BY_WEIGHT = "megascend_weight_settings"
 
 @dataclass(frozen=True)
 class ParameterState:
-    """Optimizer state of one parameter on this rank; live tensors.
+    """Optimizer state of one parameter, or of a part of it, on this rank; live tensors, on the device or in host memory.
 
     Attributes:
         parameter: the model's.
@@ -54,6 +56,9 @@ class ParameterState:
 class MegatronOptimizer:
     """AdamW, and Muon, over the model chunks of this rank: one step for all ranks, or none.
 
+    Args:
+        page_locked: offloaded state is in page-locked memory.
+
     Attributes:
         skipped_in_a_row: steps skipped since the last update.
     """
@@ -66,6 +71,8 @@ class MegatronOptimizer:
         precision: Precision,
         groups: ProcessGroups,
         routers: Routers,
+        *,
+        page_locked: bool = False,
     ) -> None:
         learning_rate(schedule, adam.lr, 0)  # raises for a schedule without an end now, not at the first step
         self._chunks, self._adam, self._schedule, self._groups = chunks, adam, schedule, groups
@@ -74,6 +81,8 @@ class MegatronOptimizer:
         self.megatron = get_megatron_optimizer(optimizer_config(adam, precision), chunks)
         if adam.moments == "8bit":
             self._quantise_moments()
+        if adam.offloaded_share:
+            self._offload(page_locked=page_locked)
         self._muon: MuonOptimizer | None = None
         self._muon_mains: list[tuple[Any, Tensor]] = []  # (one of Megatron's optimizers, main parameter)
         self.skipped_in_a_row = 0
@@ -126,6 +135,32 @@ class MegatronOptimizer:
                 for group in part.optimizer.param_groups
             ]
             patch(part, "optimizer", quantised, "its moments have 8 bits")
+
+    def _offload(self, *, page_locked: bool) -> None:
+        """Move state to host memory, and let the provider's Adam update it in chunks. Collective."""
+        problem = None
+        try:
+            for part in self._parts():
+                weights = {}
+                for parameter, start, main in _main_parameters(part):
+                    weights[id(main)] = parameter.data.view(-1)[start : start + main.numel()]
+                adam, provider = part.optimizer, current_runtime("the optimizer").provider
+                assert provider is not None, "Megatron runs with one"
+                streamed = OffloadedAdam(
+                    adam,
+                    weights,
+                    share=self._adam.offloaded_share,
+                    page_locked=page_locked,
+                    stored_count=partial(provider.adam_count, adam),
+                )
+                patch(part, "optimizer", streamed, "its state is in host memory")
+                if hasattr(part, "_copy_main_params_to_model_params"):
+                    patch(
+                        part, "_copy_main_params_to_model_params", _do_nothing, "its Adam writes the model's parameters"
+                    )
+        except ConfigError as error:  # of host memory, which other ranks may have
+            problem = error
+        raise_on_all_ranks(problem, self._groups, "the offload of optimizer state")
 
     def scale_loss(self, loss: Any) -> Any:
         """Return ``loss`` times the fp16 loss scale (1 for other precisions)."""
@@ -202,7 +237,7 @@ class MegatronOptimizer:
         for optimizer in self._parts():
             if isinstance(optimizer.optimizer, BlockwiseAdamW):
                 optimizer.optimizer.create_state()
-            else:
+            elif not isinstance(optimizer.optimizer, OffloadedAdam):  # which has its state from the beginning
                 optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
 
     def parameter_states(self, *, loading: bool) -> Iterator[ParameterState]:
@@ -216,6 +251,11 @@ class MegatronOptimizer:
             if isinstance(part.optimizer, BlockwiseAdamW):
                 part.optimizer.begin_loading()
         for part, parameter, start, main in self._mains:
+            divided = hasattr(part, "gbuf_ranges")
+            if isinstance(part.optimizer, OffloadedAdam):
+                for offset, tensors in part.optimizer.state_of(main).runs():
+                    yield ParameterState(parameter, start + offset, divided, tensors)
+                continue
             if isinstance(part.optimizer, BlockwiseAdamW):
                 tensors = part.optimizer.checkpoint_tensors(main, loading=loading)
             else:
@@ -225,7 +265,7 @@ class MegatronOptimizer:
             # An fp32 parameter is its own main parameter, and is in the checkpoint already.
             if parameter.dtype != torch.float32:
                 tensors["param"] = main.detach()
-            yield ParameterState(parameter, start, hasattr(part, "gbuf_ranges"), tensors)
+            yield ParameterState(parameter, start, divided, tensors)
 
     @property
     def updates(self) -> int:
@@ -242,7 +282,7 @@ class MegatronOptimizer:
     @updates.setter
     def updates(self, count: int) -> None:
         for optimizer in self._parts():
-            if isinstance(optimizer.optimizer, BlockwiseAdamW):
+            if isinstance(optimizer.optimizer, BlockwiseAdamW | OffloadedAdam):
                 optimizer.optimizer.updates = count
                 continue
             provider = current_runtime("the optimizer").provider
@@ -293,6 +333,10 @@ class MegatronOptimizer:
             parameters = optimizer.get_parameters()
             if parameters:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=self._adam.max_grad_norm, total_norm=grad_norm)
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _main_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:

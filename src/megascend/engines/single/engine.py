@@ -223,6 +223,7 @@ def check_settings(spec: EngineSpec) -> None:
     """Raise ConfigError for settings that this engine does not have."""
     recompute = spec.recompute
     refuse_quantised_base(spec, "single")
+    spec.optimizer.check_without_offload("engine single")
     if spec.mtp == "train":
         raise ConfigError(
             "engine single: mtp: train is a setting of engine megatron; transformers' models have no heads for multi-token "
