@@ -248,6 +248,7 @@ def measured() -> list[Row]:
             output=Path("run"),
             parallel=parallel,
             lora=Lora(rank=row["lora"]) if "lora" in row else None,
+            recompute=Recompute(granularity=row.get("recompute", "none")),
         )
         tokens, count = row["micro_batch_tokens"], row["micro_batches"]
         rank_parameters, trained = stage_parameters(model, topology, config)
@@ -262,6 +263,7 @@ def measured() -> list[Row]:
         name = f"{row['model']}, {cards} x {row['device'].upper()}"
         name += f", EP{parallel.expert}" if parallel.expert > 1 else ""
         name += f", LoRA {row['lora']}" if "lora" in row else ""
+        name += ", full recompute" if "recompute" in row else ""
         name += f", {count} x {tokens} tokens" + (", CUDA graphs" if "graphs" in row else "")
         rows.append(
             Row(
