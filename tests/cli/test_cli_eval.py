@@ -56,6 +56,14 @@ TASKS = {
             {"metric": "acc_norm", "aggregation": "mean", "higher_is_better": True},
         ],
     },
+    # Answers of one token to the same question.
+    "letters": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}:",
+        "doc_to_choice": ["A", "B", "C"],
+        "doc_to_target": "{{choices.index(answer)}}",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    },
     "continuations": {
         "output_type": "loglikelihood",
         "metric_list": [
@@ -76,7 +84,7 @@ TASKS = {
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     },
 }
-EVERY = 10
+INTERVAL = 10
 
 
 @pytest.fixture(scope="module")
@@ -114,12 +122,12 @@ def folder(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {"path": "data.jsonl", "global_batch_size": 6},
         "validation": {
             "tasks": {"names": [f"{name}.yaml" for name in TASKS]},
-            "every": EVERY,
+            "every": INTERVAL,
             "at_start": True,
             "metric": "continuations/acc",
             "keep_best": True,
         },
-        "steps": 6 * EVERY,
+        "steps": 6 * INTERVAL,
         "platform": "cpu",
         "engine": "single",
         "precision": "fp32",
@@ -162,13 +170,13 @@ def test_tasks_in_training_are_those_of_the_harness_and_decide_the_best_checkpoi
 ) -> None:
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     measured = {row["step"]: row for row in rows if "tasks/continuations/acc" in row}
-    assert list(measured) == list(range(EVERY, 6 * EVERY + 1, EVERY))
+    assert list(measured) == list(range(INTERVAL, 6 * INTERVAL + 1, INTERVAL))
     accuracies = [row["tasks/continuations/acc"] for row in measured.values()]
     assert min(accuracies) < max(accuracies)
     best = list(measured)[accuracies.index(max(accuracies))]
     output = (trained / "stdout").read_text()
     # Later ones that are as good are no improvement.
-    assert f"exporting step {best}, the best one" in output or best == 6 * EVERY
+    assert f"exporting step {best}, the best one" in output or best == 6 * INTERVAL
     for task, metrics in expected["results"].items():
         names = {entry["metric"] for entry in TASKS[task]["metric_list"]}
         for name in names:
@@ -207,7 +215,7 @@ def test_log_probabilities_and_responses_equal_the_harness_on_every_engine(
         for part in flat([entry["resps"] for entry in report["samples"][task]])
     ]
     assert {part for part in scores if isinstance(part, bool)} == {True, False}  # continuations that are the greedy one
-    assert f"{6 * 4} documents" in completed.stdout
+    assert f"{6 * len(TASKS)} documents" in completed.stdout
     assert "choices/acc" in completed.stdout
 
 

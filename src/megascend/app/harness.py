@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ import lm_eval.api.metrics
 import lm_eval.api.task
 import numpy as np
 from lm_eval.api.model import TemplateLM
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
@@ -99,6 +101,11 @@ class TaskSuite:
             ) from error
         self.tasks: dict[str, Any] = self._loaded["tasks"]
         for name, task in self.tasks.items():
+            if missing := missing_metric(task):
+                raise EvaluationError(
+                    f"{setting}: task {name} has the metric {missing}, which neither lm_eval nor the cache of the package "
+                    "evaluate has; nothing is downloaded"
+                )
             if settings.fewshot is not None:
                 if task.get_config("num_fewshot") == 0 and settings.fewshot:
                     logger.warning(
@@ -114,7 +121,7 @@ class TaskSuite:
         names = [f"{task}/{metric}" for task, entry in self.tasks.items() for metric in entry.aggregation()]
         for group in self._loaded.get("groups", {}).values():
             names += [f"{group.name}/{entry.metric}" for entry in group.aggregate_metric_list or ()]
-        if not any(name == known or name.startswith(f"{known}/") for known in names):
+        if not any(name == metric or name.startswith(f"{metric}/") for metric in names):
             raise EvaluationError(f"validation.metric: no task has {name}; they have: {', '.join(names)}")
 
     def evaluate(self, scorer: TaskScorer, *, errors: bool) -> TaskScores:
@@ -141,6 +148,15 @@ class TaskSuite:
         return scores_of(report)
 
 
+def missing_metric(task: Any) -> str | None:
+    """Return a metric of responses that the harness could not load, which it logs and reports once all responses are there."""
+    # Other tasks, and those with functions of their own, do not call what is listed.
+    calls = type(task) is ConfigurableTask and task.get_config("output_type") == "generate_until"
+    if not calls or task.get_config("process_results") is not None:
+        return None
+    return next((name for name, function in task._metric_fn_list.items() if function is None), None)
+
+
 def scores_of(report: Mapping[str, Any]) -> TaskScores:
     """Return the metrics of the harness's results, whose keys are ``METRIC,FILTER`` and ``METRIC_stderr,FILTER``."""
     values: dict[str, float] = {}
@@ -165,9 +181,12 @@ def scores_of(report: Mapping[str, Any]) -> TaskScores:
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Read data sets from files and the cache only, within the context, and without progress bars."""
-    shown = not datasets.utils.are_progress_bars_disabled()
+    """Read data sets and metrics from files and the cache only, within the context, and without progress bars."""
+    bars_enabled = not datasets.utils.are_progress_bars_disabled()
     datasets.utils.disable_progress_bars()
+    evaluate_offline = os.environ.get("HF_EVALUATE_OFFLINE")
+    # Read by the package evaluate, which lm_eval imports for metrics that it does not have: in itself that takes seconds.
+    os.environ["HF_EVALUATE_OFFLINE"] = "1"
     try:
         with ExitStack() as stack:
             # Both read the variable HF_HUB_OFFLINE once, when they are imported.
@@ -176,7 +195,11 @@ def offline() -> Iterator[None]:
                 stack.enter_context(patched(owner, "HF_HUB_OFFLINE", True, reason))
             yield
     finally:
-        if shown:
+        if evaluate_offline is None:
+            del os.environ["HF_EVALUATE_OFFLINE"]
+        else:
+            os.environ["HF_EVALUATE_OFFLINE"] = evaluate_offline
+        if bars_enabled:
             datasets.utils.enable_progress_bars()
 
 

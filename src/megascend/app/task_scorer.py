@@ -6,7 +6,7 @@ every request for log-probabilities or responses is sent to all of them as token
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -188,8 +188,8 @@ class TaskScorer:
         Args:
             sequences: token ids and n.
         """
-        # The longest first: what does not fit into memory fails at once.
-        order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index][0]))
+        # The longest first: what does not fit into memory fails at once. Answers to the same question are neighbours.
+        order = sorted(range(len(sequences)), key=lambda index: (-len(sequences[index][0]), sequences[index][0]))
         results: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(order), desc="log-probabilities", disable=not self._show) as bar:
             for start in range(0, len(order), SEQUENCES):
@@ -206,21 +206,38 @@ class TaskScorer:
     @torch.no_grad()
     def score(self, sequences: Sequence[tuple[list[int], int]], greedy: bool) -> list[tuple[float, bool]]:
         """Compute :meth:`scores` on all ranks, which share the sequences."""
-        samples = [Sample.causal(tokens, len(tokens) - count, adapter=self._adapter) for tokens, count in sequences]
-        index_of = {id(sample): index for index, sample in enumerate(samples)}
-        share = self.backend.shard(samples)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, (tokens, count) in enumerate(sequences):
+            # Answers of one token to the same question take one pass; a negative number is no token.
+            key = tuple(tokens[:-1]) if greedy and count == 1 else (-1, index)
+            groups.setdefault(key, []).append(index)
+        samples: dict[int, list[int]] = {}
+        batch = []
+        for members in groups.values():
+            tokens, count = sequences[members[0]]
+            batch.append(Sample.causal(tokens, len(tokens) - count, adapter=self._adapter))
+            samples[id(batch[-1])] = members  # by identity: shard() returns these objects
+        share = self.backend.shard(batch)
+        local: dict[int, tuple[float, bool]] = {}
         if greedy:
-            names = ("logprobs", "likeliest")
-            outputs = Step(self.backend.engine).token_scores("lm_eval", share, None, names, likeliest_targets)
-            logprobs, likeliest = outputs["logprobs"], outputs["likeliest"]
+            answers = [[sequences[index][0][-1] for index in samples[id(sample)]] for sample in share]
+            names = ("logprobs", "likeliest", "answers")
+            outputs = Step(self.backend.engine).token_scores("lm_eval", share, None, names, answer_scores(answers))
+            for number, sample in enumerate(share):
+                logprobs, likeliest = outputs["logprobs"][number], outputs["likeliest"][number]
+                members = samples[id(sample)]
+                for column, index in enumerate(members):
+                    tokens, count = sequences[index]
+                    value = (
+                        logprobs[-count:].double().sum()
+                        if len(members) == 1
+                        else outputs["answers"][number][-1, column]
+                    )
+                    local[index] = value.item(), likeliest[-count:].tolist() == tokens[-count:]
         else:
-            logprobs = self.backend.forward(share).logprobs
-            likeliest = [torch.zeros(1)] * len(share)
-        local = {}
-        for sample, values, flags in zip(share, logprobs, likeliest, strict=True):
-            index = index_of[id(sample)]
-            count = sequences[index][1]
-            local[index] = (values[-count:].double().sum().item(), bool(flags[-count:].all()))
+            for sample, logprobs in zip(share, self.backend.forward(share).logprobs, strict=True):
+                (index,) = samples[id(sample)]
+                local[index] = logprobs[-sequences[index][1] :].double().sum().item(), False
         results: dict[int, tuple[float, bool]] = {}
         for part in self.backend.gather_by_data_rank(local):
             results |= part
@@ -245,11 +262,26 @@ class TaskScorer:
         return [results[index] for index in range(len(requests))]
 
 
-def likeliest_targets(batch: MicroBatch, output: Output) -> dict[str, torch.Tensor | None]:
-    """Return the targets' log-probabilities, and 1 for each target with a weight that is the likeliest token there."""
-    likeliest = torch.zeros(len(batch.targets))
-    # Full logits, which travel to the host, only where they are needed: continuations are short and contexts are long.
-    rows, targets = batch.weights.cpu().nonzero()[:, 0], batch.targets.cpu()
-    for part in rows.split(LOGIT_ROWS) if len(rows) else ():
-        likeliest[part] = (output.logits(part).argmax(-1) == targets[part]).float()
-    return {"logprobs": output.logprobs(False)[0], "likeliest": likeliest}
+def answer_scores(answers: Sequence[Sequence[int]]) -> Callable[[MicroBatch, Output], dict[str, torch.Tensor | None]]:
+    """Return a function that scores a micro batch's targets, of which those with a weight are a continuation.
+
+    Its results are the targets' log-probabilities, the likeliest token at each target with a weight, and the log-probabilities of
+    ``answers`` there [tokens, answers]: tokens that may end a sample, more than one only if its continuation is one token.
+    """
+    width = max(map(len, answers), default=1)
+
+    def scores(batch: MicroBatch, output: Output) -> dict[str, torch.Tensor | None]:
+        likeliest = torch.zeros(len(batch.targets), dtype=torch.int64)
+        logprobs = torch.zeros(len(batch.targets), width)
+        # Full logits, which travel to the host, only where they are needed: continuations are short and contexts are long.
+        rows, samples = batch.weights.cpu().nonzero()[:, 0], batch.sample.tolist()
+        for part in rows.split(LOGIT_ROWS) if len(rows) else ():
+            logits = output.logits(part)
+            likeliest[part] = logits.argmax(-1)
+            for row, row_logits in zip(part.tolist(), logits, strict=True):
+                tokens = answers[batch.members[samples[row]]]
+                if len(tokens) > 1:
+                    logprobs[row, : len(tokens)] = row_logits.log_softmax(-1)[list(tokens)]
+        return {"logprobs": output.logprobs(False)[0], "likeliest": likeliest, "answers": logprobs}
+
+    return scores
