@@ -32,6 +32,10 @@ class LossFunctionError(DataError):
     """A loss function raised on some rank, or returned an invalid result; the message contains its traceback."""
 
 
+class EvaluationError(MegascendError, RuntimeError):
+    """A task of lm-eval-harness does not exist, cannot be loaded from this machine, or failed."""
+
+
 class ImportOrderError(MegascendError, ImportError):
     """A package that must be patched was imported before ``megascend.bootstrap()``."""
 

@@ -35,6 +35,29 @@ def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
     assert validation == Validation(fraction=0.1, every=7)
 
 
+@pytest.mark.parametrize(
+    ("validation", "message"),
+    [
+        ("{tasks: {names: [t]}, keep_best: true}", "metric: loss needs held-out samples"),
+        ("{path: v, metric: t/acc}", "t/acc is a metric of tasks, and validation.tasks is not set"),
+        ("{tasks: {names: [t]}, metric: acc}", "acc must be loss or TASK/METRIC"),
+        ("{tasks: {names: [t]}}\nbradley_terry: {}", "validation.tasks and bradley_terry are both set"),
+    ],
+)
+def test_validation_metric_must_be_measured(tmp_path: Path, validation: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, f"validation: {validation}\n")
+
+
+def test_tasks_need_no_held_out_samples_and_have_an_interval(tmp_path: Path) -> None:
+    validation = load(tmp_path, "validation: {tasks: {names: [t]}, every: 7, metric: t/acc, patience: 2}\n").validation
+    assert validation is not None
+    assert (validation.holds_out, validation.tasks_interval) == (False, 7)
+    validation = load(tmp_path, "validation: {fraction: 0.1, tasks: {names: [t], interval: 50}, every: 7}\n").validation
+    assert validation is not None
+    assert (validation.holds_out, validation.tasks_interval) == (True, 50)
+
+
 def test_schedule_ends_with_the_run_and_excess_steps_are_reported(tmp_path):
     cosine = "schedule: {kind: cosine, warmup_steps: 5, total_steps: 100}\n"
     assert load(tmp_path, cosine, "steps=50").for_samples(8).schedule_remarks() == []

@@ -1,4 +1,4 @@
-"""Responses of a model that is not being trained: what ``megascend generate`` and ``megascend chat`` run on every rank."""
+"""Responses and scores of a model that is not in training: ``megascend generate``, ``chat`` and ``eval`` on every rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.app.generation import stop_tokens
 from megascend.config import Adapters, Batching, Fsdp, Parallel, PlatformName, Precision
 from megascend.data.chat import ChatTemplate
+from megascend.distributed.launch import Launch
 from megascend.errors import ConfigError
 from megascend.huggingface.files import read_config
 from megascend.rollout.prompts import Prompt, prompt_tokens
@@ -22,7 +23,9 @@ from megascend.sampling.sampler import Sampler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megascend.app.task_scorer import TaskScores
     from megascend.backend import Backend
+    from megascend.config import ValidationTasks
 
 ADAPTER_KEY = "adapter"
 """Key of a prompt's line that names the adapter to answer with; null: the base model."""
@@ -160,6 +163,13 @@ class ResponseModel:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
+def bootstrap_model(settings: InferenceSettings) -> None:
+    """Make this process ready for the engine, as :func:`megascend.bootstrap`; repeating it is harmless."""
+    import megascend
+
+    megascend.bootstrap(settings.platform, Parallel(tensor=settings.tensor), False, settings.engine, settings.precision)
+
+
 @contextmanager
 def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
     """Load a model and its adapters on this rank, as one of all; unload it at the end.
@@ -167,12 +177,11 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
     Raises:
         ConfigError, CheckpointError, TopologyError: as the backend's constructor and ``load_adapter``.
     """
-    import megascend
     from megascend import backends
     from megascend.lora import peft_format
 
+    bootstrap_model(settings)
     parallel = Parallel(tensor=settings.tensor)
-    megascend.bootstrap(settings.platform, parallel, False, settings.engine, settings.precision)
     loras = [peft_format.read(path)[0] for path in settings.adapters.values()]
     targets = {target for lora in loras if lora.targets != "all-linear" for target in lora.targets}
     all_linear = not loras or any(lora.targets == "all-linear" for lora in loras)
@@ -233,3 +242,26 @@ def _fields(response: Response) -> dict[str, Any]:
     if response.error is not None:
         return {"error": response.error}
     return {"response": response.text, "tokens": response.tokens, "finish_reason": response.finish_reason}
+
+
+def evaluate_model(settings: InferenceSettings, tasks: ValidationTasks, *, show: bool) -> dict[str, TaskScores]:
+    """Measure a model that is not in training, or each of its adapters, on this rank as one of all.
+
+    Returns:
+        Metrics by the adapter's name, empty for the model itself.
+    """
+    from megascend.app.task_scorer import TaskScorer
+
+    bootstrap_model(settings)
+    # Before the model, which may take minutes to load.
+    suite = None
+    if Launch.from_environment().rank == 0:
+        from megascend.app.harness import TaskSuite
+
+        suite = TaskSuite(tasks, "--tasks")
+    scores: dict[str, TaskScores] = {}
+    with loaded_model(settings) as loaded:
+        for adapter in settings.adapters or (None,):
+            scorer = TaskScorer.prepare(loaded.backend, loaded.tokenizer, settings.model, tasks, adapter, show=show)
+            scores[adapter or ""] = scorer.measure(suite, errors=True)
+    return scores

@@ -19,12 +19,13 @@ from megascend.config import RunConfig, TrainerConfig
 from megascend.config.plugins import check_name, check_names, check_plugins
 from megascend.config.rl import RlConfig
 from megascend.distributed.launch import Launch
-from megascend.errors import CheckpointError, ConfigError, DataError
+from megascend.errors import CheckpointError, ConfigError, DataError, MissingDependencyError
 from megascend.huggingface import hub
 from megascend.huggingface.files import read_config
 from megascend.huggingface.info import ModelInfo, inspect_checkpoint, linear_layers
 from megascend.huggingface.scalar_head import padding_id
 from megascend.io.paths import format_bytes, free_bytes, real
+from megascend.surroundings import is_installed
 from megascend.topology.topology import Topology, plan
 from megascend.tracking.registry import check_trackers
 
@@ -169,7 +170,17 @@ def check_packages(config: TrainerConfig, *, plugins_pending: bool = False) -> N
     """Check that the packages which the settings need are installed, and that every tracker is known."""
     if config.plot:
         require_extra("matplotlib", "plot")
+    if isinstance(config, RunConfig) and config.validation is not None and config.validation.tasks is not None:
+        require_harness("validation.tasks")
     check_trackers(config.tracker_options, plugins=plugins_pending and bool(config.plugins))
+
+
+def require_harness(setting: str) -> None:
+    """Raise MissingDependencyError if lm-eval-harness is not installed."""
+    if not is_installed("lm_eval"):
+        raise MissingDependencyError(
+            f"{setting} needs lm_eval (lm-eval-harness), which is not installed: pip install 'megascend[eval]'"
+        )
 
 
 def check_paths(config: TrainerConfig, overwrite: bool) -> None:

@@ -181,6 +181,11 @@ class RunLog:
         if self._trackers is not None and not self._waiting():
             self._trackers.log_texts(step, texts)
 
+    def show_text(self, text: str) -> None:
+        """Show lines that stay."""
+        if self._enabled:
+            self._display.print_text(text)
+
     def write_rollouts(self, step: int, text: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Show ``text`` about rollouts of a step, and hand them to the trackers."""
         if not self._enabled:

@@ -140,7 +140,7 @@ class RunSamples:
             for part in (stores[: len(training)], stores[len(training) :])
             if part
         ]
-        if config.validation is None:
+        if config.validation is None or not config.validation.holds_out:
             return cls(all_samples(learned), None, longest, remarks, kinds=kinds)
         if held_out:
             return cls(all_samples(learned), all_samples(held_out[0]), longest, remarks, kinds=kinds)

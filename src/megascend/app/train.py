@@ -16,15 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 from megascend.app.preflight import RunPlan
 from megascend.app.resume import with_template_date
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
-from megascend.app.run_log import EMPTY, MetricsRecord, RunLog
+from megascend.app.run_log import EMPTY, MetricsRecord, RunLog, rounded
 from megascend.config import RunConfig
+from megascend.errors import EvaluationError
 from megascend.io.paths import make_directory
 from megascend.tracking.metrics import Metric
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from megascend.app.generation import AnswerSampler
+    from megascend.app.harness import TaskSuite
     from megascend.app.objectives import LearningObjective
     from megascend.app.run_samples import RunSamples
+    from megascend.app.task_scorer import TaskScorer, TaskScores
     from megascend.app.token_budget import TokenBudget
     from megascend.backend import Backend
     from megascend.batch.sample import Sample
@@ -114,7 +119,8 @@ class TrainCounts:
         seconds: time spent in steps, on this rank.
         loss: loss of the last step.
         validation_loss: the last one that was measured.
-        best_loss, best_step: the lowest one so far that is an improvement, and its step; None: none has been measured.
+        best_value, best_step: the best value of ``validation.metric`` so far that is an improvement, and its step; None: none
+            has been measured.
         stale: measurements since then.
     """
 
@@ -123,15 +129,15 @@ class TrainCounts:
     seconds: float = 0.0
     loss: float = math.nan
     validation_loss: float | None = None
-    best_loss: float | None = None
+    best_value: float | None = None
     best_step: int | None = None
     stale: int = 0
 
-    def measured(self, loss: float, step: int, min_delta: float) -> None:
-        """Count a measurement of the validation loss. One that is not finite is no improvement."""
-        self.validation_loss = loss
-        if math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss - min_delta):
-            self.best_loss, self.best_step, self.stale = loss, step, 0
+    def measured(self, value: float, step: int, min_delta: float, *, higher_is_better: bool = False) -> None:
+        """Count a measurement of ``validation.metric``. One that is not finite is no improvement."""
+        sign = -1 if higher_is_better else 1
+        if math.isfinite(value) and (self.best_value is None or sign * (value - self.best_value) < -min_delta):
+            self.best_value, self.best_step, self.stale = value, step, 0
         else:
             self.stale += 1
 
@@ -144,8 +150,10 @@ class SupervisedTraining(Training[RunConfig]):
     """
 
     progress_keys = ("data", "counts")
+    shared_errors = (EvaluationError,)
     samples: RunSamples
     objective: LearningObjective
+    _tokenizer: PreTrainedTokenizerBase
     _run: Run[RunConfig]
     _stream: Batches[int] | StreamedBatches
     _budget: TokenBudget
@@ -154,6 +162,9 @@ class SupervisedTraining(Training[RunConfig]):
     def __init__(self) -> None:
         self.counts = TrainCounts()
         self._answer_sampler: AnswerSampler | None = None
+        self._task_suite: TaskSuite | None = None
+        self._task_scorer: TaskScorer | None = None
+        self._task_scores: TaskScores | None = None
         self._stream_state: dict[str, Any] = {}
         self._skipped_in_a_row = self._last_step = 0
         self._batch: Sequence[Sample] = ()
@@ -171,6 +182,7 @@ class SupervisedTraining(Training[RunConfig]):
         # Before the data, which may take minutes to read.
         check_platform(config, world.runtime.platform)
         tokenizer, limits = plan.tokenizer, plan.limits
+        self._tokenizer = tokenizer
         # Set on the tokenizer, and kept for the export: the model must be used with the template that it was trained with.
         self.chat_template = set_template(config.data, tokenizer)
         config = with_template_date(config, tokenizer, world.resume, world.launch)
@@ -179,6 +191,12 @@ class SupervisedTraining(Training[RunConfig]):
             self._answer_sampler = AnswerSampler.prepare(
                 config.generation, config.data, tokenizer, limits, config.model, config.template_date
             )
+        if config.validation is not None and config.validation.tasks is not None and world.launch.rank == 0:
+            from megascend.app.harness import TaskSuite
+
+            self._task_suite = TaskSuite(config.validation.tasks, "validation.tasks")
+            if config.validation.metric != "loss":
+                self._task_suite.check_metric(config.validation.metric)
         self.objective = make_objective(config, self.samples.learned)
         distillation = config.distillation
         if distillation is not None and distillation.teacher is not None:
@@ -218,6 +236,15 @@ class SupervisedTraining(Training[RunConfig]):
                     logger.warning("data.on_changed: continue: %s", changes)
             self.counts = TrainCounts(**progress["counts"])
         self._stream_state = self._stream.state_dict()
+        if config.validation is not None and config.validation.tasks is not None:
+            from megascend.app.task_scorer import TaskScorer
+            from megascend.data.chat import ChatTemplate
+
+            tokenizer = self._tokenizer
+            template = ChatTemplate(tokenizer, config.data.chat_template_options, config.template_date)
+            self._task_scorer = TaskScorer.prepare(
+                run.backend, tokenizer, config.model, config.validation.tasks, run.adapter, template
+            )
         self._budget = TokenBudget(config)
         self._budget.apply(
             config,
@@ -249,10 +276,16 @@ class SupervisedTraining(Training[RunConfig]):
         run = self._run
         validation = run.config.validation
         if validation is not None and validation.at_start and run.backend.step_count == 0:
-            loss, metrics = self._validation_figures()
-            run.event_log.event("validated", step=0, validation_loss=loss, **metrics)
-            if run.main_rank:
-                print(f"validation loss before the first step: {loss:.4f}", flush=True)
+            if self.samples.held_out is not None:
+                loss, metrics = self._validation_figures()
+                run.event_log.event("validated", step=0, validation_loss=loss, **metrics)
+                if run.main_rank:
+                    print(f"validation loss before the first step: {loss:.4f}", flush=True)
+            if self._task_scorer is not None:
+                scores = self._measure_tasks(self._task_scorer, 0)
+                if validation.metric != "loss":
+                    scores.metric(validation.metric)  # now, and not after many steps
+                self._show_tasks("before the first step")
         self._step_start = time.perf_counter()
 
     @property
@@ -294,11 +327,20 @@ class SupervisedTraining(Training[RunConfig]):
         counts.seconds += seconds
         counts.loss, self._last_step = result.loss, number
         validation_loss, metrics = None, dict(result.metrics)
-        if self.samples.held_out is not None and (number % config.validation_every == 0 or number == config.steps):
+        validation, last = config.validation, number == config.steps
+        if validation is not None and self.samples.held_out is not None and (number % validation.every == 0 or last):
             validation_loss, figures = self._validation_figures()
             metrics |= figures
-            assert config.validation is not None
-            counts.measured(validation_loss, number, config.validation.min_delta)
+            counts.validation_loss = validation_loss
+            if validation.metric == "loss":
+                counts.measured(validation_loss, number, validation.min_delta)
+        scorer = self._task_scorer
+        if validation is not None and scorer is not None and (number % validation.tasks_interval == 0 or last):
+            scores = self._measure_tasks(scorer, number)
+            metrics |= {f"tasks/{name}": value for name, value in scores.values.items()}
+            if validation.metric != "loss":
+                value, higher = scores.metric(validation.metric)
+                counts.measured(value, number, validation.min_delta, higher_is_better=higher)
         tokens_per_s = result.total_tokens / seconds
         return StepRecord(
             step=number,
@@ -330,8 +372,26 @@ class SupervisedTraining(Training[RunConfig]):
             figures |= {f"validation_loss/{name}": part.loss for name, part in measured.items()}
         return total.loss, figures
 
+    def _measure_tasks(self, scorer: TaskScorer, step: int) -> TaskScores:
+        """Measure the tasks with the weights after ``step``, and record their metrics. Collective."""
+        since = time.perf_counter()
+        self._task_scores = scores = scorer.measure(self._task_suite)
+        seconds = round(time.perf_counter() - since, 3)
+        self._run.event_log.event(
+            "tasks_measured", step=step, seconds=seconds, documents=scores.documents, metrics=rounded(scores.values)
+        )
+        return scores
+
+    def _show_tasks(self, time_of_measurement: str) -> None:
+        """Show the metrics of the last measurement of tasks, once."""
+        if self._task_scores is not None:
+            lines = "\n".join(f"  {line}" for line in self._task_scores.lines())
+            self._log.show_text(f"tasks {time_of_measurement}:\n{lines}")
+        self._task_scores = None
+
     def after_step(self, number: int) -> None:
         """Stop after too many skipped steps in a row; sample answers to the run's prompts where that is due."""
+        self._show_tasks(f"after step {number}")
         run, answer_sampler = self._run, self._answer_sampler
         config, backend = run.config, run.backend
         # Checked after the step is logged, so that metrics.jsonl ends with the skipped steps.
@@ -404,10 +464,12 @@ def end_line(config: RunConfig, counts: TrainCounts, steps: int | None = None) -
     skipped = f", {counts.skipped} of them skipped (non-finite gradients)" if counts.skipped else ""
     validated = f", validation loss {counts.validation_loss:.4f}" if counts.validation_loss is not None else ""
     steps, early = config.steps if steps is None else steps, ""
-    if steps < config.steps and counts.best_loss is not None:
+    if steps < config.steps and counts.best_value is not None:
+        metric = "loss" if config.validation is None else config.validation.metric
+        measured = "validation losses" if metric == "loss" else f"measurements of {metric}"
         early = (
-            f" (of {config.steps}: the last {counts.stale} validation losses were no improvement on step {counts.best_step}'s "
-            f"{counts.best_loss:.4f})"
+            f" (of {config.steps}: the last {counts.stale} {measured} were no improvement on step {counts.best_step}'s "
+            f"{counts.best_value:.4f})"
         )
     length = f"{steps} step{'s' if steps != 1 else ''}{early} in {counts.seconds:.0f} s"
     return f"{length}{skipped}, last loss {counts.loss:.4f}{validated}; see {config.output}"

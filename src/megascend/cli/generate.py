@@ -1,4 +1,4 @@
-"""``megascend generate`` and ``megascend chat``: try a model, a run's export or an adapter."""
+"""``megascend generate``, ``chat`` and ``eval``: try a model, a run's export or an adapter."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megascend.cli.export import find_adapter, find_checkpoint, other_base
 
 if TYPE_CHECKING:
     from megascend.app.inference import InferenceSettings, ResponseModel
+    from megascend.config import ValidationTasks
     from megascend.sampling.request import SamplingParams
 
 
@@ -171,6 +172,69 @@ def chat_command(
         name = f" with {next(iter(settings.adapters.values()))}" if settings.adapters else ""
         typer.echo(f"{settings.model}{name}; /reset begins again, /exit ends")
         converse(loaded, sampling, system)
+
+
+def eval_command(
+    model: Model,
+    tasks: Annotated[
+        list[str],
+        typer.Option("--tasks", help="Task, group or tag of lm-eval-harness, or a task's YAML file; may be repeated."),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file to write, with every document and response.")
+    ] = None,
+    fewshot: Annotated[
+        int | None, typer.Option("--fewshot", min=0, help="Examples before each question; default: the task's number.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Measure this many documents of each task, the first ones.")
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Render questions as conversations with the chat template.")
+    ] = False,
+    adapters: AdapterNames = None,
+    base: Base = None,
+    engine: Engine = "single",
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Start this many processes.")] = 1,
+    tensor: Annotated[int, typer.Option("--tensor", min=1, help="Tensor parallel size (engine megatron).")] = 1,
+    platform: Platform = "auto",
+    dtype: Dtype = ComputePrecision.bf16,
+) -> None:
+    """Measure tasks of lm-eval-harness on a model, or on each of its adapters; nothing is downloaded."""
+    from megascend.app.preflight import require_harness
+    from megascend.cli.launch import start_ranks, under_torchrun
+    from megascend.config import ValidationTasks
+    from megascend.errors import ConfigError
+
+    require_harness("megascend eval")
+    if output is not None and output.exists():
+        raise ConfigError(f"--output {output} exists; choose another file, or remove it")
+    settings = inference_settings(model, adapters, base, engine, platform, dtype.value, tensor)
+    chosen = ValidationTasks(names=tuple(tasks), fewshot=fewshot, limit=limit, chat_template=chat_template)
+    arguments = (settings, chosen, output)
+    eval_rank(*arguments) if under_torchrun() else start_ranks(eval_rank, *arguments, nproc=nproc)
+
+
+def eval_rank(settings: InferenceSettings, tasks: ValidationTasks, output: Path | None) -> None:
+    """Run one rank; the first one prints the metrics."""
+    from megascend.app.inference import evaluate_model
+    from megascend.cli.messages import show_messages
+    from megascend.distributed.launch import Launch
+
+    show_messages()
+    main_rank = Launch.from_environment().rank == 0
+    scores = evaluate_model(settings, tasks, show=main_rank and sys.stderr.isatty())
+    if not main_rank:
+        return
+    if output is not None:
+        from megascend.app.harness import write_reports
+
+        write_reports(output, scores)
+    for adapter, part in scores.items():
+        count = sum(part.documents.values())
+        typer.echo(f"{settings.adapters[adapter] if adapter else settings.model}: {count} documents")
+        for line in part.lines():
+            typer.echo(line)
 
 
 def converse(model: ResponseModel, sampling: SamplingParams, system: str | None) -> None:

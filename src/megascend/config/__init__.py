@@ -7,7 +7,18 @@ number of processes is checked later, by :mod:`megascend.topology.topology`.
 
 from __future__ import annotations
 
-from megascend.config.data import DATA_COLUMNS, Data, Distillation, Dpo, Kto, Orpo, Pictures, Simpo, Validation
+from megascend.config.data import (
+    DATA_COLUMNS,
+    Data,
+    Distillation,
+    Dpo,
+    Kto,
+    Orpo,
+    Pictures,
+    Simpo,
+    Validation,
+    ValidationTasks,
+)
 from megascend.config.run import (
     Checkpoint,
     Generation,
@@ -94,6 +105,7 @@ __all__ = [
     "Size",
     "TrainerConfig",
     "Validation",
+    "ValidationTasks",
     "VisionTower",
     "load_config",
     "parsed",

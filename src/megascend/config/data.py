@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -226,8 +226,26 @@ PREFERENCE_LOSSES = ("dpo", "orpo", "simpo", "kto", "bradley_terry")
 """Losses with a section of a run file of their own."""
 
 
+class ValidationTasks(Section):
+    """Tasks of lm-eval-harness, measured at intervals (extra ``eval``)."""
+
+    names: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        min_length=1,
+        description="tasks, groups or tags of lm-eval-harness by name, or YAML files of tasks; their data are files, or what the "
+        "cache of datasets has: nothing is downloaded",
+    )
+    interval: Size | None = Field(
+        None, description="steps from one measurement to the next, and the last step; default: validation.every"
+    )
+    fewshot: Count | None = Field(None, description="examples before each question; default: the task's number")
+    limit: Size | None = Field(None, description="documents of each task, the first ones; default: all")
+    chat_template: bool = Field(
+        False, description="render questions as conversations with the chat template, examples as earlier turns"
+    )
+
+
 class Validation(Section):
-    """Held-out samples, whose loss is measured at intervals."""
+    """Held-out samples, whose loss is measured at intervals, and tasks of lm-eval-harness."""
 
     path: Path | None = Field(
         None,
@@ -239,17 +257,25 @@ class Validation(Section):
     fraction: float = Field(
         0.0, ge=0, lt=1, description="fraction of the documents of data.path to hold out, drawn with the seed"
     )
+    tasks: ValidationTasks | None = Field(
+        None, description="also, or without held-out samples only, measure tasks of lm-eval-harness"
+    )
     every: Size = Field(100, description="interval of measurements in steps; the last step is always measured")
     at_start: bool = Field(False, description="also measure before the first step")
+    metric: str = Field(
+        "loss",
+        description="what keep_best, patience and min_delta compare: loss, or a metric of tasks as TASK/METRIC, such as "
+        "arc_easy/acc_norm, or TASK/METRIC/FILTER",
+    )
     keep_best: bool = Field(
         False,
-        description="save a checkpoint after each measurement with the lowest loss so far, keep the best one beside "
-        "checkpoint.keep_last others, and export it at the end in place of the last step",
+        description="save a checkpoint after each measurement with the best metric so far (the lowest loss), keep the best one "
+        "beside checkpoint.keep_last others, and export it at the end in place of the last step",
     )
     patience: Count = Field(
         0, description="end the run after this many measurements in a row without an improvement; 0: train all steps"
     )
-    min_delta: float = Field(0.0, ge=0, description="smallest decrease of the loss that counts as an improvement")
+    min_delta: float = Field(0.0, ge=0, description="smallest change of the metric that counts as an improvement")
 
     @model_validator(mode="after")
     def _min_delta_has_a_use(self) -> Validation:
@@ -261,16 +287,42 @@ class Validation(Section):
     def _one_source(self) -> Validation:
         if self.split == "":
             raise ValueError("validation.split: name a split, or leave it out")
-        # Neither source, or both.
-        if (self.path is None and self.split is None) == (self.fraction == 0):
+        separate = self.path is not None or self.split is not None
+        if separate and self.fraction:
             setting = "path" if self.path is not None else "split"
-            problem = f"{setting} and fraction are both" if self.fraction else "none is"
-            raise ValueError(f"validation: set path, split or fraction; {problem} set")
+            raise ValueError(f"validation: set path, split or fraction; {setting} and fraction are both set")
+        if not self.holds_out and self.tasks is None:
+            raise ValueError("validation: set path, split or fraction; none is set")
         return self
+
+    @model_validator(mode="after")
+    def _metric_is_measured(self) -> Validation:
+        if self.metric == "loss":
+            if not self.holds_out and (self.keep_best or self.patience):
+                raise ValueError(
+                    "validation.metric: loss needs held-out samples (path, split or fraction); without them set metric to one of "
+                    "validation.tasks, TASK/METRIC"
+                )
+            return self
+        if self.tasks is None:
+            raise ValueError(f"validation.metric: {self.metric} is a metric of tasks, and validation.tasks is not set")
+        if "/" not in self.metric:
+            raise ValueError(f"validation.metric: {self.metric} must be loss or TASK/METRIC, such as arc_easy/acc_norm")
+        return self
+
+    @property
+    def holds_out(self) -> bool:
+        """True if there are held-out samples, beside tasks or without them."""
+        return self.path is not None or self.split is not None or self.fraction > 0
+
+    @property
+    def tasks_interval(self) -> int:
+        """Steps from one measurement of the tasks to the next; 0 without tasks."""
+        return 0 if self.tasks is None else self.tasks.interval or self.every
 
     def sources(self, data: Data) -> list[DataSource]:
         """Return the separate validation data, of each training source with ``split`` alone; none with ``fraction``."""
-        if self.fraction:
+        if self.path is None and self.split is None:
             return []
         # The same settings as the training data, except for the split. All of it is read before the run.
         defaults = {

@@ -342,7 +342,9 @@ class RunConfig(TrainerConfig):
     steps: Count = Field(100, description="optimizer steps; 0: as many as epochs take")
     epochs: float | None = Field(None, gt=0, description="passes over the data, in place of steps")
     data: Data = Field(description="training data")
-    validation: Validation | None = Field(None, description="measure the loss on held-out samples at intervals")
+    validation: Validation | None = Field(
+        None, description="measure the loss on held-out samples, and tasks of lm-eval-harness, at intervals"
+    )
     loss: str | None = Field(
         None,
         description="loss by name: cross_entropy, dpo, orpo, simpo, kto, bradley_terry, one that a plug-in registers, or a "
@@ -438,8 +440,14 @@ class RunConfig(TrainerConfig):
 
     @model_validator(mode="after")
     def _language_model_for_answers(self) -> RunConfig:
-        if self.bradley_terry is not None and self.generation is not None:
+        if self.bradley_terry is None:
+            return self
+        if self.generation is not None:
             raise ValueError("generation and bradley_terry are both set: a reward model gives scores, not answers")
+        if self.validation is not None and self.validation.tasks is not None:
+            raise ValueError(
+                "validation.tasks and bradley_terry are both set: a reward model gives scores, not answers"
+            )
         return self
 
     @property
@@ -464,11 +472,6 @@ class RunConfig(TrainerConfig):
     def data_sources(self) -> list[DataSource]:
         """Return the training data and separate validation data."""
         return [*self.data.training_sources(), *(self.validation.sources(self.data) if self.validation else [])]
-
-    @property
-    def validation_every(self) -> int:
-        """Steps from one measurement of the validation loss to the next; 0 without a validation set."""
-        return 0 if self.validation is None else self.validation.every
 
     def for_samples(self, samples: int) -> RunConfig:
         """Return these settings for a number of samples: with ``epochs``, ``steps`` is their number of steps, rounded up.
