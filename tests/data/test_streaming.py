@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from megascend.config import Data, RunConfig
 from megascend.data import files
 from megascend.data.files import read_documents
 from megascend.data.samples import Encoder, SampleLimits, build_samples
-from megascend.data.streaming import StreamedBatches
+from megascend.data.streaming import PrefetchedBatches, StreamedBatches
 from megascend.errors import ConfigError, DataError
 
 LIMIT = 20
@@ -185,6 +187,61 @@ def test_bad_records_name_their_line_and_are_skipped_up_to_a_limit(tmp_path: Pat
         take(open_stream(tmp_path / "b.csv", max_bad_records=5), 3)
 
 
+def test_prefetched_batches_and_positions_are_those_of_the_stream(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"line {n}"} for n in range(11)])
+    plain, prefetched = open_stream(path), PrefetchedBatches(open_stream(path))
+    for number in range(9):
+        assert contents(prefetched.take().samples) == contents(next(plain))
+        assert prefetched.state_dict() == plain.state_dict()
+        assert (prefetched.epochs, prefetched.source_epochs) == (plain.epochs, plain.source_epochs)
+        # The position is that of the batch taken, although others have been read.
+        resumed = PrefetchedBatches(open_stream(path))
+        resumed.load_state_dict(json.loads(json.dumps(prefetched.state_dict())))
+        if number % 4 == 0:
+            following = open_stream(path)
+            following.load_state_dict(plain.state_dict())
+            assert contents(resumed.take().samples) == contents(next(following))
+        resumed.close()
+    prefetched.close()
+    assert "megascend-stream" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_prefetched_errors_are_raised_in_place_of_their_batch(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"line {n}"}) for n in range(30)]
+    lines[20] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prefetched = PrefetchedBatches(open_stream(tmp_path / "a.jsonl", shuffle_buffer=1))
+    samples = [sample for _ in range(5) for sample in prefetched.take().samples]
+    assert [text_of(ids) for ids, *_ in contents(samples)] == [f"line {n}" for n in range(20)]
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl:21: not valid JSON"):
+            prefetched.take()
+    prefetched.close()
+    assert "megascend-stream" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_files_that_change_during_a_run_end_the_stream(tmp_path: Path) -> None:
+    rows = [{"text": f"line {n}"} for n in range(12)]
+
+    def grow(path: Path) -> None:
+        with path.open("a") as file:
+            file.write('{"text": "new"}\n')
+
+    def replace(path: Path) -> None:
+        write_jsonl(path.with_suffix(".new"), rows[:-1])
+        path.with_suffix(".new").replace(path)
+
+    for change, problem in ((grow, "has changed"), (replace, "has changed"), (Path.unlink, "cannot be read now")):
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        stream = open_stream(path)
+        take(stream, 1)
+        os.utime(path)
+        take(stream, 1)  # another time is no change
+        change(path)
+        with pytest.raises(DataError, match=rf"a\.jsonl .*{problem}.*: a stream needs files that stay"):
+            take(stream, 3)
+
+
 def test_streams_of_several_sources_keep_their_shares(tmp_path: Path) -> None:
     for name, count in (("a", 9), ("b", 50)):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": f"{name}{n}"} for n in range(count)])
@@ -213,12 +270,18 @@ def test_pairs_are_numbered_by_batch_and_kinds_are_not_mixed(tmp_path: Path) -> 
 def test_data_without_a_sample_end_the_stream(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p" * (LIMIT + 5), "completion": "c"}] * 7)
     (tmp_path / "b.jsonl").write_text("\n\n")
+    (tmp_path / "c.txt").write_text(" \n")
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
     with pytest.raises(
         DataError, match=r"a\.jsonl holds no token to predict; .*more than 20 tokens \(data\.on_too_long"
     ):
         next(open_stream(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"no training data in .*b\.jsonl \(data\.path\): it holds no document"):
         next(open_stream(tmp_path / "b.jsonl"))
+    with pytest.raises(DataError, match=r"c\.txt .* holds no document"):
+        next(open_stream(tmp_path / "c.txt"))
+    with pytest.raises(DataError, match=r"d\.parquet: not a parquet file"):
+        next(open_stream(tmp_path / "d.parquet"))
 
 
 def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
