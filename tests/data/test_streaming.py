@@ -175,10 +175,20 @@ def test_bad_records_name_their_line_and_are_skipped_up_to_a_limit(tmp_path: Pat
     texts = [text_of(ids) for ids, *_ in flat(batches_read)]
     assert sorted(texts) == sorted(f"line {n}" for n in range(12) if n not in (3, 8))
     assert stream.bad_records == 2
+    assert [line.partition(" at ")[0].partition(" that")[0] for line in stream.remarks] == [
+        f"{path}:4: left out (data.max_bad_records): not valid JSON: Expecting value",
+        f"{path}:9: left out (data.max_bad_records): 'text' must be a string",
+    ]
     resumed = open_stream(path, batch=5, max_bad_records=5)
     resumed.load_state_dict(stream.state_dict())
     assert resumed.bad_records == 2
     assert take(resumed, 2) == take(stream, 2)
+    # One record, however many problems it has.
+    message = {"role": "User", "content": "hello"}
+    records = [{"messages": [message, message]}, *({"text": f"line {n}"} for n in range(3))]
+    wrong = open_stream(write_jsonl(tmp_path / "c.jsonl", records), batch=3, max_bad_records=1, shuffle=False)
+    take(wrong, 1)
+    assert wrong.bad_records == 1
     # The rest of a file is not a record that may be skipped.
     write_csv(tmp_path / "b.csv", [{"text": "a"}, {"text": "b"}])
     with (tmp_path / "b.csv").open("a") as file:
@@ -252,6 +262,17 @@ def test_streams_of_several_sources_keep_their_shares(tmp_path: Path) -> None:
     assert stream.source_epochs == pytest.approx([60 / 9, 20 / 50], abs=0.02)
     states = [stream.state_dict()["streams"][number]["epoch"] for number in range(2)]
     assert states == [6, 0]
+
+
+def test_tables_of_several_sources_may_have_long_fields(tmp_path: Path) -> None:
+    """The csv module has one limit for all readers of a process, and the first source begins anew meanwhile."""
+    write_csv(tmp_path / "a.csv", [{"text": "a"}] * 2)
+    write_csv(tmp_path / "b.csv", [{"text": "b"}, {"text": "b" * 200_000}])
+    sources = [{"path": tmp_path / "a.csv", "weight": 3}, {"path": tmp_path / "b.csv", "weight": 1}]
+    stream = open_stream(sources=sources, batch=4, limit=300_000, shuffle=False, shuffle_buffer=1)
+    lengths = [len(ids) for ids, *_ in flat(take(stream, 2))]
+    assert sorted(lengths)[-2:] == [1, 200_000]
+    assert csv.field_size_limit() == 131072
 
 
 def test_pairs_are_numbered_by_batch_and_kinds_are_not_mixed(tmp_path: Path) -> None:

@@ -259,7 +259,10 @@ def data_table(dry: DryRun) -> Iterator[str]:
     """Yield statistics, a line for each part of the data."""
     figures = (dry.learned.unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
     table = Table("data", *(Column(name, justify="right") for name in figures), **LAYOUT)
-    for name, part in (("learned" if dry.epochs is not None else "first batch", dry.learned), ("held out", dry.held_out)):
+    for name, part in (
+        ("learned" if dry.epochs is not None else "first batch", dry.learned),
+        ("held out", dry.held_out),
+    ):
         if part is not None:
             numbers = (part.samples // part.members, part.tokens, part.supervised)
             lengths = (part.shortest, part.median, round(part.mean), part.p95, part.longest)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ class Record(NamedTuple):
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_FIELD = 2**31 - 1
 """Characters of a CSV field; Python's own limit of 131072 is too short for conversations."""
+CSV_LIMIT = threading.Lock()
+"""Held while the csv module's own limit is another one."""
 LONGEST_LINE = 2**30
 """Bytes of a line of JSONL, which is read as a whole: a list under the wrong name has all of its file in one."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -211,8 +214,6 @@ def _json_lines(path: Path, findings: Findings, start: Position) -> Iterator[Rec
 
 
 def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
-    # A process-wide setting of the csv module, restored below.
-    before = csv.field_size_limit(LONGEST_FIELD)
     offset, line_number = BEGINNING
 
     def lines() -> Iterator[str]:
@@ -232,7 +233,7 @@ def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) ->
         # positions are known.
         with path.open("rb") as file:
             rows = csv.reader(lines(), strict=True, delimiter=DELIMITERS[path.suffix])
-            header = next(rows, [])
+            header = _next_row(rows) or []
             if len(header) == 1 and (hint := _delimiter_hint(path)):
                 raise DataError(f"{path}:1: one column, {header[0]!r:.60}{hint}")
             if len(set(header)) != len(header):
@@ -243,7 +244,7 @@ def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) ->
                 offset, line_number = start
             # A quoted field may span several lines: a record's source is its first line.
             first_line = line_number + 1
-            for row in rows:
+            while (row := _next_row(rows)) is not None:
                 source, first_line = f"{path}:{first_line}", line_number + 1
                 if not row:
                     continue
@@ -257,8 +258,17 @@ def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) ->
         findings.file_problem(f"{path}:{line_number + 1}: not UTF-8 text ({error.reason})")
     except DataError as error:
         findings.file_problem(str(error))
-    finally:
-        csv.field_size_limit(before)
+
+
+def _next_row(rows: Iterator[list[str]]) -> list[str] | None:
+    """Return the next row of a table, whose fields may be long; None at the end."""
+    # A process-wide setting of the csv module: several readers, and threads, may be in the middle of their files.
+    with CSV_LIMIT:
+        before = csv.field_size_limit(LONGEST_FIELD)
+        try:
+            return next(rows, None)
+        finally:
+            csv.field_size_limit(before)
 
 
 def _delimiter_hint(path: Path) -> str:

@@ -58,14 +58,18 @@ class BadRecords:
         """
         self.count, self._limit, self.findings = 0, limit, findings
 
-    def check(self) -> None:
-        """Count the problems since the last call.
+    def check(self, *, single: bool = False) -> None:
+        """Count the records with problems since the last call.
+
+        Args:
+            single: all problems are of one record; else each is of its own.
 
         Raises:
             DataError: there are more than the limit, or a file could not be read to its end.
         """
         findings = self.findings
         new = sum(kind.count for kind in findings.problems.values()) + findings.more_problems
+        new = min(new, 1) if single else new
         self.count += new
         # The rest of a file is not a record.
         if findings.incomplete:
@@ -78,8 +82,7 @@ class BadRecords:
                 raise DataError(
                     f"{error}{skipped} (data.max_bad_records: {self._limit}; correct the data, or raise it to skip more)"
                 ) from None
-        findings.problems.clear()
-        findings.more_problems = 0
+        findings.skip_problems("data.max_bad_records")
 
 
 class SourceFiles:
@@ -201,8 +204,9 @@ class RecordStream:
             if self._file == len(self.files):
                 restarts += 1
                 if restarts > 1:
+                    remarks = "".join(f"; {line}" for line in self._bad.findings.lines())
                     raise DataError(
-                        f"no training data in {self._source.path} ({self._source.setting}): it holds no document"
+                        f"no training data in {self._source.path} ({self._source.setting}): it holds no document{remarks}"
                     )
                 self._begin_epoch(self._epoch + 1)
             self._mark_beginning()
@@ -300,7 +304,7 @@ class SampleStream:
                     "have: set data.streaming: false"
                 )
             samples = self._encoder.encode(document)
-        self._bad.check()
+        self._bad.check(single=True)
         for sample in samples:
             if isinstance(sources := sample.images, PictureSources):
                 sample.images = DeferredImages(lambda sources=sources: self._load(sources))
