@@ -361,21 +361,29 @@ def test_json_list_is_refused_and_json_lines_are_streamed(tmp_path: Path) -> Non
 PROGRAM = """
 import json, resource, sys
 from pathlib import Path
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 sys.path.insert(0, sys.argv[2])
-from test_streaming import open_stream
+import test_streaming
 
 def bytes_read():
     return int(Path("/proc/self/io").read_text().split()[1])
 
-stream = open_stream(Path(sys.argv[1]), batch=64, shuffle_buffer=1000, limit=4096)
+# A token for a word of 200 letters: bytes would take minutes.
+words = Tokenizer(models.WordLevel({"word": 0, "end": 1}, unk_token="word"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word", eos_token="end")
+test_streaming.byte_tokenizer = lambda size: tokenizer
+stream = test_streaming.open_stream(Path(sys.argv[1]), batch=64, shuffle_buffer=1000, limit=4096)
+batches = test_streaming.PrefetchedBatches(stream)
 before = bytes_read()
-next(stream)
+batches.take()
 first = bytes_read() - before
 for _ in range(30):
-    next(stream)
+    batches.take()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-while stream.epochs < 1:
-    next(stream)
+while batches.epochs < 1:
+    batches.take()
 print(json.dumps([first, peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 """
 
@@ -384,7 +392,7 @@ print(json.dumps([first, peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrs
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_memory_is_flat_over_a_large_file(tmp_path: Path, kind: str) -> None:
     """Read 200 MB in a child process: of the file's size neither the first batch nor the peak depends."""
-    path, line = tmp_path / f"a.{kind}", "x" * 1990
+    path, line = tmp_path / f"a.{kind}", f" {'x' * 198}" * 10
     if kind == "parquet":
         with parquet.ParquetWriter(path, pyarrow.schema([("text", pyarrow.string())]), compression="none") as writer:
             for start in range(0, 100_000, 5000):
