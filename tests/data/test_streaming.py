@@ -22,6 +22,7 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, RunConfig
 from megascend.data import files
 from megascend.data.files import read_documents
+from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, SampleLimits, build_samples
 from megascend.data.streaming import PrefetchedBatches, StreamedBatches
 from megascend.errors import ConfigError, DataError
@@ -114,6 +115,21 @@ def test_streamed_samples_equal_eager_ones_and_resume_anywhere(tmp_path: Path, n
         resumed.load_state_dict(states[number])
         assert take(resumed, 15 - number) == batches_read[number:]
         assert resumed.state_dict() == stream.state_dict()
+
+
+def test_saved_folder_is_streamed_without_writing_to_it(tmp_path: Path) -> None:
+    import datasets
+
+    # Objects of different keys: a feature of datasets that is stored as text.
+    rows = [{"text": f"{n:04}", "tools": [{f"k{n % 3}": n}, {"k": "v"}]} for n in range(2000)]
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(str(folder))
+    before = sorted(path.name for path in folder.iterdir())
+    records = [record.value for record in files.iterate_records(folder, "train", Findings())]
+    assert records == rows
+    stream = open_stream(folder, batch=1200, shuffle=False, columns={"text": "text"})
+    assert [text_of(ids) for ids, *_ in flat(take(stream, 2))] == [row["text"] for row in (rows * 2)[:2400]]
+    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_blocks_are_shuffled_by_the_published_rule(tmp_path: Path) -> None:

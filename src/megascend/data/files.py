@@ -361,11 +361,15 @@ def _saved_records(path: Path, split: str | None, findings: Findings, start: Pos
         names = [str(name) for name in rows]
         chosen = names if split == ALL else [choose_split(path, split, names, findings.setting)]
         rows = datasets.concatenate_datasets([rows[name] for name in chosen])
-    # Pictures as they are stored: they are decoded within limits later.
-    rows = rows.cast(datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()}))
+    # Pictures as they are stored: they are decoded within limits later. A cast to such features would write all rows anew, into
+    # the folder itself, before the first one is read.
+    features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
     remaining = rows.select(range(start[0], len(rows))) if start[0] else rows
-    for number, record in enumerate(remaining, start[0]):
-        yield Record(f"{path}[{number}]", without_nulls(record), (number + 1, 0))
+    number = start[0]
+    for table in remaining.with_format("arrow").iter(batch_size=1024):
+        for record in table.to_pylist():
+            number += 1
+            yield Record(f"{path}[{number - 1}]", without_nulls(features.decode_example(record)), (number, 0))
 
 
 def _loaded(path: Path, findings: Findings) -> Any:
