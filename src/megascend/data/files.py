@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megascend.config import Data
 from megascend.data.columns import parse_record
@@ -365,8 +365,10 @@ def _saved_records(path: Path, split: str | None, findings: Findings, start: Pos
     # the folder itself, before the first one is read.
     features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
     remaining = rows.select(range(start[0], len(rows))) if start[0] else rows
+    # Few rows at a time: they may hold pictures.
+    tables = cast("Any", remaining.with_format("arrow").iter(batch_size=64))
     number = start[0]
-    for table in remaining.with_format("arrow").iter(batch_size=1024):
+    for table in tables:
         for record in table.to_pylist():
             number += 1
             yield Record(f"{path}[{number - 1}]", without_nulls(features.decode_example(record)), (number, 0))
