@@ -339,7 +339,7 @@ class StreamedSamples(RunSamples):
         ]
         check_one_kind([*sources[:1], *validation], [learned, *stores])
         held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))
-        remarks = tuple(line for store in stores for line in store.remarks)
+        remarks = tuple(line for part in (*files, *stores) for line in part.remarks)
         all_files = tuple(file for part in files for file in part.files)
         return cls(learned, held_out, limits.length, remarks, open_stream, stream.kind, all_files)
 

@@ -90,17 +90,20 @@ class SourceFiles:
 
     Attributes:
         files: in the order in which they are read without shuffling.
+        remarks: descriptions of files that are not read.
         identity: digest of them, see :func:`file_identity`.
     """
 
     def __init__(self, source: DataSource) -> None:
-        data = source.data
-        self.files = files_of(source.path, data.split, data.config_name, Findings(source.setting))
+        data, findings = source.data, Findings(source.setting)
+        self.files = files_of(source.path, data.split, data.config_name, findings)
+        findings.raise_problems()
+        self.remarks = findings.lines()
         try:
             # Before the identity: what changes between them is noticed.
             self._states = [_file_states(file) for file in self.files]
-            self._identities = [file_identity([file]) for file in self.files]
-            self.identity = file_identity(self.files)
+            self._identities = [file_identity(file) for file in self.files]
+            self.identity = xxhash.xxh3_128(" ".join(self._identities).encode()).hexdigest()
         except OSError as error:
             raise DataError(f"{error.filename} cannot be read: {error.strerror or error}") from error
 
@@ -110,7 +113,7 @@ class SourceFiles:
         try:
             if (states := _file_states(file)) == self._states[number]:
                 return
-            if file_identity([file]) == self._identities[number]:
+            if file_identity(file) == self._identities[number]:
                 self._states[number] = states
                 return
             problem = "has changed since the run began"
@@ -571,17 +574,16 @@ def _file_states(path: Path) -> list[tuple[str, int, int]]:
     return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
 
 
-def file_identity(files: Sequence[Path]) -> str:
-    """Return a digest of the names, sizes and both ends of files; of a folder that datasets saved, of those in it."""
+def file_identity(path: Path) -> str:
+    """Return a digest of name, size and both ends of a file; of a folder that datasets saved, of those in it."""
     state = xxhash.xxh3_128()
-    for path in files:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not file.is_file():
-                continue
-            size = file.stat().st_size
-            state.update(f"{file.name} {size}".encode())
-            with file.open("rb") as stream:
-                state.update(stream.read(EDGE))
-                stream.seek(max(0, size - EDGE))
-                state.update(stream.read(EDGE))
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if not file.is_file():
+            continue
+        size = file.stat().st_size
+        state.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            state.update(stream.read(EDGE))
+            stream.seek(max(0, size - EDGE))
+            state.update(stream.read(EDGE))
     return state.hexdigest()
