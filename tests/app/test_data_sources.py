@@ -13,7 +13,8 @@ import pytest
 from megascend.app.train import SupervisedTraining, train
 from megascend.cli.random_checkpoint import ModelSize, write_checkpoint
 from megascend.config import RunConfig
-from megascend.errors import DistributedTestError
+from megascend.data import streaming
+from megascend.errors import DataError, DistributedTestError
 from megascend.testing import run_distributed
 
 DEADLINE_S = 120
@@ -98,3 +99,26 @@ def test_streamed_run_resumes_bitwise_equal_after_sigkill_on_two_ranks(folder: P
         run_distributed(killed_in_step_5, 2, init=False, timeout_s=DEADLINE_S)
     run_distributed(lambda: train(killed, resume="auto"), 2, init=False, timeout_s=DEADLINE_S)
     assert rows(killed.output) == expected
+
+
+def test_hosts_that_read_other_samples_stop_in_the_same_step_and_save_the_last_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Two files that differ in the middle, which is not compared at the start."""
+    for host in range(2):
+        lines = [f"{number:010}" for number in range(24)]
+        lines[18] = f"{host:010}"
+        (tmp_path / f"{host}").mkdir()
+        (tmp_path / f"{host}" / "a.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    data = {"sources": (), "path": "a.jsonl", "streaming": True, "on_too_long": "skip", "shuffle": False}
+    config = settings(folder, tmp_path / "run", data=data)
+
+    def on_a_host() -> None:
+        streaming.EDGE = 64
+        os.chdir(tmp_path / os.environ["RANK"])
+        with pytest.raises(DataError, match=r"rank 1 on .* has read other samples than rank 0 on .* for this step"):
+            train(config)
+
+    run_distributed(on_a_host, 2, init=False, timeout_s=DEADLINE_S)
+    assert [row["step"] for row in rows(config.output)] == [1, 2, 3, 4]
+    assert [path.name for path in (config.output / "checkpoints").glob("step-*")] == ["step-00000004"]

@@ -128,7 +128,7 @@ def test_ascii_output_gets_escapes() -> None:
 def test_long_pieces_are_abbreviated() -> None:
     from megascend.app.dry_run import ShownSample
 
-    sample = ShownSample("sample 1", [SamplePiece("p" * 5000, 0.0, 5000), SamplePiece("a" * 10, 1.0, 10)])
+    sample = ShownSample("sample 1", 5009, [SamplePiece("p" * 5000, 0.0, 5000), SamplePiece("a" * 10, 1.0, 10)])
     head, text = sample_text(sample, Style(colour=False))
     assert head == "--- sample 1: 5009 tokens, 10 learned"
     assert text == f"{'p' * PIECE} [... {5000 - 2 * PIECE} characters ...] {'p' * PIECE}⟦{'a' * 10}⟧"
@@ -148,7 +148,9 @@ def test_data_table_counts_pairs_of_preferences(members: int, line: list[str]) -
         members=members,
         unit=line[0],
     )
-    dry: Any = SimpleNamespace(learned=part, held_out=part)
+    dry: Any = SimpleNamespace(learned=part, held_out=part, epochs=1.0)
     header, *rows = [row.split() for row in data_table(dry)]
     assert header[1] == line[0]
     assert [row[-9] for row in rows] == [line[1]] * 2  # learned, held out
+    dry.epochs = None  # a stream's
+    assert [row.split("  ")[0] for row in data_table(dry)][1:] == ["first batch", "held out"]

@@ -25,6 +25,14 @@ WRAPPED_CALL = {"type": "function", "function": CALL}
 RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": ({"text": "x"}, {"text": "x"}),
     "chat": ({"messages": list(CHAT)}, {"messages": CHAT}),
+    "margin of a table": (
+        {"prompt": "p", "chosen": "a", "rejected": "b", "margin": "0.5"},
+        {"prompt": "p", "chosen": "a", "rejected": "b", "margin": 0.5},
+    ),
+    "label of a table": (
+        {"prompt": "p", "completion": "c", "label": "True"},
+        {"prompt": "p", "completion": "c", "label": True},
+    ),
     "chat as JSON": ({"messages": '[{"role": "user", "content": "one?"}]'}, {"messages": (USER,)}),
     "null columns": ({"messages": list(CHAT), "text": None, "tools": None}, {"messages": CHAT}),
     "tools": ({"messages": list(CHAT), "tools": [TOOL]}, {"messages": CHAT, "tools": (WRAPPED,)}),

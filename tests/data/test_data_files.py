@@ -14,6 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from megascend.config import Data
+from megascend.data import files
 from megascend.data.document import Document
 from megascend.data.files import check_files, iterate_documents, read_documents
 from megascend.data.findings import Findings
@@ -220,7 +221,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "Latin-1 text": (lambda folder: write_content(folder / "a.txt", b"caf\xe9"), "not UTF-8 text"),
     "UTF-16": (lambda folder: write_content(folder / "a.txt", "hello".encode("utf-16")), "looks like UTF-16"),
-    "Latin-1 CSV": (lambda folder: write_content(folder / "a.csv", b"text\ncaf\xe9\n"), "a.csv: not UTF-8 text"),
+    "Latin-1 CSV": (lambda folder: write_content(folder / "a.csv", b"text\ncaf\xe9\n"), "a.csv:2: not UTF-8 text"),
     "JSON of another kind": (
         lambda folder: write_content(folder / "a.json", b"{}"),
         "expected a JSON list of objects, found dict",
@@ -237,7 +238,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda f: write_content(f / "a.csv", b"text,text\nx,y\n"),
         "a.csv:1: two columns have one name",
     ),
-    "CSV with an open quote": (lambda f: write_content(f / "a.csv", b'text\n"x\n'), "a.csv: not valid CSV"),
+    "CSV with an open quote": (lambda f: write_content(f / "a.csv", b'text\n"x\n'), "a.csv:2: not valid CSV"),
     "no parquet": (
         lambda folder: write_content(folder / "a.parquet", b"PAR1 and nothing else"),
         "not a parquet file that can be read",
@@ -254,6 +255,14 @@ def test_bad_file_raises_data_error(name: str, tmp_path: Path) -> None:
     for attempt in (lambda: read_documents(path), lambda: check_files(path, Data(path=path)).raise_problems()):
         with pytest.raises(DataError, match=message):
             attempt()
+
+
+def test_line_beyond_the_limit_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LONGEST_LINE", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n' + '[{"text": "two"}, ' * 10)
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the line has more than 100 bytes: write a record a line"):
+        read_documents(path)
 
 
 def test_file_without_permission_raises_data_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,8 @@ def store(tmp_path_factory) -> SampleStore:
     path = tmp_path_factory.mktemp("samples") / "store"
     # More than one block; sample n has n % 5 + 1 tokens, of which n % 5 + 1 - (n % 2) carry loss.
     samples = [
-        Sample.causal(range(n % 5 + 2), weights=[1, float(n % 2 == 0), *[2.0] * (n % 5)]) for n in range(BLOCK + 10)
+        Sample.causal(range(n, n + n % 5 + 2), weights=[1, float(n % 2 == 0), *[2.0] * (n % 5)])
+        for n in range(BLOCK + 10)
     ]
     write_store(path, ((number, [sample]) for number, sample in enumerate(samples)), Findings())
     return SampleStore(path)

@@ -44,6 +44,40 @@ def test_whole_documents_are_held_out(tmp_path: Path) -> None:
     assert [len(part) for part in hold_out(samples, 0.001, seed=1)] == [18, 2]  # at least one
 
 
+def test_copies_of_a_document_are_held_out_together(tmp_path: Path) -> None:
+    # Of 12 documents with two samples each, 4 are different.
+    documents = [(number, [Sample.causal([number % 4, 1]), Sample.causal([number % 4, 2])]) for number in range(12)]
+    write_store(tmp_path / "s", documents, Findings())
+    sides = hold_out(SampleStore(tmp_path / "s"), 0.25, seed=1)
+    learned, held_out = ([int(sample.input_ids[0]) for sample in side] for side in sides)
+    assert len(held_out) == 6
+    assert len(set(held_out)) == 1
+    assert set(learned) == set(range(4)) - set(held_out)
+    with pytest.raises(DataError, match=r"0\.9 of 4 different documents leaves nothing to learn"):
+        hold_out(SampleStore(tmp_path / "s"), 0.9, seed=1)
+
+
+def test_held_out_copies_of_learned_documents_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGASCEND_CACHE", str(tmp_path / "cache"))
+    for name, texts in (("a", ["one two", "three"]), ("b", ["four five", "one two", "six"])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    settings = RUN | {"data": {"path": tmp_path / "a.jsonl"}, "validation": {"path": tmp_path / "b.jsonl"}}
+    samples = RunSamples.prepare(RunConfig(**settings), byte_tokenizer(256), SampleLimits(9))
+    assert [line[:54] for line in samples.remarks] == ["1 of 3 held-out documents are among those that are lea"]
+
+
+def test_damaged_bytes_of_a_store_are_an_error_of_their_sample(tmp_path: Path) -> None:
+    for name in ("tokens.int32", "weights.float32"):
+        samples = store(tmp_path / name, documents=3)
+        # As a disk or a copy that was cut off may leave it: zeros, and the same size.
+        with (tmp_path / name / name).open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(bytes(4))
+        assert len(list(samples[:5])) == 5
+        with pytest.raises(DataError, match=rf"sample 5 in .*{name} is not what was written there"):
+            _ = samples[5]
+
+
 def test_validation_path_within_the_data_raises_data_error(tmp_path: Path) -> None:
     (tmp_path / "v.jsonl").write_text('{"text": "one two"}\n')
     for path, validation in ((tmp_path, tmp_path / "v.jsonl"), (tmp_path / "v.jsonl", tmp_path / "v.jsonl")):

@@ -201,6 +201,16 @@ def test_linked_folders_are_reported_as_ignored(split: str, tmp_path: Path) -> N
     assert findings.lines() == [f"{folder}/more: is not read: a link to a folder"]
 
 
+@pytest.mark.parametrize("split", ["train", "all"])
+def test_two_names_of_a_file_are_read_once(split: str, tmp_path: Path) -> None:
+    fill(tmp_path, {"a.jsonl": ""})
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    findings = Findings()
+    documents = list(iterate_documents(tmp_path, split, None, findings))
+    assert [document.source for document in documents] == [f"{tmp_path}/a.jsonl:{line}" for line in (1, 2)]
+    assert findings.lines() == [f"{tmp_path}/b.jsonl: is not read: the same file as a.jsonl"]
+
+
 def test_all_splits_of_a_config_leave_other_configs_out(tmp_path: Path) -> None:
     english_and_german = card(config("en", train="x.jsonl", test="z.jsonl"), config("de", train="y.jsonl"))
     folder, findings = fill(tmp_path, named("x.jsonl", "y.jsonl", "z.jsonl", README__md=english_and_german)), Findings()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, RunConfig
 from megascend.data import files
 from megascend.data.files import read_documents
+from megascend.data.findings import Findings
 from megascend.data.samples import Encoder, SampleLimits, build_samples
-from megascend.data.streaming import StreamedBatches
+from megascend.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
 from megascend.errors import ConfigError, DataError
 
 LIMIT = 20
@@ -114,6 +117,21 @@ def test_streamed_samples_equal_eager_ones_and_resume_anywhere(tmp_path: Path, n
         assert resumed.state_dict() == stream.state_dict()
 
 
+def test_saved_folder_is_streamed_without_writing_to_it(tmp_path: Path) -> None:
+    import datasets
+
+    # Objects of different keys: a feature of datasets that is stored as text.
+    rows = [{"text": f"{n:04}", "tools": [{f"k{n % 3}": n}, {"k": "v"}]} for n in range(2000)]
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").save_to_disk(str(folder))
+    before = sorted(path.name for path in folder.iterdir())
+    records = [record.value for record in files.iterate_records(folder, "train", Findings())]
+    assert records == rows
+    stream = open_stream(folder, batch=1200, shuffle=False, columns={"text": "text"})
+    assert [text_of(ids) for ids, *_ in flat(take(stream, 2))] == [row["text"] for row in (rows * 2)[:2400]]
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
 def test_blocks_are_shuffled_by_the_published_rule(tmp_path: Path) -> None:
     """Recompute the order of docs/data.md from the lines of the file."""
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{n:03}"} for n in range(17)])
@@ -173,16 +191,94 @@ def test_bad_records_name_their_line_and_are_skipped_up_to_a_limit(tmp_path: Pat
     texts = [text_of(ids) for ids, *_ in flat(batches_read)]
     assert sorted(texts) == sorted(f"line {n}" for n in range(12) if n not in (3, 8))
     assert stream.bad_records == 2
+    assert [line.partition(" at ")[0].partition(" that")[0] for line in stream.remarks] == [
+        f"{path}:4: left out (data.max_bad_records): not valid JSON: Expecting value",
+        f"{path}:9: left out (data.max_bad_records): 'text' must be a string",
+    ]
     resumed = open_stream(path, batch=5, max_bad_records=5)
     resumed.load_state_dict(stream.state_dict())
     assert resumed.bad_records == 2
     assert take(resumed, 2) == take(stream, 2)
+    # One record, however many problems it has.
+    message = {"role": "User", "content": "hello"}
+    records = [{"messages": [message, message]}, *({"text": f"line {n}"} for n in range(3))]
+    wrong = open_stream(write_jsonl(tmp_path / "c.jsonl", records), batch=3, max_bad_records=1, shuffle=False)
+    take(wrong, 1)
+    assert wrong.bad_records == 1
     # The rest of a file is not a record that may be skipped.
     write_csv(tmp_path / "b.csv", [{"text": "a"}, {"text": "b"}])
     with (tmp_path / "b.csv").open("a") as file:
         file.write('"c"d\n"e"\n')
     with pytest.raises(DataError, match="not valid CSV"):
         take(open_stream(tmp_path / "b.csv", max_bad_records=5), 3)
+
+
+def test_prefetched_batches_and_positions_are_those_of_the_stream(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"line {n}"} for n in range(11)])
+    plain, prefetched = open_stream(path), PrefetchedBatches(open_stream(path))
+    for number in range(9):
+        assert contents(prefetched.take().samples) == contents(next(plain))
+        assert prefetched.state_dict() == plain.state_dict()
+        assert (prefetched.epochs, prefetched.source_epochs) == (plain.epochs, plain.source_epochs)
+        # The position is that of the batch taken, although others have been read.
+        resumed = PrefetchedBatches(open_stream(path))
+        resumed.load_state_dict(json.loads(json.dumps(prefetched.state_dict())))
+        if number % 4 == 0:
+            following = open_stream(path)
+            following.load_state_dict(plain.state_dict())
+            assert contents(resumed.take().samples) == contents(next(following))
+        resumed.close()
+    prefetched.close()
+    assert "megascend-stream" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_prefetched_errors_are_raised_in_place_of_their_batch(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"line {n}"}) for n in range(30)]
+    lines[20] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    prefetched = PrefetchedBatches(open_stream(tmp_path / "a.jsonl", shuffle_buffer=1))
+    samples = [sample for _ in range(5) for sample in prefetched.take().samples]
+    assert [text_of(ids) for ids, *_ in contents(samples)] == [f"line {n}" for n in range(20)]
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl:21: not valid JSON"):
+            prefetched.take()
+    prefetched.close()
+    assert "megascend-stream" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_files_that_change_during_a_run_end_the_stream(tmp_path: Path) -> None:
+    rows = [{"text": f"line {n}"} for n in range(12)]
+
+    def grow(path: Path) -> None:
+        with path.open("a") as file:
+            file.write('{"text": "new"}\n')
+
+    def replace(path: Path) -> None:
+        write_jsonl(path.with_suffix(".new"), rows[:-1])
+        path.with_suffix(".new").replace(path)
+
+    for change, problem in ((grow, "has changed"), (replace, "has changed"), (Path.unlink, "cannot be read now")):
+        path = write_jsonl(tmp_path / "a.jsonl", rows)
+        stream = open_stream(path)
+        take(stream, 1)
+        os.utime(path)
+        take(stream, 1)  # another time is no change
+        change(path)
+        with pytest.raises(DataError, match=rf"a\.jsonl .*{problem}.*: a stream needs files that stay"):
+            take(stream, 3)
+
+
+def test_files_that_are_not_streamed_are_reported(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "b.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "c.log").write_text("c")
+    [source] = Data(path=tmp_path, streaming=True, on_too_long="skip").training_sources()
+    read = SourceFiles(source)
+    assert read.files == [tmp_path / "a.jsonl"]
+    assert read.remarks == [
+        f"{tmp_path}/c.log: '.log' files are not read",
+        f"{tmp_path}/b.jsonl: is not read: the same file as a.jsonl",
+    ]
 
 
 def test_streams_of_several_sources_keep_their_shares(tmp_path: Path) -> None:
@@ -195,6 +291,17 @@ def test_streams_of_several_sources_keep_their_shares(tmp_path: Path) -> None:
     assert stream.source_epochs == pytest.approx([60 / 9, 20 / 50], abs=0.02)
     states = [stream.state_dict()["streams"][number]["epoch"] for number in range(2)]
     assert states == [6, 0]
+
+
+def test_tables_of_several_sources_may_have_long_fields(tmp_path: Path) -> None:
+    """The csv module has one limit for all readers of a process, and the first source begins anew meanwhile."""
+    write_csv(tmp_path / "a.csv", [{"text": "a"}] * 2)
+    write_csv(tmp_path / "b.csv", [{"text": "b"}, {"text": "b" * 200_000}])
+    sources = [{"path": tmp_path / "a.csv", "weight": 3}, {"path": tmp_path / "b.csv", "weight": 1}]
+    stream = open_stream(sources=sources, batch=4, limit=300_000, shuffle=False, shuffle_buffer=1)
+    lengths = [len(ids) for ids, *_ in flat(take(stream, 2))]
+    assert sorted(lengths)[-2:] == [1, 200_000]
+    assert csv.field_size_limit() == 131072
 
 
 def test_pairs_are_numbered_by_batch_and_kinds_are_not_mixed(tmp_path: Path) -> None:
@@ -213,12 +320,18 @@ def test_pairs_are_numbered_by_batch_and_kinds_are_not_mixed(tmp_path: Path) -> 
 def test_data_without_a_sample_end_the_stream(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "p" * (LIMIT + 5), "completion": "c"}] * 7)
     (tmp_path / "b.jsonl").write_text("\n\n")
+    (tmp_path / "c.txt").write_text(" \n")
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
     with pytest.raises(
         DataError, match=r"a\.jsonl holds no token to predict; .*more than 20 tokens \(data\.on_too_long"
     ):
         next(open_stream(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"no training data in .*b\.jsonl \(data\.path\): it holds no document"):
         next(open_stream(tmp_path / "b.jsonl"))
+    with pytest.raises(DataError, match=r"c\.txt .* holds no document"):
+        next(open_stream(tmp_path / "c.txt"))
+    with pytest.raises(DataError, match=r"d\.parquet: not a parquet file"):
+        next(open_stream(tmp_path / "d.parquet"))
 
 
 def test_changed_files_are_not_resumed(tmp_path: Path) -> None:
@@ -277,21 +390,29 @@ def test_json_list_is_refused_and_json_lines_are_streamed(tmp_path: Path) -> Non
 PROGRAM = """
 import json, resource, sys
 from pathlib import Path
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 sys.path.insert(0, sys.argv[2])
-from test_streaming import open_stream
+import test_streaming
 
 def bytes_read():
     return int(Path("/proc/self/io").read_text().split()[1])
 
-stream = open_stream(Path(sys.argv[1]), batch=64, shuffle_buffer=1000, limit=4096)
+# A token for a word of 200 letters: bytes would take minutes.
+words = Tokenizer(models.WordLevel({"word": 0, "end": 1}, unk_token="word"))
+words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="word", eos_token="end")
+test_streaming.byte_tokenizer = lambda size: tokenizer
+stream = test_streaming.open_stream(Path(sys.argv[1]), batch=64, shuffle_buffer=1000, limit=4096)
+batches = test_streaming.PrefetchedBatches(stream)
 before = bytes_read()
-next(stream)
+batches.take()
 first = bytes_read() - before
 for _ in range(30):
-    next(stream)
+    batches.take()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-while stream.epochs < 1:
-    next(stream)
+while batches.epochs < 1:
+    batches.take()
 print(json.dumps([first, peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
 """
 
@@ -300,7 +421,7 @@ print(json.dumps([first, peak, resource.getrusage(resource.RUSAGE_SELF).ru_maxrs
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
 def test_memory_is_flat_over_a_large_file(tmp_path: Path, kind: str) -> None:
     """Read 200 MB in a child process: of the file's size neither the first batch nor the peak depends."""
-    path, line = tmp_path / f"a.{kind}", "x" * 1990
+    path, line = tmp_path / f"a.{kind}", f" {'x' * 198}" * 10
     if kind == "parquet":
         with parquet.ParquetWriter(path, pyarrow.schema([("text", pyarrow.string())]), compression="none") as writer:
             for start in range(0, 100_000, 5000):

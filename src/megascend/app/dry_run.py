@@ -49,9 +49,10 @@ TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample of the first step, by its name (``sample 7``)."""
+    """A sample of the first step, by its name (``sample 7``); ``tokens``: those that the model reads."""
 
     name: str
+    tokens: int
     pieces: list[SamplePiece]
 
 
@@ -285,7 +286,7 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
             name = f"{name}, {'desirable' if sample.label else 'undesirable'}"
         if pair is not None:
             name = f"pair {pair + 1}, {'chosen' if sample.chosen else 'rejected'}"
-        return ShownSample(name, pieces(sample, decode, scored=samples.learned.scored))
+        return ShownSample(name, len(sample), pieces(sample, decode, scored=samples.learned.scored))
 
     return DryRun(
         config=config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -31,8 +32,16 @@ from megascend.data.prepare import (
 from megascend.data.preview import SourceStatistics
 from megascend.data.samples import Encoder, SampleLimits
 from megascend.data.splits import files_of
-from megascend.data.store import JoinedStores, SampleStore, SampleSubset, all_samples, hold_out, write_store
-from megascend.data.streaming import StreamedBatches, file_identity
+from megascend.data.store import (
+    JoinedStores,
+    SampleStore,
+    SampleSubset,
+    all_samples,
+    document_digests,
+    hold_out,
+    write_store,
+)
+from megascend.data.streaming import PrefetchedBatches, SourceFiles, StreamedBatches
 from megascend.errors import ConfigError, DataError
 from megascend.io.paths import format_bytes, real
 
@@ -85,6 +94,17 @@ def check_one_kind(sources: Sequence[DataSource], stores: Sequence[SampleStore |
         for name, difference in kinds.items():
             if getattr(store, name) != getattr(stores[0], name):
                 raise DataError(f"of {sources[0].path} and {source.path} {difference}")
+
+
+def copies(learned: SampleStore | JoinedStores, held_out: SampleStore | JoinedStores) -> tuple[str, ...]:
+    """Return a remark on held-out documents that are learned, too, if there are any."""
+    contents = document_digests(held_out)[1]
+    shared = int(np.isin(contents, document_digests(learned)[1]).sum())
+    if not shared:
+        return ()
+    return (
+        f"{shared} of {len(contents)} held-out documents are among those that are learned: their loss will be too low",
+    )
 
 
 def source_names(sources: Sequence[DataSource]) -> list[str]:
@@ -143,6 +163,7 @@ class RunSamples:
         if config.validation is None or not config.validation.holds_out:
             return cls(all_samples(learned), None, longest, remarks, kinds=kinds)
         if held_out:
+            remarks += copies(learned, held_out[0])
             return cls(all_samples(learned), all_samples(held_out[0]), longest, remarks, kinds=kinds)
         return cls(*hold_out(learned, config.validation.fraction, config.seed), longest, remarks, kinds=kinds)
 
@@ -158,12 +179,14 @@ class RunSamples:
                 f"batching.max_length: {backend.max_length}"
             )
 
-    def batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int] | StreamedBatches:
+    def batches(self, config: RunConfig, objective: LearningObjective) -> Batches[int] | PrefetchedBatches:
         """Return the stream of global batches, for :meth:`next_batch`."""
         return self.unit_batches(config, objective)
 
-    def next_batch(self, stream: Batches[int] | StreamedBatches, objective: LearningObjective) -> list[Sample]:
-        """Return the samples of the next batch of the training stream."""
+    def next_batch(
+        self, stream: Batches[int] | PrefetchedBatches, objective: LearningObjective, backend: Backend
+    ) -> list[Sample]:
+        """Return the samples of the next batch of the training stream. Collective."""
         assert isinstance(stream, Batches)
         return objective.batch(self.learned, next(stream))
 
@@ -214,7 +237,7 @@ class RunSamples:
         names = source_names(config.data.training_sources())
         return {names[number]: self.held_out.source_samples(number) for number in numbers}
 
-    def mixture(self, config: RunConfig, stream: Batches[int] | StreamedBatches) -> list[str]:
+    def mixture(self, config: RunConfig, stream: Batches[int] | PrefetchedBatches) -> list[str]:
         """Return a line for each of several sources: its share of the samples, and how often the run reads it."""
         assert isinstance(stream, Batches)
         sources, draws = config.data.training_sources(), config.steps * config.data.global_batch_size
@@ -279,31 +302,35 @@ class StreamedSamples(RunSamples):
         validation = config.validation.sources(data) if config.validation is not None else []
         check_apart(sources, validation)
         set_template(data, tokenizer)
+        # One of its own: it is used by a thread, and another use at the same time would be an error ("Already borrowed").
+        stream_tokenizer = copy.deepcopy(tokenizer)
         day = config.template_date or date.today()
         pictures = PictureProcessor.for_model(config.model, data.pictures)
-        files = [
-            files_of(source.path, source.data.split, source.data.config_name, Findings(source.setting))
-            for source in sources
-        ]
+        files = [SourceFiles(source) for source in sources]
         model_files = tokenizer_of(config.model)
         inputs: dict[str, str] = {}
         for source, source_files in zip(sources, files, strict=True):
-            content = file_identity(source_files)
-            part = sample_inputs(content, source.data, tokenizer, limits, model_files, day, pictures)
+            part = sample_inputs(source_files.identity, source.data, tokenizer, limits, model_files, day, pictures)
             inputs |= named_inputs(part, source.setting)
 
         def open_stream() -> StreamedBatches:
             def encoder(findings: Findings) -> Encoder:
-                return make_encoder(data, tokenizer, limits, findings, day, pictures)
+                return make_encoder(data, stream_tokenizer, limits, findings, day, pictures)
 
-            return StreamedBatches(sources, data.global_batch_size, config.seed, encoder, inputs, pictures)
+            return StreamedBatches(sources, data.global_batch_size, config.seed, encoder, inputs, pictures, files)
 
         stream = open_stream()
+        first = next(stream)
         # In files, as eager samples are: objectives and dry runs read them the same way.
-        with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
-            path = Path(folder) / "first"
-            write_store(path, enumerate(_documents(next(stream))), Findings(), inputs, scored=limits.scored)
-            learned = all_samples(SampleStore(path, pictures))
+        try:
+            with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
+                path = Path(folder) / "first"
+                write_store(path, enumerate(_documents(first)), Findings(), inputs, scored=limits.scored)
+                learned = all_samples(SampleStore(path, pictures))
+        except OSError as error:
+            raise DataError(
+                f"the first batch cannot be written to {tempfile.gettempdir()}: {error}; set TMPDIR to a folder with room"
+            ) from error
         stores = [
             prepare_samples(
                 source.path, source.data, tokenizer, limits, config.model, source.setting, config.template_date
@@ -312,11 +339,11 @@ class StreamedSamples(RunSamples):
         ]
         check_one_kind([*sources[:1], *validation], [learned, *stores])
         held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))
-        remarks = tuple(line for store in stores for line in store.remarks)
-        all_files = tuple(file for part in files for file in part)
+        remarks = tuple(line for part in (*files, *stores) for line in part.remarks)
+        all_files = tuple(file for part in files for file in part.files)
         return cls(learned, held_out, limits.length, remarks, open_stream, stream.kind, all_files)
 
-    def batches(self, config: RunConfig, objective: LearningObjective) -> StreamedBatches:
+    def batches(self, config: RunConfig, objective: LearningObjective) -> PrefetchedBatches:
         """Return the stream of global batches of samples, from its beginning."""
         if objective.has_reference:
             raise ConfigError(
@@ -325,14 +352,41 @@ class StreamedSamples(RunSamples):
             )
         stream = self.open_stream()
         stream.kind = self.kind
-        return stream
+        return PrefetchedBatches(stream)
 
-    def next_batch(self, stream: Batches[int] | StreamedBatches, objective: LearningObjective) -> list[Sample]:
-        """Return the next batch of the training stream."""
-        assert isinstance(stream, StreamedBatches)
-        return next(stream)
+    def next_batch(
+        self, stream: Batches[int] | PrefetchedBatches, objective: LearningObjective, backend: Backend
+    ) -> list[Sample]:
+        """Return the next batch of the training stream, the same on all ranks. Collective.
 
-    def mixture(self, config: RunConfig, stream: Batches[int] | StreamedBatches) -> list[str]:
+        Raises:
+            DataError: on every rank: one of them cannot read it, or has read other samples than the others.
+        """
+        from megascend.distributed.objects import gather_objects
+
+        assert isinstance(stream, PrefetchedBatches)
+        batch, error = None, None
+        try:
+            batch = stream.take()
+        except DataError as problem:
+            error = problem
+        # Every rank takes its share of what it has read: samples would be left out, and others learned twice, without a trace.
+        local = (socket.gethostname(), None if batch is None else batch.digest, None if error is None else str(error))
+        ranks = gather_objects(local, "world", backend.groups, "next_batch()")
+        first_host, first, _ = ranks[0]
+        for rank, (host, digest, problem) in enumerate(ranks):
+            if problem is not None:
+                alike = all(other == problem for _, _, other in ranks)
+                raise DataError(problem if alike else f"rank {rank} on {host}: {problem}") from error
+            if digest != first and all(other is None for _, _, other in ranks):
+                raise DataError(
+                    f"rank {rank} on {host} has read other samples than rank 0 on {first_host} for this step: their files "
+                    "differ between the beginnings and ends that were compared, or a file or picture could not be read on one"
+                )
+        assert batch is not None
+        return batch.samples
+
+    def mixture(self, config: RunConfig, stream: Batches[int] | PrefetchedBatches) -> list[str]:
         """Return a line for each of several sources: its share of the samples."""
         sources = config.data.training_sources()
         return [

@@ -18,7 +18,7 @@ from megascend.app.resume import with_template_date
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
 from megascend.app.run_log import EMPTY, MetricsRecord, RunLog, rounded
 from megascend.config import RunConfig
-from megascend.errors import EvaluationError
+from megascend.errors import DataError, EvaluationError
 from megascend.io.paths import make_directory
 from megascend.tracking.metrics import Metric
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megascend.backend import Backend
     from megascend.batch.sample import Sample
     from megascend.data.order import Batches
-    from megascend.data.streaming import StreamedBatches
+    from megascend.data.streaming import PrefetchedBatches
 
 logger = logging.getLogger(__name__)
 
@@ -150,12 +150,13 @@ class SupervisedTraining(Training[RunConfig]):
     """
 
     progress_keys = ("data", "counts")
-    shared_errors = (EvaluationError,)
+    # Those of a batch are raised by StreamedSamples.next_batch().
+    shared_errors = (DataError, EvaluationError)
     samples: RunSamples
     objective: LearningObjective
     _tokenizer: PreTrainedTokenizerBase
     _run: Run[RunConfig]
-    _stream: Batches[int] | StreamedBatches
+    _stream: Batches[int] | PrefetchedBatches
     _budget: TokenBudget
     _log: RunLog
 
@@ -228,6 +229,7 @@ class SupervisedTraining(Training[RunConfig]):
         config, self._run = run.config, run
         self._last_step = run.backend.step_count
         self._stream = self.samples.batches(config, self.objective)
+        run.stack.callback(self._stream.close)
         if progress is not None:
             self._stream.load_state_dict(progress["data"])
             if changes := self._stream.changes:
@@ -299,7 +301,7 @@ class SupervisedTraining(Training[RunConfig]):
         return self.counts.best_step if validation is not None and validation.keep_best else None
 
     def next_batch(self, number: int, stop: Callable[[], bool]) -> list[Sample]:
-        return self.samples.next_batch(self._stream, self.objective)
+        return self.samples.next_batch(self._stream, self.objective, self._run.backend)
 
     def step(self, number: int, batch: Sequence[Sample]) -> StepRecord:
         """Train on a batch, and measure the validation loss where it is due."""

@@ -259,7 +259,10 @@ def data_table(dry: DryRun) -> Iterator[str]:
     """Yield statistics, a line for each part of the data."""
     figures = (dry.learned.unit, "tokens", "supervised", "", "shortest", "median", "mean", "95 %", "longest")
     table = Table("data", *(Column(name, justify="right") for name in figures), **LAYOUT)
-    for name, part in (("learned", dry.learned), ("held out", dry.held_out)):
+    for name, part in (
+        ("learned" if dry.epochs is not None else "first batch", dry.learned),
+        ("held out", dry.held_out),
+    ):
         if part is not None:
             numbers = (part.samples // part.members, part.tokens, part.supervised)
             lengths = (part.shortest, part.median, round(part.mean), part.p95, part.longest)
@@ -291,9 +294,8 @@ def plain(table: Table) -> Iterator[str]:
 
 def sample_text(sample: ShownSample, style: Style) -> Iterator[str]:
     """Yield a sample, its middle left out where it is long."""
-    tokens = sum(piece.tokens for piece in sample.pieces) - 1  # the last token is a target only
     learned = sum(piece.tokens for piece in sample.pieces if piece.weight)
-    yield f"--- {sample.name}: {tokens} tokens, {learned} learned"
+    yield f"--- {sample.name}: {sample.tokens} tokens, {learned} learned"
     text = ""
     for index, piece in enumerate(sample.pieces):
         left_out = len(sample.pieces) - 2 * PIECES

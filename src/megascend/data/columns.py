@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,8 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "token_ids": (("token_ids",), ("prompt_length", "weights", "top_ids", "top_logprobs")),
 }
 """Columns that each form must have, and those that it may have."""
+LARGEST_MARGIN = 3.4028234e38
+"""Largest number of float32, in which losses are computed."""
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 TOP = ("top_ids", "top_logprobs")
 PICTURES = ("images", "image")
@@ -192,7 +194,7 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
     prompt, completion = (conversation_or_text(values[name]) for name in ("prompt", "completion"))
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(f"{source}: 'prompt' and 'completion' must be both strings or both lists of messages")
-    label = values.get("label")
+    label = _number(values.get("label"))
     if label is not None and type(label) is not bool:
         raise DataError(
             f"{source}: 'label' must be true (desirable) or false (undesirable), found {label!r:.60}; if it is something else, "
@@ -249,13 +251,24 @@ def _parse_alpaca(values: Mapping[str, Any], source: str) -> Document:
     return _conversation(messages, f"{source}: messages of instruction and output", values, source)
 
 
+def _number(value: Any) -> Any:
+    """Return the number, true or false that a string holds as JSON, as tables have them; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        number = json.loads(value.lower())  # pandas writes True
+    except (ValueError, RecursionError):
+        return value
+    return number if isinstance(number, int | float) else value
+
+
 def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
     sides = {name: from_sharegpt(values[name], f"{source}: {name}") for name in ("chosen", "rejected")}
     lists = [isinstance(side, list) for side in sides.values()]
-    margin = values.get("margin")
-    if margin is not None and (type(margin) not in (int, float) or not math.isfinite(margin)):
+    margin = _number(values.get("margin"))
+    if margin is not None and (type(margin) not in (int, float) or not abs(margin) <= LARGEST_MARGIN):
         raise DataError(
-            f"{source}: 'margin' must be a finite number, the least difference of the rewards of both sides, found "
+            f"{source}: 'margin' must be a finite number (of float32), the least difference of the rewards of both sides, found "
             f"{margin!r:.60}; if it is something else, choose the columns to read with data.columns"
         )
     if not any(lists):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megascend.config import Data
 from megascend.data.columns import parse_record
@@ -44,6 +45,10 @@ class Record(NamedTuple):
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONGEST_FIELD = 2**31 - 1
 """Characters of a CSV field; Python's own limit of 131072 is too short for conversations."""
+CSV_LIMIT = threading.Lock()
+"""Held while the csv module's own limit is another one."""
+LONGEST_LINE = 2**30
+"""Bytes of a line of JSONL, which is read as a whole: a list under the wrong name has all of its file in one."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TEXT_BLOCK = 2**16
 """Bytes of a text file that are one document of a stream, up to the end of the next line."""
@@ -124,7 +129,8 @@ def _text_blocks(path: Path, findings: Findings, start: Position) -> Iterator[Re
                 text = _decode(content[:cut].removeprefix(BYTE_ORDER_MARK if first else b""), f"{path}:{number + 1}")
                 source = f"{path}:{number + 1}"
                 document = Document(source, text=text, begins=first, ends=last)
-                if text:
+                # As of a text that is read as a whole: one of spaces only is no document.
+                if text.strip() or (text and not (first and last)):
                     yield Record(source, document, (offset + cut, number + content[:cut].count(b"\n")))
             offset, number = offset + cut, number + content[:cut].count(b"\n")
             file.seek(offset)
@@ -135,7 +141,12 @@ def _jsonl_records(path: Path, findings: Findings, start: Position = BEGINNING) 
     with path.open("rb") as file:
         file.seek(start[0])
         offset = start[0]
-        for number, line in enumerate(file, start=start[1] + 1):
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=start[1] + 1):
+            if len(line) > LONGEST_LINE:
+                findings.file_problem(
+                    f"{path}:{number}: the line has more than {LONGEST_LINE:,} bytes: write a record a line"
+                )
+                return
             offset += len(line)
             line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if not line.strip():
@@ -203,9 +214,7 @@ def _json_lines(path: Path, findings: Findings, start: Position) -> Iterator[Rec
 
 
 def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
-    # A process-wide setting of the csv module, restored below.
-    before = csv.field_size_limit(LONGEST_FIELD)
-    offset = line_number = 0
+    offset, line_number = BEGINNING
 
     def lines() -> Iterator[str]:
         nonlocal offset, line_number
@@ -224,7 +233,7 @@ def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) ->
         # positions are known.
         with path.open("rb") as file:
             rows = csv.reader(lines(), strict=True, delimiter=DELIMITERS[path.suffix])
-            header = next(rows, [])
+            header = _next_row(rows) or []
             if len(header) == 1 and (hint := _delimiter_hint(path)):
                 raise DataError(f"{path}:1: one column, {header[0]!r:.60}{hint}")
             if len(set(header)) != len(header):
@@ -235,7 +244,7 @@ def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) ->
                 offset, line_number = start
             # A quoted field may span several lines: a record's source is its first line.
             first_line = line_number + 1
-            for row in rows:
+            while (row := _next_row(rows)) is not None:
                 source, first_line = f"{path}:{first_line}", line_number + 1
                 if not row:
                     continue
@@ -244,13 +253,22 @@ def _csv_records(path: Path, findings: Findings, start: Position = BEGINNING) ->
                     continue
                 yield Record(source, dict(zip(header, row, strict=True)), (offset, line_number))
     except csv.Error as error:
-        findings.file_problem(f"{path}: not valid CSV: {error}{_delimiter_hint(path)}")
+        findings.file_problem(f"{path}:{line_number}: not valid CSV: {error}{_delimiter_hint(path)}")
     except UnicodeDecodeError as error:
-        findings.file_problem(f"{path}: not UTF-8 text ({error.reason})")
+        findings.file_problem(f"{path}:{line_number + 1}: not UTF-8 text ({error.reason})")
     except DataError as error:
         findings.file_problem(str(error))
-    finally:
-        csv.field_size_limit(before)
+
+
+def _next_row(rows: Iterator[list[str]]) -> list[str] | None:
+    """Return the next row of a table, whose fields may be long; None at the end."""
+    # A process-wide setting of the csv module: several readers, and threads, may be in the middle of their files.
+    with CSV_LIMIT:
+        before = csv.field_size_limit(LONGEST_FIELD)
+        try:
+            return next(rows, None)
+        finally:
+            csv.field_size_limit(before)
 
 
 def _delimiter_hint(path: Path) -> str:
@@ -320,13 +338,15 @@ def stream_records(path: Path, split: str | None, findings: Findings, start: Pos
 def stream_length(path: Path) -> int:
     """Return the position after the last record of one of :func:`files_of`."""
     if path.is_dir():
-        import datasets
-
-        return len(datasets.load_from_disk(str(path)))
+        return len(_loaded(path, Findings()))
     if path.suffix == ".parquet":
+        import pyarrow
         from pyarrow import parquet
 
-        return parquet.read_metadata(path).num_rows
+        try:
+            return parquet.read_metadata(path).num_rows
+        except pyarrow.ArrowException as error:
+            raise DataError(f"{path}: not a parquet file that can be read: {error}") from None
     return path.stat().st_size
 
 
@@ -336,19 +356,32 @@ def stream_length(path: Path) -> int:
 def _saved_records(path: Path, split: str | None, findings: Findings, start: Position = BEGINNING) -> Iterator[Record]:
     import datasets
 
-    try:
-        rows = datasets.load_from_disk(str(path))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
+    rows = _loaded(path, findings)
     if isinstance(rows, datasets.DatasetDict):
         names = [str(name) for name in rows]
         chosen = names if split == ALL else [choose_split(path, split, names, findings.setting)]
         rows = datasets.concatenate_datasets([rows[name] for name in chosen])
-    # Pictures as they are stored: they are decoded within limits later.
-    rows = rows.cast(datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()}))
+    # Pictures as they are stored: they are decoded within limits later. A cast to such features would write all rows anew, into
+    # the folder itself, before the first one is read.
+    features = datasets.Features({name: _undecoded(feature) for name, feature in rows.features.items()})
     remaining = rows.select(range(start[0], len(rows))) if start[0] else rows
-    for number, record in enumerate(remaining, start[0]):
-        yield Record(f"{path}[{number}]", without_nulls(record), (number + 1, 0))
+    # Few rows at a time: they may hold pictures.
+    tables = cast("Any", remaining.with_format("arrow").iter(batch_size=64))
+    number = start[0]
+    for table in tables:
+        for record in table.to_pylist():
+            number += 1
+            yield Record(f"{path}[{number - 1}]", without_nulls(features.decode_example(record)), (number, 0))
+
+
+def _loaded(path: Path, findings: Findings) -> Any:
+    """Return what datasets has saved in a folder."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(path))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"{path} ({findings.setting}): datasets cannot load it: {error}") from error
 
 
 def _undecoded(feature: Any) -> Any:

@@ -77,6 +77,15 @@ class Findings:
         """Keep a remark; the same one about another source is counted."""
         self.more_remarks += not _count(self.remarks, text, text, source)
 
+    def skip_problems(self, reason: str) -> None:
+        """Turn the problems so far into remarks: what has them is left out, for ``reason``."""
+        for key, kind in self.problems.items():
+            for source in [*kind.sources, *[""] * (kind.count - len(kind.sources))]:
+                self.more_remarks += not _count(self.remarks, key, f"left out ({reason}): {kind.text}", source)
+        self.more_remarks += self.more_problems
+        self.problems.clear()
+        self.more_problems = 0
+
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Turn a DataError raised in the block into a problem, or into one for each line that begins with its source."""
@@ -107,7 +116,8 @@ class Findings:
         lines = []
         for kind in self.remarks.values():
             suffix = "" if kind.count == 1 else f" and {kind.count - 1} more"
-            lines.append(f"{kind.sources[0]}{suffix}: {kind.text}")
+            # A problem may name its file at another place than its beginning.
+            lines.append(f"{kind.sources[0]}{suffix}: {kind.text}" if kind.sources else f"{kind.text}{suffix}")
         return lines + ([f"and {self.more_remarks} more remarks"] if self.more_remarks else [])
 
 

@@ -145,6 +145,9 @@ class Batches(Generic[T]):
         self._epoch, self._position = self._epoch + epochs, rest + 1
         return batch
 
+    def close(self) -> None:
+        """Do nothing: nothing is read ahead."""
+
     @property
     def epochs(self) -> float:
         """Return the number of passes over the data, with the fraction of the present one."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megascend.data.findings import Findings
 from megascend.errors import DataError
+from megascend.io.paths import real
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 RECORD_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -75,7 +76,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
     if not readable:
         raise DataError(f"no training data in {path} ({findings.setting}): no file in it ends in {KNOWN_SUFFIXES}")
     if split == ALL and config_name is None:
-        return readable
+        return _without_links(readable, findings)
     splits = folder_splits(
         path, config_name, findings.setting, text=all(file.suffix in TEXT_SUFFIXES for file in readable)
     )
@@ -92,7 +93,7 @@ def split_files(path: Path, split: str | None, config_name: str | None, findings
                 )
     files = list(dict.fromkeys(files))
     _compare(path, readable, files, splits, names, findings)
-    return files
+    return _without_links(files, findings)
 
 
 def _check_config_name(path: Path, config_name: str | None, setting: str) -> None:
@@ -257,6 +258,15 @@ def _readable_files(path: Path, findings: Findings) -> list[Path]:
         else:
             files.append(file)
     return files
+
+
+def _without_links(files: Sequence[Path], findings: Findings) -> list[Path]:
+    """Return the files without further names of one, whose records would be learned twice."""
+    names: dict[Path, Path] = {}
+    for file in files:
+        if (first := names.setdefault(real(file), file)) is not file:
+            findings.remark(f"is not read: the same file as {first.name}", str(file))
+    return list(names.values())
 
 
 def _compare(

@@ -62,9 +62,9 @@ class SampleStore(Sequence[Sample]):
         self.sources: dict[str, str] = about["sources"]
         self.scored: bool = about["scored"]
         # One row per sample: start of its tokens, their number, number of the document, NO_PAIR or a kind of those
-        # above, first picture, number of pictures, first number in the candidates' files, candidates of a target, and the
-        # bits of the margin in float64, which is NaN without one.
-        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 9)
+        # above, first picture, number of pictures, first number in the candidates' files, candidates of a target, the
+        # bits of the margin in float64, which is NaN without one, and a digest of all that was written of the sample.
+        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 10)
         self._margins = np.ascontiguousarray(self._index[:, 8]).view(np.float64)
         # One row per picture: PATH or CONTENT, start and length in the file, digest of the picture, its size and time of change.
         self._picture_index = np.fromfile(path / PICTURE_INDEX, dtype=np.int64).reshape(-1, 6)
@@ -78,6 +78,11 @@ class SampleStore(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def _unpredicted(self) -> int:
+        """Return the number of first tokens of a sample that are no target."""
+        return 0 if self.scored else 1
+
     @overload
     def __getitem__(self, index: int) -> Sample: ...
 
@@ -87,11 +92,24 @@ class SampleStore(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        start, count, document, side, picture, pictures, slot, width, _ = self._index[index].tolist()
-        stored = slice(start, start + count)
+        start, count, document, side, picture, pictures, slot, width, margin_bits, digest = self._index[index].tolist()
+        stored, slots = slice(start, start + count), slice(slot, slot + (count - self._unpredicted) * width)
+        arrays = (
+            self._tokens[stored],
+            self._weights[stored],
+            self._candidate_ids[slots],
+            self._candidate_logprobs[slots],
+            self._picture_index[picture : picture + pictures, 3],
+        )
+        # A copy or a disk may have changed bytes and kept the size: zeros, for example, are tokens as others are.
+        if _sample_digest(arrays, side, margin_bits) != digest:
+            raise DataError(
+                f"sample {index} in {self.path} is not what was written there: a file is damaged. Remove the folder, so that the "
+                "samples are made again; if data.prepared names it, prepare or copy it again"
+            )
         # Copies: the files are mapped for reading only, and tensors can be written to.
-        tokens = torch.from_numpy(self._tokens[stored].astype(np.int64))
-        weights = torch.from_numpy(np.array(self._weights[stored]))
+        tokens = torch.from_numpy(arrays[0].astype(np.int64))
+        weights = torch.from_numpy(np.array(arrays[1]))
         # Every rank draws the global batch, and decodes its own share of it.
         numbers = range(picture, picture + pictures)
         images = DeferredImages(lambda: self._images(numbers)) if pictures else None
@@ -100,10 +118,10 @@ class SampleStore(Sequence[Sample]):
         if not math.isnan(margin):
             sample.extra = {MARGIN: torch.full((count,), margin)}
         if width:
-            slots = slice(slot, slot + (count - 1) * width)
+            ids, logprobs = arrays[2:4]
             sample.candidates = Candidates(
-                np.array(self._candidate_ids[slots]).reshape(-1, width),
-                np.array(self._candidate_logprobs[slots]).reshape(-1, width),
+                np.array(ids).reshape(-1, width),
+                np.array(logprobs).reshape(-1, width),
             )
         if side != NO_PAIR:
             sample.pair = document
@@ -144,7 +162,7 @@ class SampleStore(Sequence[Sample]):
     @property
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each sample, int64 [samples]."""
-        return self._index[:, 1] - (0 if self.scored else 1)
+        return self._index[:, 1] - self._unpredicted
 
     @property
     def supervised(self) -> np.ndarray:
@@ -163,6 +181,11 @@ class SampleStore(Sequence[Sample]):
     def documents(self) -> np.ndarray:
         """Return the number of each sample's document, int64 [samples]."""
         return self._index[:, 2]
+
+    @property
+    def digests(self) -> np.ndarray:
+        """Return a digest of each sample's content, int64 [samples]; 0 of one that has another document's completion."""
+        return np.where(self._index[:, 3] == MISMATCHED, 0, self._index[:, 9])
 
     @property
     def source_numbers(self) -> np.ndarray:
@@ -239,17 +262,25 @@ def write_store(
                 ids, values = sample.input_ids.tolist(), sample.weights.tolist()
                 if not scored:
                     ids, values = [ids[0], *sample.target_ids.tolist()], [0.0, *values]
-                tokens.write(np.asarray(ids, dtype=np.int32).tobytes())
-                weights.write(np.asarray(values, dtype=np.float32).tobytes())
+                token_array, weight_array = np.asarray(ids, dtype=np.int32), np.asarray(values, dtype=np.float32)
+                tokens.write(token_array.tobytes())
+                weights.write(weight_array.tobytes())
                 side = _kind(sample)
-                added = writer.add(sample.images, state) if isinstance(sample.images, PictureSources) else 0
+                added, identities = 0, ()
+                if isinstance(sample.images, PictureSources):
+                    added, identities = writer.add(sample.images, state), sample.images.identities
                 width, candidates = 0, sample.candidates
+                top: list[np.ndarray] = []
                 if candidates is not None:
                     width = candidates.ids.shape[1]
-                    candidate_ids.write(candidates.ids.numpy().tobytes())
-                    candidate_logprobs.write(candidates.logprobs.numpy().tobytes())
+                    top = [candidates.ids.numpy(), candidates.logprobs.numpy()]
+                    candidate_ids.write(top[0].tobytes())
+                    candidate_logprobs.write(top[1].tobytes())
                 margin = np.float64(sample.extra[MARGIN][0] if MARGIN in sample.extra else math.nan)
-                row = [start, len(ids), number, side, pictures, added, slots, width, int(margin.view(np.int64))]
+                margin_bits = int(margin.view(np.int64))
+                picture_digests = np.asarray([identity.digest for identity in identities], dtype=np.int64)
+                digest = _sample_digest([token_array, weight_array, *top, picture_digests], side, margin_bits)
+                row = [start, len(ids), number, side, pictures, added, slots, width, margin_bits, digest]
                 index.write(np.asarray(row, dtype=np.int64).tobytes())
                 start += len(ids)
                 pictures += added
@@ -263,6 +294,14 @@ def write_store(
     }
     # Last: it holds the fingerprint and the remarks of all documents.
     (path / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
+
+
+def _sample_digest(arrays: Iterable[np.ndarray], side: int, margin_bits: int) -> int:
+    """Return a digest of what a store has of a sample, as a signed integer of 64 bits."""
+    state = xxhash.xxh3_64(f"{side} {margin_bits}".encode())
+    for array in arrays:
+        state.update(array.tobytes())
+    return int.from_bytes(state.digest(), "little", signed=True)
 
 
 def _kind(sample: Sample) -> int:
@@ -365,6 +404,11 @@ class JoinedStores(Sequence[Sample]):
         return np.concatenate([store.documents + first for store, first in parts])
 
     @property
+    def digests(self) -> np.ndarray:
+        """Return a digest of each sample's content, int64 [samples], as :attr:`SampleStore.digests`."""
+        return np.concatenate([store.digests for store in self._stores])
+
+    @property
     def source_numbers(self) -> np.ndarray:
         """Return the number of each sample's store, int64 [samples]."""
         return np.repeat(np.arange(len(self._stores)), np.diff(self._starts))
@@ -442,19 +486,38 @@ def all_samples(store: SampleStore | JoinedStores) -> SampleSubset:
     return SampleSubset(store, np.ones(len(store), dtype=bool), store.fingerprint)
 
 
+def document_digests(store: SampleStore | JoinedStores) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the documents and a digest of each one's content, equal for copies, int64 and uint64 [documents]."""
+    documents, starts, counts = np.unique(store.documents, return_index=True, return_counts=True)
+    # Samples of a document are neighbours; the order of its pieces, or of a pair's sides, counts.
+    places = np.arange(len(store)) - np.repeat(starts, counts)
+    factors = (2 * places + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return documents, np.add.reduceat(store.digests.astype(np.uint64) * factors, starts)
+
+
 def hold_out(store: SampleStore | JoinedStores, fraction: float, seed: int) -> tuple[SampleSubset, SampleSubset]:
-    """Split a store into training samples and those of held-out documents: at least one document, drawn by the seed."""
-    documents = np.unique(store.documents)
-    count = max(1, round(fraction * len(documents)))
-    if count >= len(documents):
+    """Split a store into training samples and those of held-out documents: at least one document, drawn by the seed.
+
+    Documents of the same content count as one, and are on the same side.
+    """
+    documents, contents = document_digests(store)
+    _, firsts = np.unique(contents, return_index=True)
+    distinct = documents[np.sort(firsts)]
+    count = max(1, round(fraction * len(distinct)))
+    if count >= len(distinct):
+        different = "different " if len(distinct) < len(documents) else ""
         raise DataError(
-            f"validation.fraction: {fraction:g} of {len(documents)} document{'s' if len(documents) != 1 else ''} leaves nothing "
-            "to learn; set validation.path, or add data"
+            f"validation.fraction: {fraction:g} of {len(distinct)} {different}document{'s' if len(distinct) != 1 else ''} leaves "
+            "nothing to learn; set validation.path, or add data"
         )
     # By document, not by sample: pieces of one text, or the sides of a pair, must not be on both sides.
-    held_out = random.Random(f"{seed}/validation").sample(documents.tolist(), count)
+    members = random.Random(f"{seed}/validation").sample(distinct.tolist(), count)
+    held_out = documents[np.isin(contents, contents[np.isin(documents, members)])]
     is_held_out = np.isin(store.documents, held_out)
-    name = f"{store.fingerprint} without {count} documents by seed {seed}"
-    return SampleSubset(store, ~is_held_out, name), SampleSubset(
-        store, is_held_out, f"{store.fingerprint}, {count} documents by seed {seed}"
+    # Without copies, the names that earlier versions gave to the same parts.
+    parts = (
+        f"{count} documents" if len(distinct) == len(documents) else f"{count} of {len(distinct)} different documents"
+    )
+    return SampleSubset(store, ~is_held_out, f"{store.fingerprint} without {parts} by seed {seed}"), SampleSubset(
+        store, is_held_out, f"{store.fingerprint}, {parts} by seed {seed}"
     )

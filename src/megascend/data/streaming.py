@@ -1,4 +1,4 @@
-"""Samples that are read and tokenised as steps need them, from files of any size.
+"""Samples that are read and tokenised beside the steps, from files of any size.
 
 Every rank reads the same stream. A source is read in blocks of ``data.shuffle_buffer`` records, each drawn in an order of its
 own; a position is the block's beginning and the number of records drawn from it, so that a resumed run reads one block again.
@@ -6,8 +6,13 @@ own; a position is the block's beginning and the number of records drawn from it
 
 from __future__ import annotations
 
+import logging
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,12 @@ from megascend.data.samples import Encoder
 from megascend.data.splits import files_of
 from megascend.errors import DataError
 
+logger = logging.getLogger(__name__)
+
+PREFETCHED = 2
+"""Batches that are read before a step needs them: one takes longer than another."""
+CLOSE_S = 10.0
+"""Seconds that the end of a run waits for the batch that is being read."""
 EDGE = 2**16
 """Bytes at each end of a file that identify it, with its name and size: reading all of it would take minutes."""
 
@@ -47,14 +58,18 @@ class BadRecords:
         """
         self.count, self._limit, self.findings = 0, limit, findings
 
-    def check(self) -> None:
-        """Count the problems since the last call.
+    def check(self, *, single: bool = False) -> None:
+        """Count the records with problems since the last call.
+
+        Args:
+            single: all problems are of one record; else each is of its own.
 
         Raises:
             DataError: there are more than the limit, or a file could not be read to its end.
         """
         findings = self.findings
         new = sum(kind.count for kind in findings.problems.values()) + findings.more_problems
+        new = min(new, 1) if single else new
         self.count += new
         # The rest of a file is not a record.
         if findings.incomplete:
@@ -67,22 +82,63 @@ class BadRecords:
                 raise DataError(
                     f"{error}{skipped} (data.max_bad_records: {self._limit}; correct the data, or raise it to skip more)"
                 ) from None
-        findings.problems.clear()
-        findings.more_problems = 0
+        findings.skip_problems("data.max_bad_records")
+
+
+class SourceFiles:
+    """Files of a source, which must stay as they are while a run reads them.
+
+    Attributes:
+        files: in the order in which they are read without shuffling.
+        remarks: descriptions of files that are not read.
+        identity: digest of them, see :func:`file_identity`.
+    """
+
+    def __init__(self, source: DataSource) -> None:
+        data, findings = source.data, Findings(source.setting)
+        self.files = files_of(source.path, data.split, data.config_name, findings)
+        findings.raise_problems()
+        self.remarks = findings.lines()
+        try:
+            # Before the identity: what changes between them is noticed.
+            self._states = [_file_states(file) for file in self.files]
+            self._identities = [file_identity(file) for file in self.files]
+            self.identity = xxhash.xxh3_128(" ".join(self._identities).encode()).hexdigest()
+        except OSError as error:
+            raise DataError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+
+    def check(self, number: int) -> None:
+        """Raise DataError if a file has changed; a new time alone is no change."""
+        file = self.files[number]
+        try:
+            if (states := _file_states(file)) == self._states[number]:
+                return
+            if file_identity(file) == self._identities[number]:
+                self._states[number] = states
+                return
+            problem = "has changed since the run began"
+        except OSError as error:
+            problem = f"was there when the run began and cannot be read now: {error.strerror or error}"
+        raise DataError(
+            f"{file} {problem}: a stream needs files that stay as they are. Write new data to other files, and resume the run "
+            "with what it began with, or with data.on_changed: continue"
+        )
 
 
 class RecordStream:
     """Endless records of one source, block by block."""
 
-    def __init__(self, source: DataSource, key: str, bad: BadRecords) -> None:
+    def __init__(self, source: DataSource, key: str, bad: BadRecords, files: SourceFiles | None = None) -> None:
         """
         Args:
             key: seeds the orders of files and blocks, with the epoch.
+            files: those of the source, as they were when the run began; default: now.
         """
         data = source.data
         self._source, self._key, self._bad = source, key, bad
         self._buffer, self._shuffle = data.shuffle_buffer, data.shuffle
-        self.files = files_of(source.path, data.split, data.config_name, Findings(source.setting))
+        self._watched = SourceFiles(source) if files is None else files
+        self.files = self._watched.files
         self._lengths = [max(1, stream_length(file)) for file in self.files]
         self.start(0)
 
@@ -151,13 +207,17 @@ class RecordStream:
             if self._file == len(self.files):
                 restarts += 1
                 if restarts > 1:
+                    remarks = "".join(f"; {line}" for line in self._bad.findings.lines())
                     raise DataError(
-                        f"no training data in {self._source.path} ({self._source.setting}): it holds no document"
+                        f"no training data in {self._source.path} ({self._source.setting}): it holds no document{remarks}"
                     )
                 self._begin_epoch(self._epoch + 1)
             self._mark_beginning()
             while len(self._block) < self._buffer and self._file < len(self.files):
                 record = self._next_record()
+                if record is None or len(self._block) + 1 == self._buffer:
+                    # Ranks that see another end of a growing file would go on with other samples than the rest.
+                    self._watched.check(self._order[self._file])
                 if record is None:
                     self._file, self._position, self._records = self._file + 1, BEGINNING, None
                 else:
@@ -170,6 +230,7 @@ class RecordStream:
 
     def _next_record(self) -> Record | None:
         """Return the next record of the present file; None at its end."""
+        self._bad.findings.setting = self._source.setting
         try:
             if self._records is None:
                 file, split = self.files[self._order[self._file]], self._source.data.split
@@ -186,13 +247,20 @@ class SampleStream:
     """Endless units of one source: a sample, or the two of a preference pair."""
 
     def __init__(
-        self, source: DataSource, key: str, bad: BadRecords, encoder: Encoder, load: Callable[..., Any]
+        self,
+        source: DataSource,
+        key: str,
+        bad: BadRecords,
+        encoder: Encoder,
+        load: Callable[..., Any],
+        files: SourceFiles | None = None,
     ) -> None:
         """
         Args:
             load: loads the pictures of a sample.
+            files: as of :class:`RecordStream`.
         """
-        self.records = RecordStream(source, key, bad)
+        self.records = RecordStream(source, key, bad, files)
         self._path, self._columns = source.path, source.data.columns or None
         self._bad, self._encoder, self._load = bad, encoder, load
         self._units: list[list[Sample]] = []
@@ -239,7 +307,7 @@ class SampleStream:
                     "have: set data.streaming: false"
                 )
             samples = self._encoder.encode(document)
-        self._bad.check()
+        self._bad.check(single=True)
         for sample in samples:
             if isinstance(sources := sample.images, PictureSources):
                 sample.images = DeferredImages(lambda sources=sources: self._load(sources))
@@ -262,11 +330,13 @@ class StreamedBatches:
         encoder: Callable[[Findings], Encoder],
         inputs: Mapping[str, str],
         pictures: PictureProcessor | None = None,
+        files: Sequence[SourceFiles] = (),
     ) -> None:
         """
         Args:
             encoder: makes the encoder of a source, with its findings.
             inputs: what the samples are made from, by name.
+            files: of each source, as they were when the run began; default: now.
         """
         data = sources[0].data
         self._findings = Findings("data.path")
@@ -283,8 +353,8 @@ class StreamedBatches:
         load = pictures.load if pictures is not None else _no_pictures
         encode = encoder(self._findings)
         self._streams = [
-            SampleStream(source, f"{seed}/source {number}", self._bad, encode, load)
-            for number, source in enumerate(sources)
+            SampleStream(source, f"{seed}/source {number}", self._bad, encode, load, source_files)
+            for number, (source, source_files) in enumerate(zip_longest(sources, files))
         ]
         self.kind: tuple[bool, bool, bool] | None = None
         self.changes = ""
@@ -377,21 +447,143 @@ class StreamedBatches:
         self._bad.count = state["bad"]
 
 
+@dataclass(frozen=True)
+class StreamedBatch:
+    """A global batch, and the position and figures of its stream after it.
+
+    Attributes:
+        digest: of the tokens and their weights.
+        state, epochs, source_epochs, bad_records, remarks: of :class:`StreamedBatches`.
+    """
+
+    samples: list[Sample]
+    digest: int
+    state: dict[str, Any]
+    epochs: float
+    source_epochs: list[float]
+    bad_records: int
+    remarks: list[str]
+
+    @classmethod
+    def read(cls, stream: StreamedBatches) -> StreamedBatch:
+        """Read and tokenise the next batch of a stream."""
+        samples = next(stream)
+        state = xxhash.xxh3_64()
+        for sample in samples:
+            for values in (sample.input_ids, sample.target_ids, sample.weights):
+                state.update(values.numpy().tobytes())
+        return cls(samples, state.intdigest(), *_position(stream))
+
+
+def _position(stream: StreamedBatches) -> tuple[dict[str, Any], float, list[float], int, list[str]]:
+    return stream.state_dict(), stream.epochs, stream.source_epochs, stream.bad_records, stream.remarks
+
+
+class PrefetchedBatches:
+    """Batches of a stream that a thread reads and tokenises ahead, beside the steps, in the stream's order.
+
+    A thread, since the tokenizer and the step's computations run without the interpreter's lock, and what the thread holds it
+    for would otherwise be done between the steps. Position and figures are those after the last batch that was taken. An error
+    is raised in place of the batch that it prevents, so that all ranks raise it in the same step.
+
+    Attributes:
+        changes, shares: of :class:`StreamedBatches`.
+    """
+
+    def __init__(self, stream: StreamedBatches) -> None:
+        self._stream = stream
+        self.shares, self.changes = stream.shares, ""
+        self._last = StreamedBatch([], 0, *_position(stream))
+        self._thread: threading.Thread | None = None
+        self._results: queue.SimpleQueue[StreamedBatch | BaseException] = queue.SimpleQueue()
+        self._room = threading.Semaphore(PREFETCHED)
+        self._closed = False
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from ``state``, before the first batch is taken; see :meth:`StreamedBatches.load_state_dict`."""
+        assert self._thread is None, "a stream that is read ahead cannot be moved"
+        self._stream.load_state_dict(state)
+        self.changes = self._stream.changes
+        self._last = StreamedBatch([], 0, *_position(self._stream))
+
+    def take(self) -> StreamedBatch:
+        """Return the next batch; the one after it is read meanwhile."""
+        assert not self._closed
+        if self._thread is None:
+            # A daemon: a read that never returns must not keep the process from ending.
+            self._thread = threading.Thread(target=self._read, name="megascend-stream", daemon=True)
+            self._thread.start()
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            self._results.put(result)  # raised again by later calls
+            raise result
+        self._last = result
+        self._room.release()
+        return result
+
+    def _read(self) -> None:
+        while self._room.acquire() and not self._closed:
+            try:
+                self._results.put(StreamedBatch.read(self._stream))
+            except BaseException as error:  # noqa: BLE001  raised where the batch is taken
+                self._results.put(error)
+                return
+
+    def close(self) -> None:
+        """End the thread after the batch that it is at."""
+        self._closed = True
+        self._room.release()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                logger.warning("the data are still being read after %g s; the process ends without them", CLOSE_S)
+
+    @property
+    def epochs(self) -> float:
+        """Return the mean number of passes over the sources, by their shares."""
+        return self._last.epochs
+
+    @property
+    def source_epochs(self) -> list[float]:
+        """Return the number of passes over each source."""
+        return self._last.source_epochs
+
+    @property
+    def bad_records(self) -> int:
+        """Return the number of records that were skipped because they cannot be trained on."""
+        return self._last.bad_records
+
+    @property
+    def remarks(self) -> list[str]:
+        """Return what was left out, cut or converted since the run or its resumption began."""
+        return self._last.remarks
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and what it depends on, as JSON."""
+        return self._last.state
+
+
 def _no_pictures(sources: PictureSources) -> Any:
     raise DataError("this model takes no pictures")
 
 
-def file_identity(files: Sequence[Path]) -> str:
-    """Return a digest of the names, sizes and both ends of files; of a folder that datasets saved, of those in it."""
+def _file_states(path: Path) -> list[tuple[str, int, int]]:
+    """Return name, size and time of change of a file; of a folder that datasets saved, of those in it."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    states = [(file.name, file.stat()) for file in files if not file.is_dir()]
+    return [(name, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
+def file_identity(path: Path) -> str:
+    """Return a digest of name, size and both ends of a file; of a folder that datasets saved, of those in it."""
     state = xxhash.xxh3_128()
-    for path in files:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not file.is_file():
-                continue
-            size = file.stat().st_size
-            state.update(f"{file.name} {size}".encode())
-            with file.open("rb") as stream:
-                state.update(stream.read(EDGE))
-                stream.seek(max(0, size - EDGE))
-                state.update(stream.read(EDGE))
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if not file.is_file():
+            continue
+        size = file.stat().st_size
+        state.update(f"{file.name} {size}".encode())
+        with file.open("rb") as stream:
+            state.update(stream.read(EDGE))
+            stream.seek(max(0, size - EDGE))
+            state.update(stream.read(EDGE))
     return state.hexdigest()
