@@ -22,6 +22,8 @@ from torch.distributed import HashStore
 
 from megascend.batch.agreement import RankReport, reconcile
 from megascend.batch.results import TokenCounts
+from megascend.checkpoint.manifest import CheckpointManifest, entry
+from megascend.checkpoint.manifest import parse as parse_manifest
 from megascend.config import Parallel
 from megascend.diagnostics import survey
 from megascend.diagnostics.collective_sequence import CollectiveCounts
@@ -83,6 +85,8 @@ def figures(topology: Topology) -> dict[str, Any]:
     records = sum(len(status.record.encode()) for status in statuses.values() if status is not None)
     pace = survey.Pace(size)
     looks = pace.silent_s / pace.look_s + 1
+    index, index_ms = timed(lambda: checkpoint_index(size))
+    _, index_read_ms = timed(lambda: parse_manifest(index, Path("checkpoint")))
     transfer, transfer_ms = timed(lambda: transfer_plan(topology), 1)
     return {
         "ranks": size,
@@ -101,6 +105,9 @@ def figures(topology: Topology) -> dict[str, Any]:
         "reading it on every other, ms": summary_read_ms,
         "store traffic of the error, MB": round((looks * records + size * len(summary)) / 10**6),
         "limit of the wait for it, s": round(pace.answer_s, 1),
+        "index of a checkpoint's files, bytes": len(index),
+        "writing it on rank 0, ms": index_ms,
+        "reading it on every rank, ms": index_read_ms,
         "plan of a transfer of weights, ms": transfer_ms,
         "its messages": transfer,
         "peak memory of all this, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
@@ -160,6 +167,21 @@ def missing_requests(size: int) -> int:
     store.requests = 0
     assert arrivals.missing() == [*missing]
     return store.requests
+
+
+def checkpoint_index(size: int) -> str:
+    """Write the index of a checkpoint as rank 0 does, from what each rank reports: its file's size and digest."""
+    files = {f"__{rank}_0.distcp": entry(2**30 + rank, f"{rank:032x}") for rank in range(size)}
+    return CheckpointManifest(
+        step=100,
+        precision="bf16",
+        model={"layers": 61, "hidden_size": 7168, "vocab_size": 129280},
+        layout={"tensor": 8, "pipeline": 16, "expert": 64, "data": size // 128},
+        optimizer={"step": 100},
+        adapters=[],
+        versions={"megascend": "0.3.0", "torch": "2.13.0"},
+        files=files,
+    ).to_text()
 
 
 def transfer_plan(topology: Topology) -> int:
