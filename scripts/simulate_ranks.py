@@ -14,17 +14,18 @@ import pickle
 import platform
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import HashStore
 
+from megascend.app.run import bootstrap
 from megascend.batch.agreement import RankReport, reconcile
 from megascend.batch.results import TokenCounts
 from megascend.checkpoint.manifest import CheckpointManifest, entry
 from megascend.checkpoint.manifest import parse as parse_manifest
-from megascend.config import Parallel
+from megascend.config import Parallel, TrainerConfig
 from megascend.diagnostics import survey
 from megascend.diagnostics.collective_sequence import CollectiveCounts
 from megascend.diagnostics.diagnosis import PeerStatus, PhaseFailure, RankRecord
@@ -54,7 +55,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    rows = [figures(plan(PARALLEL, ranks)) for ranks in options.ranks]
+    topologies = [plan(PARALLEL, ranks) for ranks in options.ranks]
+    rows = [figures(topology) for topology in topologies]
+    # Last, so that the figures' memory is without Megatron.
+    for row, milliseconds in zip(rows, megatron_groups_ms(topologies), strict=True):
+        row["Megatron's groups, created as fake ones, ms"] = milliseconds
     for name in rows[0]:
         print(f"{name:60}", *(f"{row[name]:>12,}" for row in rows))
     if options.json is not None:
@@ -112,6 +117,18 @@ def figures(topology: Topology) -> dict[str, Any]:
         "its messages": transfer,
         "peak memory of all this, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
+
+
+def megatron_groups_ms(topologies: Sequence[Topology]) -> list[float]:
+    """Return the time in which Megatron creates its groups on rank 0, on a backend that communicates nothing."""
+    bootstrap(TrainerConfig(model=Path("model"), output=Path("run")))
+    from megascend.engines.megatron.groups import fake_groups
+
+    def create(topology: Topology) -> None:
+        with fake_groups(topology):
+            pass
+
+    return [timed(lambda topology=topology: create(topology))[1] for topology in topologies]
 
 
 def statuses_without_host(size: int) -> dict[int, PeerStatus | None]:
