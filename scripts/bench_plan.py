@@ -251,14 +251,12 @@ def measured() -> list[Row]:
             recompute=Recompute(granularity=row.get("recompute", "none")),
         )
         tokens, count = row["micro_batch_tokens"], row["micro_batches"]
-        rank_parameters, trained = stage_parameters(model, topology, config)
+        groups, trained = stage_parameters(model, topology, config)
         work = step_work(model, config, topology, trained, tokens, row["length"], count)
         work = replace(work, execution=replace(work.execution, captured=row.get("graphs", False)))
         predicted = step_time(model.sizes, topology, trained, work, load(row["device"]), model.windows)
         workload = Workload(tokens, count, packed=False, longest=row["length"])
-        memory = estimate(
-            config, model.info, {}, topology, workload, "fused", sizes=model.sizes, parameters=rank_parameters
-        )
+        memory = estimate(config, model.info, {}, topology, workload, "fused", sizes=model.sizes, groups=groups)
         assert memory is not None
         name = f"{row['model']}, {cards} x {row['device'].upper()}"
         name += f", EP{parallel.expert}" if parallel.expert > 1 else ""

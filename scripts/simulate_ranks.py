@@ -14,15 +14,18 @@ import pickle
 import platform
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed import HashStore
 
+from megascend.app.run import bootstrap
 from megascend.batch.agreement import RankReport, reconcile
 from megascend.batch.results import TokenCounts
-from megascend.config import Parallel
+from megascend.checkpoint.manifest import CheckpointManifest, entry
+from megascend.checkpoint.manifest import parse as parse_manifest
+from megascend.config import Parallel, TrainerConfig
 from megascend.diagnostics import survey
 from megascend.diagnostics.collective_sequence import CollectiveCounts
 from megascend.diagnostics.diagnosis import PeerStatus, PhaseFailure, RankRecord
@@ -52,7 +55,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    rows = [figures(plan(PARALLEL, ranks)) for ranks in options.ranks]
+    topologies = [plan(PARALLEL, ranks) for ranks in options.ranks]
+    rows = [figures(topology) for topology in topologies]
+    # Last, so that the figures' memory is without Megatron.
+    for row, milliseconds in zip(rows, megatron_groups_ms(topologies), strict=True):
+        row["Megatron's groups, created as fake ones, ms"] = milliseconds
     for name in rows[0]:
         print(f"{name:60}", *(f"{row[name]:>12,}" for row in rows))
     if options.json is not None:
@@ -83,6 +90,8 @@ def figures(topology: Topology) -> dict[str, Any]:
     records = sum(len(status.record.encode()) for status in statuses.values() if status is not None)
     pace = survey.Pace(size)
     looks = pace.silent_s / pace.look_s + 1
+    index, index_ms = timed(lambda: checkpoint_index(size))
+    _, index_read_ms = timed(lambda: parse_manifest(index, Path("checkpoint")))
     transfer, transfer_ms = timed(lambda: transfer_plan(topology), 1)
     return {
         "ranks": size,
@@ -101,10 +110,25 @@ def figures(topology: Topology) -> dict[str, Any]:
         "reading it on every other, ms": summary_read_ms,
         "store traffic of the error, MB": round((looks * records + size * len(summary)) / 10**6),
         "limit of the wait for it, s": round(pace.answer_s, 1),
+        "index of a checkpoint's files, bytes": len(index),
+        "writing it on rank 0, ms": index_ms,
+        "reading it on every rank, ms": index_read_ms,
         "plan of a transfer of weights, ms": transfer_ms,
         "its messages": transfer,
         "peak memory of all this, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
+
+
+def megatron_groups_ms(topologies: Sequence[Topology]) -> list[float]:
+    """Return the time in which Megatron creates its groups on rank 0, on a backend that communicates nothing."""
+    bootstrap(TrainerConfig(model=Path("model"), output=Path("run")))
+    from megascend.engines.megatron.groups import fake_groups
+
+    def create(topology: Topology) -> None:
+        with fake_groups(topology):
+            pass
+
+    return [timed(lambda topology=topology: create(topology))[1] for topology in topologies]
 
 
 def statuses_without_host(size: int) -> dict[int, PeerStatus | None]:
@@ -160,6 +184,21 @@ def missing_requests(size: int) -> int:
     store.requests = 0
     assert arrivals.missing() == [*missing]
     return store.requests
+
+
+def checkpoint_index(size: int) -> str:
+    """Write the index of a checkpoint as rank 0 does, from what each rank reports: its file's size and digest."""
+    files = {f"__{rank}_0.distcp": entry(2**30 + rank, f"{rank:032x}") for rank in range(size)}
+    return CheckpointManifest(
+        step=100,
+        precision="bf16",
+        model={"layers": 61, "hidden_size": 7168, "vocab_size": 129280},
+        layout={"tensor": 8, "pipeline": 16, "expert": 64, "data": size // 128},
+        optimizer={"step": 100},
+        adapters=[],
+        versions={"megascend": "0.3.0", "torch": "2.13.0"},
+        files=files,
+    ).to_text()
 
 
 def transfer_plan(topology: Topology) -> int:

@@ -13,7 +13,7 @@ from megascend.config import Lora, Parallel, RunConfig
 from megascend.kernels import linear_logprobs
 from megascend.memory import activations
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.parameters import adapter_bytes, stages
+from megascend.memory.parameters import stages
 from megascend.memory.sizes import Kernels, ModelSizes, TeacherSizes, Workload
 from megascend.topology.topology import plan
 
@@ -167,12 +167,11 @@ def test_shards_of_engine_fsdp():
 def test_an_adapter_has_its_factors_four_times_in_fp32_and_a_copy():
     info = info_of(QWEN3_1_7B)
     topology = plan(Parallel(), 1, info.shape)
-    [parameters] = stages(info.tensors, topology, 28, tied=True)
     lora = Lora(rank=8, targets=("q_proj", "down_proj"))
+    [parameters] = stages(info.tensors, topology, 28, tied=True, lora=lora)
     factors = 28 * 8 * ((2048 + 2048) + (6144 + 2048))
-    options: dict[str, Any] = {"element": 2, "fused": True}
-    assert adapter_bytes(lora, info.tensors, parameters, topology, **options, stacked=False) == 16 * factors
-    assert adapter_bytes(lora, info.tensors, parameters, topology, **options, stacked=True) == (16 + 6) * factors
+    assert parameters.adapter.bytes(2, copied=False) == 16 * factors
+    assert parameters.adapter.bytes(2, copied=True) == (16 + 6) * factors
 
 
 def test_there_is_no_estimate_for_engines_from_outside():

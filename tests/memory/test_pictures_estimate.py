@@ -10,7 +10,7 @@ import pytest
 
 from megascend.config import Lora, Parallel, RunConfig
 from megascend.huggingface.info import inspect_checkpoint, linear_layers
-from megascend.memory.parameters import adapter_bytes, elements, stages
+from megascend.memory.parameters import elements, stages
 from megascend.testing import write_tiny_checkpoint
 from megascend.topology.topology import plan
 
@@ -84,12 +84,17 @@ def test_adapter_in_the_tower_is_counted_once_on_every_tensor_parallel_rank(chec
     assert len(shapes) == 3 * 4 + 3 * 2  # blocks, and a merger for each of two inner layers beside the last one
     expected = sum(16 * rank * (rows + columns) for rows, columns in shapes)
     for tensor in (1, 2):
-        [parameters] = stage_parameters(checkpoint, tensor=tensor)
         topology = plan(Parallel(tensor=tensor), tensor, info.shape)
         with_tower, text_only = (
-            adapter_bytes(
-                Lora(rank=rank), info.tensors, parameters, topology, 4, fused=True, stacked=False, tower=tower
-            )
+            stages(
+                info.tensors,
+                topology,
+                info.shape.num_layers,
+                info.shape.tied,
+                images=images,
+                lora=Lora(rank=rank),
+                adapted_tower=tower,
+            )[0].adapter.bytes(4, copied=False)
             for tower in (images, None)
         )
         assert with_tower - text_only == expected

@@ -33,6 +33,14 @@ def test_hole_of_a_grid_takes_the_nearest_value() -> None:
     assert Table({(1, 1): 0.2, (4, 1): 0.4, (1, 16): 0.6})(4, 16) == 0.6
 
 
+@pytest.mark.parametrize("first", [(4, 1), (16, 1)])
+def test_hole_takes_a_measured_value_whichever_is_asked_for_first(first: tuple[int, int]) -> None:
+    table = Table({(1, 1): 0.2, (64, 2): 0.8, (4, 10**6): 0.5, (16, 10**6): 0.5})
+    table(*first)
+    # (16, 1) is nearer to the hole (4, 1), which has the value of (1, 1), than to any measured point.
+    assert (table(4, 1), table(16, 1)) == (0.2, 0.8)
+
+
 def test_product_takes_its_flops_or_at_least_its_bytes() -> None:
     device = flat()
     assert device.product(4096, 2048, 1024, "forward") == pytest.approx(2 * 4096 * 2048 * 1024 / RATE)

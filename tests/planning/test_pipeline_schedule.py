@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from itertools import accumulate, pairwise, product
 
 import pytest
 
-from megascend.planning.pipeline import Durations, TimedPass, balanced_chunks, simulate, step_seconds
+from megascend.planning.pipeline import Durations, TimedPass, balanced_chunks, least_seconds, simulate, step_seconds
 from megascend.topology.schedule import layers_in_flight, stage_order
 
 UNIT = Durations((1.0,), (2.0,))
@@ -49,6 +50,24 @@ def test_few_rounds_tell_the_time_of_many(stages: int, chunks: int) -> None:
     for micro_batches in (20 * stages, 20 * stages + (1 if chunks == 1 else 0)):
         simulated = simulate(durations, micro_batches, 0.1, overlaps=chunks > 1)[-1].end
         assert step_seconds(durations, micro_batches, 0.1, overlaps=chunks > 1) == pytest.approx(simulated)
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "micro_batches"), [(2, 1, 1), (3, 1, 7), (5, 1, 3), (2, 3, 4), (4, 2, 4), (4, 3, 16)]
+)
+def test_no_step_is_faster_than_its_bound(stages: int, chunks: int, micro_batches: int) -> None:
+    generator = random.Random(stages + chunks)
+    for transfer in (0.0, 0.5):
+        durations = [
+            Durations(*(tuple(generator.uniform(0.1, 2.0) for _ in range(chunks)) for _ in range(2)))
+            for _ in range(stages)
+        ]
+        seconds = simulate(durations, micro_batches, transfer, overlaps=chunks > 1)[-1].end
+        bound = least_seconds(durations, micro_batches, transfer)
+        busiest = micro_batches * max(stage.total for stage in durations)
+        assert busiest <= bound <= seconds * (1 + 1e-9)
+        if micro_batches == 1 and chunks == 1 and not transfer:
+            assert bound == pytest.approx(seconds)
 
 
 def test_every_pass_runs_once_and_waits_for_its_neighbour() -> None:

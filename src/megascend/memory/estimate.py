@@ -14,7 +14,6 @@ from megascend.config import TrainerConfig
 from megascend.config.rl import RlConfig
 from megascend.huggingface.info import ModelInfo
 from megascend.memory import megatron, transformers_engines
-from megascend.memory.parameters import StageParameters
 from megascend.memory.sizes import ELEMENT_BYTES, Items, Kernels, ModelSizes, TeacherSizes, Workload
 from megascend.topology.topology import Topology
 
@@ -80,14 +79,14 @@ def estimate(
     kernels: Kernels,
     *,
     sizes: ModelSizes | None = None,
-    parameters: Sequence[StageParameters] | None = None,
+    groups: Sequence[megatron.StageGroup] | None = None,
 ) -> Estimate | None:
     """Estimate the memory of a run's largest micro batch; None for a registered engine.
 
     Args:
         hf_config: the model's ``config.json``.
-        sizes, parameters: of the model, and of a rank of each stage of the Megatron engine, for callers that estimate many
-            settings; None: computed here.
+        sizes, groups: of the model, and of the Megatron engine's stages, for callers that estimate many settings; None: computed
+            here.
     """
     if config.engine not in ENGINES:
         return None
@@ -100,18 +99,18 @@ def estimate(
     if info.image_layout is not None:
         remarks.append("activations of the vision tower are not counted")
     if config.engine == "megatron":
-        per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels, parameters)
+        per_stage = megatron.stage_items(config, info, sizes, topology, workload, kernels, groups)
     else:
-        per_stage = [transformers_engines.items(config, info, sizes, topology, workload, kernels)]
+        per_stage = {0: transformers_engines.items(config, info, sizes, topology, workload, kernels)}
     if workload.teacher is not None:
-        per_stage = [
-            _with_teacher(
+        per_stage = {
+            stage: _with_teacher(
                 config, items, workload.teacher, topology, workload, kernels, last=stage == topology.pipeline - 1
             )
-            for stage, items in enumerate(per_stage)
-        ]
-    offloaded = [items.pop(megatron.OFFLOADED, 0) for items in per_stage]
-    stage, items = max(enumerate(per_stage), key=lambda entry: sum(entry[1].values()))
+            for stage, items in per_stage.items()
+        }
+    offloaded = {stage: items.pop(megatron.OFFLOADED, 0) for stage, items in per_stage.items()}
+    stage, items = max(per_stage.items(), key=lambda entry: sum(entry[1].values()))
     host = _host_items(config, info, items, topology, workload)
     if offloaded[stage]:
         host[megatron.OFFLOADED] = offloaded[stage]

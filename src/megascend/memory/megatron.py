@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from megascend.config import TrainerConfig
 from megascend.huggingface.info import ModelInfo
@@ -19,7 +20,6 @@ from megascend.memory.parameters import (
     OFFLOAD_CHUNK,
     OFFLOAD_SLOTS,
     StageParameters,
-    adapter_bytes,
     base_bytes,
     dequantised_bytes,
     orthogonalisation_bytes,
@@ -39,6 +39,37 @@ OFFLOADED = "optimizer state"
 """Item of host memory."""
 
 
+@dataclass(frozen=True)
+class StageGroup:
+    """Pipeline stages with the same parameters and the same kinds of layers.
+
+    Attributes:
+        parameters: of a rank of one of the stages.
+        layers: kind of each layer; one of a head for multi-token prediction, which has softmax attention, is the last.
+        predicts: there is such a head.
+        stages: their indices, ascending.
+    """
+
+    parameters: StageParameters
+    layers: tuple[LayerKey, ...]
+    predicts: bool
+    stages: tuple[int, ...]
+
+
+def stage_groups(parameters: Sequence[StageParameters], sizes: ModelSizes) -> list[StageGroup]:
+    """Group the stages of a layout; the first and the last one are groups of their own."""
+    keys = [*sizes.layer_keys, sizes.layer_keys[-1]._replace(linear=False)]
+    groups: dict[tuple[StageParameters, tuple[LayerKey, ...], bool, bool], list[int]] = {}
+    for stage, part in enumerate(parameters):
+        layers = tuple(keys[layer] for layer in part.layers)
+        ends = (stage == 0, stage == len(parameters) - 1)
+        groups.setdefault((replace(part, layers=()), layers, *ends), []).append(stage)
+    return [
+        StageGroup(part, layers, len(sizes.with_experts) in parameters[stages[0]].layers, tuple(stages))
+        for (part, layers, *_), stages in groups.items()
+    ]
+
+
 def stage_items(
     config: TrainerConfig,
     info: ModelInfo,
@@ -46,59 +77,104 @@ def stage_items(
     topology: Topology,
     workload: Workload,
     kernels: Kernels,
-    parameters: Sequence[StageParameters] | None = None,
-) -> list[Items]:
-    """Return the bytes of each item, for a rank of each stage; ``parameters``: of these, if they are computed already.
+    groups: Sequence[StageGroup] | None = None,
+) -> dict[int, Items]:
+    """Return the bytes of each item, for a rank of the stage of each group that needs most.
 
-    Offloaded optimizer state, which is in host memory, is an item too: OFFLOADED.
+    ``groups``: of the stages, if they are known already. Offloaded optimizer state, which is in host memory, is an item too:
+    OFFLOADED.
     """
     kind = LayerKind.of(config, workload, kernels)
-    layers = len(sizes.with_experts)
-    parameters = parameters or stages(
-        info.tensors,
-        topology,
-        layers,
-        sizes.tied,
-        prediction_head=sizes.prediction_head,
-        images=info.architecture.inputs,
-    )
-    # A head for multi-token prediction has softmax attention.
-    keys = {*sizes.layer_keys, sizes.layer_keys[-1]._replace(linear=False)}
-    saved_bytes = {key: layer_bytes(sizes, topology, kind, key) for key in keys}
-    return [
-        _stage_items(config, sizes, topology, workload, kind, stage_parameters, stage, info, saved_bytes)
-        for stage, stage_parameters in enumerate(parameters)
-    ]
+    if groups is None:
+        parameters = stages(
+            info.tensors,
+            topology,
+            len(sizes.with_experts),
+            sizes.tied,
+            prediction_head=sizes.prediction_head,
+            images=info.architecture.inputs,
+            lora=config.lora,
+            adapted_tower=info.architecture.inputs if config.vision_tower == "train" else None,
+        )
+        groups = stage_groups(parameters, sizes)
+    saved_bytes = {
+        key: layer_bytes(sizes, topology, kind, key) for key in {key for group in groups for key in group.layers}
+    }
+    communication = int(_communication(sizes, topology, kind, workload.tokens / topology.context))
+    items = {}
+    for group in groups:
+        in_flight, stage = _most_in_flight(group, topology, len(sizes.with_experts), workload.micro_batches)
+        stage_bytes = _stage_bytes(
+            config, sizes, topology, workload, kind, group, saved_bytes, first=group.stages[0] == 0
+        )
+        items[stage] = stage_bytes.items(in_flight, communication, kind)
+    return dict(sorted(items.items()))
 
 
-def _stage_items(
+@dataclass(frozen=True)
+class _StageBytes:
+    """Memory of a stage with any number of micro batches in flight.
+
+    Attributes:
+        states: bytes of parameters, optimizer and adapters.
+        saved: bytes that each micro batch in flight saves for the backward pass; ``edge``: those of one, at the model's ends.
+        head, backward: temporaries of the output head, and of the backward pass.
+        later: the largest temporaries after the activations are freed, by their name.
+    """
+
+    states: Items
+    tokens: float
+    saved: float
+    edge: float
+    head: float
+    backward: float
+    later: tuple[str, int]
+
+    def items(self, in_flight: float, communication: int, kind: LayerKind) -> Items:
+        """Return the bytes of each item."""
+        activations = self.tokens * (self.saved * in_flight + self.edge)
+        # Temporaries after the activations are freed may be larger than the activations. Peaks at different times do not add
+        # up: the larger one is the estimate, and names what to shrink.
+        name, later = self.later
+        if later > activations + max(self.head, self.backward):
+            return self.states | {name: later}
+        items = dict(self.states)
+        items["activations"] = int(activations)
+        if self.head >= self.backward:
+            items["output head"] = int(self.head)
+        else:
+            items["backward pass"] = int(self.backward)
+        if communication:
+            items["communication"] = communication
+        if kind.fused:
+            items["workspaces"] = WORKSPACES
+        return items
+
+
+def _stage_bytes(
     config: TrainerConfig,
     sizes: ModelSizes,
     topology: Topology,
     workload: Workload,
     kind: LayerKind,
-    parameters: StageParameters,
-    stage: int,
-    info: ModelInfo,
+    group: StageGroup,
     saved_bytes: Mapping[LayerKey, LayerBytes],
-) -> Items:
+    *,
+    first: bool,
+) -> _StageBytes:
+    """Count a stage of a group."""
+    parameters, layers, predicts = group.parameters, group.layers, group.predicts
     tokens = workload.tokens / topology.context
-    layers = len(sizes.with_experts)
-    # A head for multi-token prediction has a layer like the last one.
-    keys = [*sizes.layer_keys, sizes.layer_keys[-1]._replace(linear=False)]
-    with_experts = [keys[layer].with_experts for layer in parameters.layers]
-    layer_sizes = [saved_bytes[keys[layer]] for layer in parameters.layers]
-    predicts = layers in parameters.layers
+    with_experts = [key.with_experts for key in layers]
+    layer_sizes = [saved_bytes[key] for key in layers]
     saved, recomputed = _saved(config, layer_sizes, with_experts, kind, sizes, topology, predicts=predicts)
-    in_flight = _in_flight(stage, topology, layers, workload.micro_batches, predicts=predicts)
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
     last = parameters.vocabulary > 0
     edge = (norm_bytes(sizes.hidden, kind) / sequence_shards + 2 * kind.bytes * sizes.hidden if last else 0.0) + (
-        kind.bytes * sizes.hidden / sequence_shards if stage == 0 and kind.fused else 0.0
+        kind.bytes * sizes.hidden / sequence_shards if first and kind.fused else 0.0
     )
     if predicts:
         edge += _prediction(config, sizes, kind, sequence_shards)
-    activations = tokens * (saved * in_flight + edge)
     head = head_bytes(sizes.hidden, parameters.vocabulary, tokens, kind, trained=not kind.frozen) if last else 0
     if predicts:  # the model's own hidden states have their gradient while the head's logits are computed
         head += kind.bytes * sizes.hidden * tokens
@@ -107,40 +183,18 @@ def _stage_items(
     backward = tokens * recomputed + _backward(sizes, topology, kind, parameters, tokens)
     if sizes.indexed is not None:
         backward += sparse_attention_temporaries(sizes.indexed, sizes.heads, topology, tokens, workload.tokens)
-    items = _states(config, topology, parameters, kind)
+    states = _states(config, topology, parameters, kind)
     if kind.frozen:
-        dequantised = dequantised_bytes(config.base_weights, parameters, sum(with_experts), kind.bytes)
-        items["dequantised weights"] = dequantised
-    if config.lora is not None:
-        items["adapters"] = adapter_bytes(
-            config.lora,
-            info.tensors,
-            parameters,
-            topology,
-            kind.bytes,
-            fused=True,
-            stacked=True,
-            tower=info.architecture.inputs if config.vision_tower == "train" else None,
+        states["dequantised weights"] = dequantised_bytes(
+            config.base_weights, parameters, sum(with_experts), kind.bytes
         )
-    embeds = stage == 0 or predicts
-    temporaries = _later(config, topology, parameters, kind, embeds=embeds)
+    if config.lora is not None:
+        states["adapters"] = parameters.adapter.bytes(kind.bytes, copied=True)
+    temporaries = _later(config, topology, parameters, kind, embeds=first or predicts)
     # Megatron makes the main parameters on the device. Of their and the moments' bytes, a third is theirs.
-    temporaries["main parameters at the start"] = 0 if kind.bytes == 4 else items.get(OFFLOADED, 0) // 3
-    # Temporaries while there are no activations may be larger than the activations.
-    name, later = max(temporaries.items(), key=lambda item: item[1])
-    # Peaks at different times do not add up: the larger one is the estimate, and names what to shrink.
-    if later > activations + max(head, backward):
-        return items | {name: later}
-    items["activations"] = int(activations)
-    if head >= backward:
-        items["output head"] = int(head)
-    else:
-        items["backward pass"] = int(backward)
-    if topology.pipeline > 1 or topology.tensor > 1:
-        items["communication"] = int(_communication(sizes, topology, kind, tokens))
-    if kind.fused:
-        items["workspaces"] = WORKSPACES
-    return items
+    temporaries["main parameters at the start"] = 0 if kind.bytes == 4 else states.get(OFFLOADED, 0) // 3
+    later = max(temporaries.items(), key=lambda item: item[1])
+    return _StageBytes(states, tokens, saved, edge, head, backward, later)
 
 
 def _states(config: TrainerConfig, topology: Topology, parameters: StageParameters, kind: LayerKind) -> Items:
@@ -197,20 +251,25 @@ def _later(
     }
 
 
-def _in_flight(stage: int, topology: Topology, layers: int, micro_batches: int, *, predicts: bool) -> float:
-    """Return the micro batches in flight on a stage (Narayanan et al. 2021, arXiv:2104.04473, section 2.2).
-
-    ``predicts``: a head for multi-token prediction is one more layer of the last chunk.
+def _most_in_flight(group: StageGroup, topology: Topology, layers: int, micro_batches: int) -> tuple[float, int]:
+    """Return the micro batches in flight on the stage of a group that has most (Narayanan et al. 2021, arXiv:2104.04473,
+    section 2.2), and that stage.
     """
-    if topology.is_uneven and topology.virtual_pipeline > 1:
-        sizes = [len(chunk) for chunk in topology.layers_of(stage, layers)]
-        sizes[-1] += predicts
-        return layers_in_flight(stage, topology.pipeline, tuple(sizes), micro_batches) / max(1, sum(sizes))
-    if topology.virtual_pipeline == 1:
-        # One-forward-one-backward: the first stage waits longest for its first gradient, so it holds the most.
-        return min(topology.pipeline - stage, micro_batches)
-    chunks = 2 * (topology.pipeline - stage - 1) + (topology.virtual_pipeline - 1) * topology.pipeline + 1
-    return min(chunks / topology.virtual_pipeline, micro_batches)
+    pipeline, virtual = topology.pipeline, topology.virtual_pipeline
+    stage = group.stages[0]
+    if topology.is_uneven and virtual > 1:
+
+        def in_flight(stage: int) -> float:
+            sizes = [len(chunk) for chunk in topology.layers_of(stage, layers)]
+            sizes[-1] += group.predicts  # a head for multi-token prediction is one more layer of the last chunk
+            return layers_in_flight(stage, pipeline, tuple(sizes), micro_batches) / max(1, sum(sizes))
+
+        return max(((in_flight(stage), stage) for stage in group.stages), key=lambda entry: entry[0])
+    # The first stage waits longest for its first gradient, so it holds the most; this is so in any group.
+    if virtual == 1:
+        return min(pipeline - stage, micro_batches), stage
+    chunks = 2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1
+    return min(chunks / virtual, micro_batches), stage
 
 
 def _prediction(config: TrainerConfig, sizes: ModelSizes, kind: LayerKind, sequence_shards: int) -> float:

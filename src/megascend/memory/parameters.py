@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from megascend.config import Adam, BaseWeights, Lora, VisionTower
 from megascend.huggingface.files import TensorHeader
@@ -31,6 +32,26 @@ FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", 
 
 
 @dataclass(frozen=True)
+class AdapterSizes:
+    """Elements of an adapter on a rank.
+
+    Attributes:
+        factors: elements of the factors of all targets.
+        stacked: elements of a copy of the factors in which fused projections are stacked, with padded ranks.
+    """
+
+    factors: float = 0.0
+    stacked: float = 0.0
+
+    def bytes(self, element: int, *, copied: bool) -> int:
+        """Return the bytes of fp32 factors, gradients and two moments.
+
+        ``copied``: layers use a copy of the factors in the model's precision, of ``element`` bytes, with separate fp32 gradients.
+        """
+        return int(16 * self.factors + (4 + element) * self.stacked * copied)
+
+
+@dataclass(frozen=True)
 class StageParameters:
     """Elements on a rank of one pipeline stage.
 
@@ -43,6 +64,7 @@ class StageParameters:
         layers: indices of the layers; a head for multi-token prediction follows the last one.
         tower: elements of a vision tower, which is not divided; 0 on later stages.
         dense_matrices, expert_matrices: elements among ``dense`` and ``experts`` that Muon would train.
+        adapter: elements of the run's adapter.
     """
 
     dense: int
@@ -54,6 +76,7 @@ class StageParameters:
     tower: int = 0
     dense_matrices: int = 0
     expert_matrices: int = 0
+    adapter: AdapterSizes = AdapterSizes()
 
     @property
     def total(self) -> int:
@@ -73,13 +96,13 @@ class LayerTensors:
         kinds: tensors of a layer of each kind.
         layer_kinds: kind of each layer that has tensors, by its index; a head for multi-token prediction follows the last layer.
         outside: tensors outside layers.
-        tower: elements of a vision tower.
+        tower: tensors of a vision tower.
     """
 
     kinds: tuple[tuple[tuple[str, TensorHeader], ...], ...]
     layer_kinds: Mapping[int, int]
     outside: tuple[tuple[str, TensorHeader], ...]
-    tower: int = 0
+    tower: Mapping[str, TensorHeader] = field(default_factory=dict)
 
     @classmethod
     def sorted_by_layer(
@@ -102,7 +125,7 @@ class LayerTensors:
                 kinds[key] = len(kinds)
                 tensors.append(tuple(entries))
             layer_kinds[layer] = kinds[key]
-        return cls(tuple(tensors), layer_kinds, outside, elements(tower))
+        return cls(tuple(tensors), layer_kinds, outside, tower)
 
 
 def stages(
@@ -115,6 +138,8 @@ def stages(
     images: Images | None = None,
     fused: bool = True,
     tensors: LayerTensors | None = None,
+    lora: Lora | None = None,
+    adapted_tower: Images | None = None,
 ) -> list[StageParameters]:
     """Return the parameters of a rank of each pipeline stage, as Megatron divides them.
 
@@ -122,13 +147,41 @@ def stages(
         images: declaration of a model's pictures; None: it takes none.
         fused: projections of one input are one matrix, as in Megatron.
         tensors: ``headers`` by layer, where they are sorted already: plans count one model for many layouts.
+        lora: an adapter of the model's layers; ``adapted_tower``: declaration of pictures whose tower it acts on, too.
     """
     tensors = tensors or LayerTensors.sorted_by_layer(headers, layers, images)
-    counts = [_layer_parameters(kind, topology, fused) for kind in tensors.kinds]
+    counts = [
+        LayerParameters(
+            *_layer_parameters(kind, topology, fused),
+            AdapterSizes() if lora is None else _adapter(lora, kind, topology, fused),
+        )
+        for kind in tensors.kinds
+    ]
     parameters = [
         _stage(tensors, counts, topology, layers, tied, stage, prediction_head) for stage in range(topology.pipeline)
     ]
-    return [replace(parameters[0], tower=tensors.tower), *parameters[1:]]
+    first = replace(parameters[0], tower=elements(tensors.tower))
+    if lora is not None and adapted_tower is not None:
+        linear = [
+            (name, header)
+            for name, header in tensors.tower.items()
+            if name.removesuffix(".weight").removeprefix(adapted_tower.tower) not in adapted_tower.not_linear
+        ]
+        # The tower is not divided.
+        added = _adapter(lora, linear, None, fused)
+        first = replace(first, adapter=_sum_of_adapters([first.adapter, added]))
+    return [first, *parameters[1:]]
+
+
+class LayerParameters(NamedTuple):
+    """Elements of a layer on a rank: as of :class:`StageParameters`."""
+
+    dense: int
+    experts: int
+    dense_matrices: int
+    expert_matrices: int
+    matrix: int
+    adapter: AdapterSizes
 
 
 def _layer_parameters(
@@ -157,7 +210,7 @@ def _layer_parameters(
 
 def _stage(
     tensors: LayerTensors,
-    counts: Sequence[tuple[int, int, int, int, int]],
+    counts: Sequence[LayerParameters],
     topology: Topology,
     layers: int,
     tied: bool,
@@ -173,7 +226,7 @@ def _stage(
     # prediction embeds tokens there.
     embeds = first or (last and (tied or prediction_head))
     layer_counts = [counts[tensors.layer_kinds[layer]] for layer in stage_layers if layer in tensors.layer_kinds]
-    dense = sum(layer[0] for layer in layer_counts)
+    dense = sum(layer.dense for layer in layer_counts)
     vocabulary = embedding = 0
     for name, header in tensors.outside:
         count = local_elements(name, header.shape, topology.tensor)
@@ -187,13 +240,14 @@ def _stage(
             vocabulary = -(-header.shape[0] // topology.tensor)
     return StageParameters(
         dense,
-        sum(layer[1] for layer in layer_counts),
+        sum(layer.experts for layer in layer_counts),
         vocabulary,
         embedding,
-        max((layer[4] for layer in layer_counts), default=0),
+        max((layer.matrix for layer in layer_counts), default=0),
         tuple(stage_layers),
-        dense_matrices=sum(layer[2] for layer in layer_counts),
-        expert_matrices=sum(layer[3] for layer in layer_counts),
+        dense_matrices=sum(layer.dense_matrices for layer in layer_counts),
+        expert_matrices=sum(layer.expert_matrices for layer in layer_counts),
+        adapter=_sum_of_adapters(layer.adapter for layer in layer_counts),
     )
 
 
@@ -285,45 +339,33 @@ RANK_MULTIPLE = 8
 imports torch."""
 
 
-def adapter_bytes(
-    lora: Lora,
-    headers: Mapping[str, TensorHeader],
-    parameters: StageParameters,
-    topology: Topology,
-    element: int,
-    *,
-    fused: bool,
-    stacked: bool,
-    tower: Images | None = None,
-) -> int:
-    """Return the bytes of an adapter on a pipeline stage's layers: fp32 factors, gradients and two moments.
+def _adapter(
+    lora: Lora, tensors: Sequence[tuple[str, TensorHeader]], topology: Topology | None, fused: bool
+) -> AdapterSizes:
+    """Return the elements of an adapter of some tensors on a rank; without a topology, they are not divided.
 
-    ``element``: bytes of an activation; ``fused``: fused projections have their factors stacked; ``stacked``: layers use a
-    copy of the factors in the model's precision, with separate fp32 gradients; ``tower``: the adapter acts on this vision tower.
+    ``fused``: fused projections have their factors stacked.
     """
-    factors = copies = 0.0
+    factors = stacked = 0.0
     padded = -(-lora.rank // RANK_MULTIPLE) * RANK_MULTIPLE
     layers: dict[str, list[tuple[float, float]]] = {}
-    for name, header in headers.items():
-        module = name.removesuffix(".weight")
-        if tower is not None and parameters.tower and name.startswith(tower.tower):
-            if module.removeprefix(tower.tower) in tower.not_linear or not is_target(name, header.shape, lora):
-                continue
-            count, (rows, columns) = 1.0, header.shape  # the same on every tensor parallel rank
-        elif layer_of(name) not in parameters.layers or not is_target(name, header.shape, lora):
+    for name, header in tensors:
+        if not is_target(name, header.shape, lora):
             continue
-        else:
-            count, rows, columns = _local(name, header.shape, topology)
+        count, rows, columns = (1.0, *header.shape) if topology is None else _local(name, header.shape, topology)
         factors += count * lora.rank * (rows + columns)
         prefix, _, kind = name.removesuffix(".weight").rpartition(".")
         key = f"{prefix}.{FUSED.get(kind, kind) if fused else kind}"
         layers.setdefault(key, []).append((count * rows, count * columns))
     for parts in layers.values():
         # A of each slice, and one B over the ranks and outputs of all slices.
-        slices = len(parts)
-        copies += padded * (sum(columns for _, columns in parts) + slices * sum(rows for rows, _ in parts))
-    # 16: four bytes each for factor, gradient and two moments.
-    return int(16 * factors + (4 + element) * copies * stacked)
+        stacked += padded * (sum(columns for _, columns in parts) + len(parts) * sum(rows for rows, _ in parts))
+    return AdapterSizes(factors, stacked)
+
+
+def _sum_of_adapters(adapters: Iterable[AdapterSizes]) -> AdapterSizes:
+    adapters = list(adapters)
+    return AdapterSizes(sum(entry.factors for entry in adapters), sum(entry.stacked for entry in adapters))
 
 
 def is_target(name: str, shape: tuple[int, ...], lora: Lora) -> bool:

@@ -21,7 +21,6 @@ from megascend.memory.activations import (
 )
 from megascend.memory.parameters import (
     StageParameters,
-    adapter_bytes,
     elements,
     orthogonalisation_bytes,
     stages,
@@ -47,7 +46,16 @@ def items(
     """Return the bytes of each item of a rank."""
     kind = LayerKind.of(config, workload, kernels)
     images = info.architecture.inputs
-    [parameters] = stages(info.tensors, topology, len(sizes.with_experts), sizes.tied, images=images, fused=False)
+    [parameters] = stages(
+        info.tensors,
+        topology,
+        len(sizes.with_experts),
+        sizes.tied,
+        images=images,
+        fused=False,
+        lora=config.lora,
+        adapted_tower=images if config.vision_tower == "train" else None,
+    )
     tokens = workload.tokens / topology.context
     layers = [layer_bytes(sizes, kind, key, single=config.engine == "single") for key in sizes.layer_keys]
     saved, recomputed = _saved(config, layers, sizes, kind)
@@ -60,17 +68,7 @@ def items(
         stage_items, backward_parameters, later = _fsdp(config, info, sizes, topology, workload, parameters, kind)
     if config.lora is not None:
         # Unsharded and unfused; peft's layers (engine single) use the factors without a copy.
-        stacked = config.engine == "fsdp"
-        stage_items["adapters"] = adapter_bytes(
-            config.lora,
-            info.tensors,
-            parameters,
-            topology,
-            kind.bytes,
-            fused=False,
-            stacked=stacked,
-            tower=info.architecture.inputs if config.vision_tower == "train" else None,
-        )
+        stage_items["adapters"] = parameters.adapter.bytes(kind.bytes, copied=config.engine == "fsdp")
     if sizes.indexed is not None:
         # transformers keeps the products of all of the indexer's heads at once, and a layer's mask for the backward pass.
         masks = 1 if config.recompute.granularity == "full" else len(layers)

@@ -42,6 +42,7 @@ class Table:
         dimensions = len(next(iter(points)))
         self._axes = [sorted({point[axis] for point in points}) for axis in range(dimensions)]
         self._cache: dict[tuple[float, ...], float] = {}
+        self._holes: dict[tuple[int, ...], float] = {}
 
     def __call__(self, *sizes: float) -> float:
         """Return the share of the peak at these sizes."""
@@ -64,14 +65,16 @@ class Table:
 
     def _share(self, corner: tuple[int, ...]) -> float:
         """Return a measured share; where the grid has a hole, that of the nearest point."""
-        if corner not in self._points:
-            self._points[corner] = self._points[
-                min(
-                    self._points,
-                    key=lambda point: sum(abs(math.log(a / b)) for a, b in zip(point, corner, strict=True)),
-                )
-            ]
-        return self._points[corner]
+        if corner in self._points:
+            return self._points[corner]
+        # Kept apart: a share that was taken for a hole is no neighbour of another one, whichever is asked for first.
+        if corner not in self._holes:
+            nearest = min(
+                self._points,
+                key=lambda point: sum(abs(math.log(a / b)) for a, b in zip(point, corner, strict=True)),
+            )
+            self._holes[corner] = self._points[nearest]
+        return self._holes[corner]
 
 
 @dataclass(frozen=True)

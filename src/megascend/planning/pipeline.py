@@ -109,6 +109,16 @@ def step_seconds(durations: Sequence[Durations], micro_batches: int, transfer: f
     return long + (micro_batches - simulated) // stages * (long - short)
 
 
+def least_seconds(durations: Sequence[Durations], micro_batches: int, transfer: float) -> float:
+    """Return seconds that no order of passes is faster than.
+
+    A stage begins when the first micro batch has passed the stages before it, does all its passes, and after its last one, a
+    backward pass of its first chunk, those stages have theirs to do.
+    """
+    ends = [0.0, *accumulate(stage.forward[0] + stage.backward[0] + 2 * transfer for stage in durations)]
+    return max(end + micro_batches * stage.total for end, stage in zip(ends, durations, strict=False))
+
+
 BALANCING_MOVES = 64
 """Layers that are moved between stages, at most, to balance a division whose layers differ."""
 

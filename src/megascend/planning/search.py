@@ -20,13 +20,14 @@ from megascend.errors import ConfigError, TopologyError
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.info import ModelInfo
 from megascend.memory.estimate import Estimate, estimate
-from megascend.memory.parameters import LayerTensors, StageParameters, adapter_bytes, is_target, stages
+from megascend.memory.megatron import StageGroup, stage_groups
+from megascend.memory.parameters import LayerTensors, StageParameters, is_target, stages
 from megascend.memory.sizes import ModelSizes, Workload
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
 from megascend.planning.layers import ALL_LAYERS, Cost, Execution
 from megascend.planning.pipeline import balanced_chunks
-from megascend.planning.step import StepTime, StepWork, attention_windows, step_time
+from megascend.planning.step import CostTable, StepTime, StepWork, attention_windows, step_time
 from megascend.topology.topology import Topology, format_pipeline_layout, plan
 
 MEMORY_SHARE = 0.92
@@ -178,7 +179,7 @@ class SearchResult:
         candidates: the fastest variant of each of the fastest layouts, fastest first.
         evaluations: memories and times that were computed; the cost of the search.
         legal: layouts that the model and the world allow, with any micro batch and recomputation; ``fitting``: variants of them
-            that fit into memory.
+            that fit into memory, and of which none that fits is the same with less recomputation.
         smallest: the layout that would need least memory, and what it needs, if none fits.
     """
 
@@ -196,6 +197,7 @@ class _Search:
     model: PlannedModel
     request: PlanRequest
     hardware: Hardware
+    costs: CostTable
     fitting: list[Candidate] = field(default_factory=list)
     evaluations: int = 0
     smallest: tuple[Topology, Estimate] | None = None
@@ -210,7 +212,7 @@ def search(model: PlannedModel, request: PlanRequest, hardware: Hardware, best: 
     longest = model.info.shape.max_position
     if longest is not None and request.length > longest:
         raise ConfigError(f"length: {request.length} is above the model's context of {longest} tokens")
-    state = _Search(model, request, hardware)
+    state = _Search(model, request, hardware, CostTable(model.sizes, hardware, model.windows))
     legal = 0
     for topology, parallel in layouts(model, request, hardware):
         legal += 1
@@ -225,7 +227,7 @@ def _fastest(candidates: list[Candidate], count: int) -> list[Candidate]:
     slowest = math.inf
     for candidate in sorted(candidates, key=lambda candidate: candidate.time.bound):
         if candidate.time.bound > slowest:
-            break  # the others are slower even without a bubble
+            break  # the others are slower, too
         before = chosen.get(candidate.topology)
         if before is None or (candidate.time.seconds, candidate.memory.total) < (
             before.time.seconds,
@@ -343,49 +345,76 @@ def _stage_weights(
 
 
 def _evaluate(state: _Search, topology: Topology, parallel: Parallel) -> None:
-    """Add the variants of a layout that fit: micro batches, recomputation, overlapped reductions."""
+    """Add the variants of a layout that fit and may be its fastest: micro batches, recomputation, overlapped reductions."""
     model, request = state.model, state.request
     parameters = stage_parameters(model, topology, request.config)
     limit = MEMORY_SHARE * state.hardware.memory
-    least = memory_of(
-        model,
-        request,
-        topology,
-        _settings(request, parallel, RECOMPUTE[-1], request.length, overlapped=False),
-        1,
-        parameters,
-    )
-    state.evaluations += 1
-    if sum(least.items.get(item, 0) for item in STATES) > limit:
-        if state.smallest is None or least.total < state.smallest[1].total:
-            state.smallest = (topology, least)
+
+    def variant(recompute: Recompute, micro_batch: int, *, overlapped: bool) -> tuple[TrainerConfig, Estimate]:
+        config = _settings(request, parallel, recompute, micro_batch * request.length, overlapped=overlapped)
+        memory = memory_of(model, request, topology, config, micro_batch, parameters)
+        state.evaluations += 1
+        if state.smallest is None or memory.total < state.smallest[1].total:
+            state.smallest = (topology, memory)
+        return config, memory
+
+    least = variant(RECOMPUTE[-1], 1, overlapped=False)
+    if sum(least[1].items.get(item, 0) for item in STATES) > limit:
         return
+
+    def predicted(config: TrainerConfig, micro_batch: int, memory: Estimate) -> Candidate:
+        state.evaluations += 1
+        return candidate(model, request, topology, config, micro_batch, state.hardware, parameters, memory, state.costs)
+
+    overlaps = _overlaps(model, request, topology)
+    too_large: set[tuple[str, tuple[str, ...], bool]] = set()
     for micro_batch in _micro_batches(request, topology):
-        fits = False
+        fitting: list[Candidate] = []
+        full: list[tuple[TrainerConfig, Estimate]] = []
         for recompute in _recomputations(model):
-            for overlapped in _overlaps(model, request, topology):
-                config = _settings(request, parallel, recompute, micro_batch * request.length, overlapped=overlapped)
-                memory = memory_of(model, request, topology, config, micro_batch, parameters)
-                state.evaluations += 1
-                if state.smallest is None or memory.total < state.smallest[1].total:
-                    state.smallest = (topology, memory)
-                if memory.total > limit:
+            for overlapped in overlaps:
+                key = (recompute.granularity, recompute.modules, overlapped)
+                # What is too large with smaller micro batches is so with these.
+                if key in too_large or any(_is_faster(other, recompute, overlapped) for other in fitting):
                     continue
-                fits = True
-                state.evaluations += 1
-                state.fitting.append(
-                    candidate(model, request, topology, config, micro_batch, state.hardware, parameters, memory)
-                )
-            if fits and recompute.granularity == "none":
+                if (micro_batch, overlapped) == (1, False) and recompute is RECOMPUTE[-1]:
+                    config, memory = least
+                else:
+                    config, memory = variant(recompute, micro_batch, overlapped=overlapped)
+                if memory.total > limit:
+                    too_large.add(key)
+                elif recompute.granularity == "full":
+                    full.append((config, memory))
+                else:
+                    fitting.append(predicted(config, micro_batch, memory))
+            if fitting and recompute.granularity == "none":
                 break  # recomputing what fits only costs time
-            if not fits and recompute.granularity == "full":
+            if not (fitting or full) and recompute.granularity == "full":
                 break  # recomputing less needs more
-        if not fits:
+        for config, memory in full:
+            overlapped = config.optimizer.overlap_grad_reduce
+            if not any(_is_faster(other, config.recompute, overlapped) for other in fitting):
+                fitting.append(predicted(config, micro_batch, memory))
+        if not fitting:
             break  # larger micro batches need more
+        state.fitting += fitting
 
 
-Parameters = tuple[list[StageParameters], list[StageParameters]]
-"""Parameters of a rank of each stage, and those that are trained if the model is not frozen."""
+def _is_faster(candidate: Candidate, recompute: Recompute, overlapped: bool) -> bool:
+    """Check whether a variant is faster than one with ``recompute``, for it recomputes a part of that, and is alike else."""
+    config, less = candidate.config, candidate.config.recompute
+    if less == recompute or overlapped != config.optimizer.overlap_grad_reduce:
+        return False
+    if "host" in candidate.time.busy:  # while the host is late, recomputation may take no time
+        return False
+    if less.granularity == "none" or recompute.granularity == "full":
+        return True
+    modules = {*recompute.modules, "moe_act"} if "moe" in recompute.modules else set(recompute.modules)
+    return less.granularity == "selective" and modules >= set(less.modules)
+
+
+Parameters = tuple[list[StageGroup], list[StageParameters]]
+"""Parameters of a rank of each stage, by groups, and those of each stage that are trained if the model is not frozen."""
 
 
 def memory_of(
@@ -407,7 +436,7 @@ def memory_of(
         workload,
         "fused",
         sizes=model.sizes,
-        parameters=parameters[0],
+        groups=parameters[0],
     )
     assert memory is not None, "the Megatron engine has an estimate"
     return memory
@@ -422,11 +451,12 @@ def candidate(
     hardware: Hardware,
     parameters: Parameters,
     memory: Estimate,
+    costs: CostTable | None = None,
 ) -> Candidate:
-    """Predict the time of a layout; ``micro_batch``: samples."""
+    """Predict the time of a layout; ``micro_batch``: samples, ``costs``: of this model on this device."""
     count, (_, trained) = micro_batches(request, topology, micro_batch), parameters
     work = step_work(model, config, topology, trained, micro_batch * request.length, request.length, count)
-    time = step_time(model.sizes, topology, trained, work, hardware, model.windows)
+    time = step_time(model.sizes, topology, trained, work, hardware, model.windows, costs)
     return Candidate(topology, config, micro_batch, count, time, memory, request.tokens)
 
 
@@ -447,7 +477,7 @@ def micro_batches(request: PlanRequest, topology: Topology, micro_batch: int) ->
 
 
 def stage_parameters(model: PlannedModel, topology: Topology, config: TrainerConfig) -> Parameters:
-    """Return the parameters of a rank of each stage, and those that are trained if the model is not frozen."""
+    """Return the parameters of a layout."""
     info, sizes = model.info, model.sizes
     parameters = stages(
         info.tensors,
@@ -456,8 +486,10 @@ def stage_parameters(model: PlannedModel, topology: Topology, config: TrainerCon
         sizes.tied,
         prediction_head=sizes.prediction_head,
         tensors=model.layer_tensors,
+        lora=config.lora,
+        adapted_tower=info.architecture.inputs if config.vision_tower == "train" else None,
     )
-    return parameters, [stage.trained(config.vision_tower) for stage in parameters]
+    return stage_groups(parameters, sizes), [stage.trained(config.vision_tower) for stage in parameters]
 
 
 def step_work(
@@ -472,14 +504,7 @@ def step_work(
     """Describe a step of a run for :func:`megascend.planning.step.step_time`."""
     adapter = 0
     if config.lora is not None:
-        # Four fp32 numbers for each element: factor, gradient and two moments.
-        adapter = (
-            max(
-                adapter_bytes(config.lora, model.info.tensors, stage, topology, 2, fused=True, stacked=False)
-                for stage in parameters
-            )
-            // 16
-        )
+        adapter = max(int(stage.adapter.factors) for stage in parameters)
     return StepWork(
         tokens,
         length,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,8 +13,8 @@ from megascend.memory.parameters import StageParameters
 from megascend.memory.sizes import LayerKey, ModelSizes
 from megascend.models import text_config
 from megascend.planning.hardware import Hardware
-from megascend.planning.layers import ALL_LAYERS, BF16, FP32, Cost, Costs, Execution, scaled, total
-from megascend.planning.pipeline import Durations, TimedPass, simulate, step_seconds
+from megascend.planning.layers import ALL_LAYERS, BF16, FP32, Cost, Costs, Execution, LayerSeconds, scaled, total
+from megascend.planning.pipeline import Durations, TimedPass, least_seconds, simulate, step_seconds
 from megascend.topology.topology import Topology
 
 ADAM_BYTES = 4 * FP32 + 3 * FP32 + BF16
@@ -36,6 +36,8 @@ MESSAGE_KERNELS = 8
 BUCKETS = 8
 """Parts in which gradients are reduced during the backward pass, and parameters gathered during the forward pass, at least: the
 last one of the former and the first one of the latter are never hidden."""
+ROUNDING = 1e-9
+"""Share by which sums of the same seconds may differ."""
 HIDDEN_SHARE = 0.8
 """Share of a pass that hides collectives of data parallelism: they take part of the device from the products."""
 
@@ -88,9 +90,17 @@ class StepTime:
     overlaps: bool
 
     @cached_property
+    def _working(self) -> float:
+        """Seconds in which the stage that works longest runs its passes."""
+        return self.micro_batches * max(stage.total for stage in self.durations)
+
+    @cached_property
     def bound(self) -> float:
-        """Seconds without the bubble: no step is faster. Cheap, where :attr:`seconds` simulates a pipeline."""
-        return sum(self.busy.values())
+        """Seconds that no step is faster than. Cheap, where :attr:`seconds` simulates a pipeline."""
+        if len(self.durations) == 1:
+            return sum(self.busy.values())
+        least = least_seconds(self.durations, self.micro_batches, self.transfer)
+        return sum(self.busy.values()) + max(0.0, (1 - ROUNDING) * least - self._working)
 
     @cached_property
     def bubble(self) -> float:
@@ -98,7 +108,7 @@ class StepTime:
         if len(self.durations) == 1:
             return 0.0
         running = step_seconds(self.durations, self.micro_batches, self.transfer, overlaps=self.overlaps)
-        return max(0.0, running - self.micro_batches * max(stage.total for stage in self.durations))
+        return max(0.0, running - self._working)
 
     @cached_property
     def parts(self) -> dict[str, float]:
@@ -107,7 +117,7 @@ class StepTime:
 
     @cached_property
     def seconds(self) -> float:
-        return self.bound + self.bubble
+        return sum(self.busy.values()) + self.bubble
 
     def spans(self) -> list[TimedPass]:
         """Return all passes of the step."""
@@ -123,6 +133,72 @@ def attention_windows(hf_config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+CostKey = tuple[LayerKey, int | None]
+"""Kind and window of layers of equal cost."""
+
+
+@dataclass(frozen=True)
+class MicroBatchCosts:
+    """Costs of a micro batch on a rank, wherever its layers are.
+
+    Attributes:
+        keys: of each layer of the model, and ``layers``: of a layer of each key.
+        embedding: forward and backward costs; ``head``: and kernels.
+        states: bytes that a stage sends to its neighbour.
+    """
+
+    keys: tuple[CostKey, ...]
+    layers: Mapping[CostKey, LayerSeconds]
+    embedding: tuple[Costs, Costs]
+    head: tuple[Costs, Costs, tuple[int, int]]
+    states: float
+
+    @classmethod
+    def from_cost(cls, cost: Cost) -> MicroBatchCosts:
+        """Compute the costs."""
+        sizes = cost.sizes
+        keys: list[CostKey] = list(
+            zip(sizes.layer_keys, cost.windows or (None,) * len(sizes.with_experts), strict=True)
+        )
+        return cls(
+            tuple(keys),
+            {key: cost.layer(keys.index(key)) for key in set(keys)},
+            cost.embedding(),
+            cost.head(passes=2 if sizes.prediction_head else 1),
+            BF16 * cost.rows * sizes.hidden,
+        )
+
+
+class CostTable:
+    """Costs of one model's micro batches on one device, computed once for layouts that differ in stages and replicas only."""
+
+    def __init__(self, sizes: ModelSizes, hardware: Hardware, windows: tuple[int | None, ...] = ()) -> None:
+        self._sizes = sizes
+        self._hardware = hardware
+        self._windows = windows
+        self._entries: dict[tuple[object, ...], MicroBatchCosts] = {}
+
+    def costs(self, topology: Topology, work: StepWork) -> MicroBatchCosts:
+        """Return the costs of a layout's micro batch."""
+        # Without the axes that divide layers and samples, so that costs cannot depend on them.
+        shards = replace(
+            topology,
+            world_size=1,
+            data=1,
+            pipeline=1,
+            virtual_pipeline=1,
+            expert_data=1,
+            chunk_layers=(),
+            notes=(),
+        )
+        settings = (work.tokens, work.length, work.frozen, work.rank, work.adapted)
+        key = (shards, *settings, work.execution)
+        if key not in self._entries:
+            cost = Cost(self._sizes, shards, self._hardware, *settings, self._windows, work.execution)
+            self._entries[key] = MicroBatchCosts.from_cost(cost)
+        return self._entries[key]
+
+
 @dataclass
 class _Pass:
     """Costs and kernels of a chunk's forward or backward pass."""
@@ -135,17 +211,17 @@ class _Pass:
             self.costs[part] += times * seconds
         self.kernels += times * kernels
 
-    def seconds(self, launch_s: float) -> float:
-        """Return the duration: the device's, or the host's if it is late."""
+    def timed(self, launch_s: float) -> tuple[Costs, float]:
+        """Return the costs and the duration: the device's, or the host's if it is late."""
         device = sum(self.costs.values())
         late = self.kernels * launch_s - device
         if late > 0:
             self.costs["host"] += late
-        return device + max(0.0, late)
+        return self.costs, device + max(0.0, late)
 
 
-CostKey = tuple[LayerKey, int | None]
-"""Kind and window of layers of equal cost."""
+TimedChunk = tuple[tuple[Costs, float], tuple[Costs, float]]
+"""Costs and seconds of a chunk's forward and backward pass."""
 
 
 def step_time(
@@ -155,89 +231,83 @@ def step_time(
     work: StepWork,
     hardware: Hardware,
     windows: tuple[int | None, ...] = (),
+    table: CostTable | None = None,
 ) -> StepTime:
     """Predict the time of a step.
 
     Args:
         parameters: of a rank of each stage, the trained ones if the model is not frozen.
+        table: of this model on this device, for callers that predict many layouts; None: costs are computed here.
     """
-    cost = Cost(
-        sizes,
-        topology,
-        hardware,
-        work.tokens,
-        work.length,
-        work.frozen,
-        work.rank,
-        work.adapted,
-        windows,
-        work.execution,
-    )
-    passes = _passes(cost, work)
-    launch_s = 0.0 if work.execution.captured else hardware.launch_s * work.execution.host_kernels
+    costs = (table or CostTable(sizes, hardware, windows)).costs(topology, work)
+    chunks = _chunks(sizes, topology, costs, work, hardware)
     durations = tuple(
         Durations(
-            tuple(forward.seconds(launch_s) for forward, _ in chunks),
-            tuple(backward.seconds(launch_s) for _, backward in chunks),
+            tuple(seconds for (_, seconds), _ in stage),
+            tuple(seconds for _, (_, seconds) in stage),
         )
-        for chunks in passes
+        for stage in chunks
     )
     transfer = 0.0
     if topology.pipeline > 1:
         neighbours = topology.group_of(0, "pipeline")[:2]
-        transfer = hardware.collective("send", BF16 * cost.rows * sizes.hidden, neighbours)
+        transfer = hardware.collective("send", costs.states, neighbours)
     busiest = max(range(topology.pipeline), key=lambda stage: durations[stage].total)
-    costs = scaled(total(run.costs for chunk in passes[busiest] for run in chunk), work.micro_batches)
-    busy: dict[str, float] = {part: seconds for part, seconds in costs.items() if seconds > 0}
+    parts = scaled(total(costs for chunk in chunks[busiest] for costs, _ in chunk), work.micro_batches)
+    busy: dict[str, float] = {part: seconds for part, seconds in parts.items() if seconds > 0}
     busy |= _update(topology, parameters, work, hardware, durations, sizes)
     busy["step"] = STEP_S + RANK_S * topology.world_size
     return StepTime(busy, durations, work.micro_batches, transfer, topology.virtual_pipeline > 1)
 
 
-def _passes(cost: Cost, work: StepWork) -> list[list[tuple[_Pass, _Pass]]]:
-    """Return the forward and the backward pass of each chunk of each stage."""
-    sizes, topology = cost.sizes, cost.topology
-    layers = len(sizes.with_experts)
-    windows = cost.windows or (None,) * layers
-    keys: list[CostKey] = list(zip(sizes.layer_keys, windows, strict=True))
-    seconds = {key: cost.layer(keys.index(key)) for key in set(keys)}
-    recompute = work.recompute
+def _chunks(
+    sizes: ModelSizes, topology: Topology, costs: MicroBatchCosts, work: StepWork, hardware: Hardware
+) -> list[list[TimedChunk]]:
+    """Return the passes of each chunk of each stage; chunks with the same layers are counted once."""
+    launch_s = 0.0 if work.execution.captured else hardware.launch_s * work.execution.host_kernels
+    recompute, keys = work.recompute, costs.keys
     modules = None if recompute.granularity == "full" else recompute.modules
-    recomputed_costs = {}
+    recomputed: dict[CostKey, Costs] = {}
     if recompute.granularity != "none":
-        recomputed_costs = {
+        recomputed = {
             key: defaultdict(float, {"recomputation": sum(layer.recomputed(modules).values())})
-            for key, layer in seconds.items()
+            for key, layer in costs.layers.items()
         }
-    chunks = [topology.layers_of(stage, layers) for stage in range(topology.pipeline)]
+    gaps: Costs = defaultdict(float, {"gaps": hardware.gap_s * MESSAGE_KERNELS})
     last = (topology.pipeline - 1, topology.virtual_pipeline - 1)
+
+    def timed(counts: Mapping[CostKey, int], position: tuple[int, int]) -> TimedChunk:
+        forward, backward = _Pass(), _Pass()
+        for key, times in counts.items():
+            layer = costs.layers[key]
+            forward.add(layer.forward_costs, layer.kernels[0], times)
+            backward.add(layer.backward, layer.kernels[1], times)
+            if key in recomputed:
+                backward.add(recomputed[key], layer.kernels[0] * (1.0 if modules is None else 0.5), times)
+        if topology.pipeline > 1:
+            forward.add(gaps, MESSAGE_KERNELS)
+            backward.add(gaps, MESSAGE_KERNELS)
+        if position == (0, 0):
+            forward.add(costs.embedding[0], 3)
+            backward.add(costs.embedding[1], 3)
+        if position == last:
+            forward_head, backward_head, kernels = costs.head
+            forward.add(forward_head, kernels[0])
+            backward.add(backward_head, kernels[1])
+        return forward.timed(launch_s), backward.timed(launch_s)
+
+    alike: dict[tuple[object, ...], TimedChunk] = {}
     result = []
-    for stage, spans in enumerate(chunks):
+    for stage in range(topology.pipeline):
         row = []
-        for number, indices in enumerate(spans):
-            forward, backward = _Pass(), _Pass()
-            counts = Counter(keys[index] for index in indices)
+        for number, indices in enumerate(topology.layers_of(stage, len(keys))):
+            counts = Counter(keys[indices.start : indices.stop])
             if (stage, number) == last and sizes.prediction_head:
                 counts[keys[-1]] += 1
-            for key, times in counts.items():
-                layer = seconds[key]
-                forward.add(layer.forward_costs, layer.kernels[0], times)
-                backward.add(layer.backward, layer.kernels[1], times)
-                if key in recomputed_costs:
-                    backward.add(recomputed_costs[key], layer.kernels[0] * (1.0 if modules is None else 0.5), times)
-            if topology.pipeline > 1:
-                gap = cost.hardware.gap_s * MESSAGE_KERNELS
-                for side in (forward, backward):
-                    side.add(defaultdict(float, {"gaps": gap}), MESSAGE_KERNELS)
-            if (stage, number) == (0, 0):
-                costs, back = cost.embedding()
-                forward.add(costs, 3)
-                backward.add(back, 3)
-            if (stage, number) == last:
-                costs, back, kernels = cost.head(passes=2 if sizes.prediction_head else 1)
-                forward.add(costs, kernels[0])
-                backward.add(back, kernels[1])
-            row.append((forward, backward))
+            kind = (tuple(counts.items()), (stage, number) == (0, 0), (stage, number) == last)
+            if kind not in alike:
+                alike[kind] = timed(counts, (stage, number))
+            row.append(alike[kind])
         result.append(row)
     return result
 
@@ -259,10 +329,16 @@ def _update(
             "optimizer": hardware.moved((ADAM_BYTES + NORM_BYTES) * work.adapter),
         }
     slowest: dict[str, float] = {}
+    replicas, expert_replicas = _members(topology, "data", "context"), _members(topology, "expert_data")
+    alike = set()
     for stage, part in enumerate(parameters):
+        is_end = sizes.tied and topology.pipeline > 1 and stage in (0, topology.pipeline - 1)
+        key = (part.dense, part.experts, part.embedding, durations[stage], is_end)
+        if key in alike:
+            continue
+        alike.add(key)
         reduced = gathered = moved = streamed = 0.0
-        for count, axes in ((part.dense, ("data", "context")), (part.experts, ("expert_data",))):
-            members = _members(topology, *axes)
+        for count, members in ((part.dense, replicas), (part.experts, expert_replicas)):
             kind = "reduce_scatter" if work.distributed else "all_reduce"
             reduced += hardware.collective(kind, FP32 * count, members)
             if work.distributed:
@@ -276,7 +352,7 @@ def _update(
         if work.overlap_param_gather:
             hidden = HIDDEN_SHARE * sum(durations[stage].forward)
             gathered = max(gathered / BUCKETS, gathered - hidden)
-        if sizes.tied and topology.pipeline > 1 and stage in (0, topology.pipeline - 1):
+        if is_end:
             ends = topology.group_of(0, "pipeline")
             reduced += hardware.collective("all_reduce", FP32 * part.embedding, (ends[0], ends[-1]))
         times = {
