@@ -9,7 +9,13 @@ from __future__ import annotations
 
 
 class MegascendError(Exception):
-    """Base of all megascend errors."""
+    """Base of all megascend errors.
+
+    Attributes:
+        on_all_ranks: every rank raises it, so that all of them may enter another collective, such as a save.
+    """
+
+    on_all_ranks: bool = False
 
 
 class ConfigError(MegascendError, ValueError):

@@ -404,7 +404,8 @@ def train_steps(
             # Neither an incomplete step is saved, nor one that other ranks may still be in.
             complete = not in_step or backend.step_count == number
             # A checkpoint is a collective, and after an error of this rank alone the others are in another one.
-            everywhere = backend.world_size == 1 or isinstance(error, training.shared_errors)
+            shared = isinstance(error, training.shared_errors) or getattr(error, "on_all_ranks", False)
+            everywhere = backend.world_size == 1 or shared
             last = not isinstance(error, (CheckpointError, NonFiniteError))
             if complete and everywhere and last and backend.step_count > steps_done:
                 saves.save_last(backend.step_count)

@@ -374,15 +374,22 @@ class StreamedSamples(RunSamples):
         local = (socket.gethostname(), None if batch is None else batch.digest, None if error is None else str(error))
         ranks = gather_objects(local, "world", backend.groups, "next_batch()")
         first_host, first, _ = ranks[0]
+        message = None
         for rank, (host, digest, problem) in enumerate(ranks):
             if problem is not None:
                 alike = all(other == problem for _, _, other in ranks)
-                raise DataError(problem if alike else f"rank {rank} on {host}: {problem}") from error
+                message = problem if alike else f"rank {rank} on {host}: {problem}"
+                break
             if digest != first and all(other is None for _, _, other in ranks):
-                raise DataError(
+                message = (
                     f"rank {rank} on {host} has read other samples than rank 0 on {first_host} for this step: their files "
                     "differ between the beginnings and ends that were compared, or a file or picture could not be read on one"
                 )
+                break
+        if message is not None:
+            shared = DataError(message)
+            shared.on_all_ranks = True
+            raise shared from error
         assert batch is not None
         return batch.samples
 

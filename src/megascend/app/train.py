@@ -18,7 +18,7 @@ from megascend.app.resume import with_template_date
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
 from megascend.app.run_log import EMPTY, MetricsRecord, RunLog, rounded
 from megascend.config import RunConfig
-from megascend.errors import DataError, EvaluationError
+from megascend.errors import EvaluationError
 from megascend.io.paths import make_directory
 from megascend.tracking.metrics import Metric
 
@@ -150,8 +150,7 @@ class SupervisedTraining(Training[RunConfig]):
     """
 
     progress_keys = ("data", "counts")
-    # Those of a batch are raised by StreamedSamples.next_batch().
-    shared_errors = (DataError, EvaluationError)
+    shared_errors = (EvaluationError,)
     samples: RunSamples
     objective: LearningObjective
     _tokenizer: PreTrainedTokenizerBase
