@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pickle
 import platform
 import resource
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed import HashStore
+from torch.distributed.checkpoint.planner import SavePlan
 
 from megascend.app.run import bootstrap
 from megascend.batch.agreement import RankReport, reconcile
 from megascend.batch.results import TokenCounts
 from megascend.checkpoint.manifest import CheckpointManifest, entry
 from megascend.checkpoint.manifest import parse as parse_manifest
+from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices, slices_of_run
+from megascend.checkpoint.torch_io import SliceSavePlanner
 from megascend.config import Parallel, TrainerConfig
 from megascend.diagnostics import survey
 from megascend.diagnostics.collective_sequence import CollectiveCounts
@@ -48,6 +54,8 @@ ADDRESS_BYTES = 192
 """Bytes that Gloo stores for a rank of a group: measured with a FileStore on 4, 8 and 16 ranks."""
 WIDTH, EXPERTS, EXPERT_WIDTH, TENSOR = 4096, 128, 1024, 8
 """Of the layers whose weights are planned to be sent, one on each pipeline stage, to engines of TP8, one for every 64 ranks."""
+LAYERS = 4
+"""Layers of a pipeline stage whose state is saved."""
 
 
 def main() -> None:
@@ -113,9 +121,88 @@ def figures(topology: Topology) -> dict[str, Any]:
         "index of a checkpoint's files, bytes": len(index),
         "writing it on rank 0, ms": index_ms,
         "reading it on every rank, ms": index_read_ms,
+        **checkpoint_plan(topology),
         "plan of a transfer of weights, ms": transfer_ms,
         "its messages": transfer,
         "peak memory of all this, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """A model parallel rank's part of a tensor: its offsets in the tensor, and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def local_tensors(topology: Topology, rank: int) -> tuple[list[LocalTensor], list[LocalTensor]]:
+    """Return the parts of a rank's stage of LAYERS layers: those outside experts, and of experts."""
+    at = topology.coordinates(rank)
+    dense, experts = [], []
+    for layer in range(at.pipeline * LAYERS, (at.pipeline + 1) * LAYERS):
+        for name, shape, divided in (
+            ("qkv", (WIDTH * 3 // 2, WIDTH), 0), ("proj", (WIDTH, WIDTH), 1),
+            ("norm", (WIDTH,), None), ("mlp_norm", (WIDTH,), None), ("router", (EXPERTS, WIDTH), None),
+        ):  # fmt: skip
+            offsets, sizes = [0] * len(shape), list(shape)
+            if divided is not None:
+                sizes[divided] //= topology.tensor
+                offsets[divided] = at.tensor * sizes[divided]
+            elif at.tensor:
+                sizes[0] = 0  # the first tensor parallel rank writes what all have
+            dense.append(LocalTensor(f"{layer}.{name}", shape, tuple(offsets), tuple(sizes)))
+        local = EXPERTS // topology.expert
+        for name, shape in (("fc1", (2 * EXPERT_WIDTH, WIDTH)), ("fc2", (WIDTH, EXPERT_WIDTH))):
+            for expert in range(at.expert * local, (at.expert + 1) * local):
+                experts.append(LocalTensor(f"{layer}.experts.{expert}.{name}", shape, (0, 0), shape))
+    return dense, experts
+
+
+def save_plan(topology: Topology, rank: int) -> SavePlan:
+    """Return a rank's plan of a save: its run, in fp32, of the parameters and moments of its stage, as Megatron divides them."""
+    at = topology.coordinates(rank)
+    dense, experts = local_tensors(topology, rank)
+    state: dict[str, TensorSlices] = {}
+    replicas = topology.data * topology.context
+    for tensors, member, members in (
+        (dense, at.data * topology.context + at.context, replicas),
+        (experts, at.expert_data, topology.expert_data),
+    ):
+        total = sum(math.prod(tensor.sizes) for tensor in tensors)
+        begin, end, before = total * member // members, total * (member + 1) // members, 0
+        for tensor in tensors:
+            size = math.prod(tensor.sizes)
+            start, stop = max(begin - before, 0), min(end - before, size)
+            before += size
+            for name in ("param", "exp_avg", "exp_avg_sq") if start < stop else ():
+                slices = TensorSlices(tensor.shape, torch.float32)
+                for part in slices_of_run(tensor.sizes, start, stop):
+                    offsets = [a + b for a, b in zip(tensor.offsets, part.offsets, strict=True)]
+                    slices.add(offsets, torch.empty(part.sizes, device="meta"))
+                state[OPTIMIZER_KEY.format(state=name, key=tensor.name)] = slices
+    planner = SliceSavePlanner()
+    planner.set_up_planner(state, None, rank == 0)
+    return planner.create_local_plan()
+
+
+def checkpoint_plan(topology: Topology) -> dict[str, Any]:
+    """Return what rank 0 does to plan a save of all ranks, and what every rank reads to load it."""
+    plans = [save_plan(topology, rank) for rank in range(topology.world_size)]
+    planner = SliceSavePlanner()
+    planner.set_up_planner({}, None, True)
+    (_, metadata), plan_ms = timed(lambda: planner.create_global_plan(plans), 1)
+    content, pickled_ms = timed(lambda: pickle.dumps(metadata), 1)
+    _, read_ms = timed(lambda: pickle.loads(content), 1)
+    return {
+        "slices of a checkpoint": sum(len(plan.items) for plan in plans),
+        "plans that rank 0 receives for a save, MB": round(sum(len(pickle.dumps(plan)) for plan in plans) / 1e6, 1),
+        "planning it on rank 0, ms": plan_ms,
+        "its metadata, MB": round(len(content) / 1e6, 1),
+        "writing them on rank 0, ms": pickled_ms,
+        "reading them on every rank of a load, ms": read_ms,
     }
 
 
