@@ -140,9 +140,9 @@ class LocalTensor:
 
 def local_tensors(topology: Topology, rank: int) -> tuple[list[LocalTensor], list[LocalTensor]]:
     """Return the parts of a rank's stage of LAYERS layers: those outside experts, and of experts."""
-    at = topology.coordinates(rank)
+    coordinates = topology.coordinates(rank)
     dense, experts = [], []
-    for layer in range(at.pipeline * LAYERS, (at.pipeline + 1) * LAYERS):
+    for layer in range(coordinates.pipeline * LAYERS, (coordinates.pipeline + 1) * LAYERS):
         for name, shape, divided in (
             ("qkv", (WIDTH * 3 // 2, WIDTH), 0), ("proj", (WIDTH, WIDTH), 1),
             ("norm", (WIDTH,), None), ("mlp_norm", (WIDTH,), None), ("router", (EXPERTS, WIDTH), None),
@@ -150,26 +150,26 @@ def local_tensors(topology: Topology, rank: int) -> tuple[list[LocalTensor], lis
             offsets, sizes = [0] * len(shape), list(shape)
             if divided is not None:
                 sizes[divided] //= topology.tensor
-                offsets[divided] = at.tensor * sizes[divided]
-            elif at.tensor:
+                offsets[divided] = coordinates.tensor * sizes[divided]
+            elif coordinates.tensor:
                 sizes[0] = 0  # the first tensor parallel rank writes what all have
             dense.append(LocalTensor(f"{layer}.{name}", shape, tuple(offsets), tuple(sizes)))
         local = EXPERTS // topology.expert
         for name, shape in (("fc1", (2 * EXPERT_WIDTH, WIDTH)), ("fc2", (WIDTH, EXPERT_WIDTH))):
-            for expert in range(at.expert * local, (at.expert + 1) * local):
+            for expert in range(coordinates.expert * local, (coordinates.expert + 1) * local):
                 experts.append(LocalTensor(f"{layer}.experts.{expert}.{name}", shape, (0, 0), shape))
     return dense, experts
 
 
 def save_plan(topology: Topology, rank: int) -> SavePlan:
     """Return a rank's plan of a save: its run, in fp32, of the parameters and moments of its stage, as Megatron divides them."""
-    at = topology.coordinates(rank)
+    coordinates = topology.coordinates(rank)
     dense, experts = local_tensors(topology, rank)
     state: dict[str, TensorSlices] = {}
     replicas = topology.data * topology.context
     for tensors, member, members in (
-        (dense, at.data * topology.context + at.context, replicas),
-        (experts, at.expert_data, topology.expert_data),
+        (dense, coordinates.data * topology.context + coordinates.context, replicas),
+        (experts, coordinates.expert_data, topology.expert_data),
     ):
         total = sum(math.prod(tensor.sizes) for tensor in tensors)
         begin, end, before = total * member // members, total * (member + 1) // members, 0
