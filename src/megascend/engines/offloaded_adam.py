@@ -119,16 +119,6 @@ class OffloadedAdam(torch.optim.Optimizer):
         self._staging.synchronize()
         return self._states[id(main)]
 
-    @property
-    def updates(self) -> int:
-        """Steps so far, for the bias correction."""
-        return max((int(group.get("step", 0)) for group in self.param_groups), default=0)
-
-    @updates.setter
-    def updates(self, count: int) -> None:
-        for group in self.param_groups:
-            group["step"] = count
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "losses are computed before a step"
@@ -233,20 +223,20 @@ class _Staging:
 
 def host_blocks(shapes: Sequence[tuple[int, int]], *, page_locked: bool) -> list[list[Tensor]]:
     """Return for each (rows, elements) zeros in host memory, as consecutive [rows, elements] that divide the elements."""
-    left = sum(rows * _aligned(count) for rows, count in shapes)
+    remaining = sum(rows * _aligned(count) for rows, count in shapes)
     slab, used, blocks = torch.empty(0), 0, []
     for rows, count in shapes:
         pieces = []
         while count:
             room = (slab.numel() - used) // rows // ALIGNMENT * ALIGNMENT
             if not room:
-                slab, used = torch.zeros(min(SLAB, left), dtype=torch.float32, pin_memory=page_locked), 0
+                slab, used = torch.zeros(min(SLAB, remaining), dtype=torch.float32, pin_memory=page_locked), 0
                 continue
             size = min(count, room)
             # Rows begin at aligned positions; the last piece of a tensor is followed by a gap.
             strided = slab[used : used + rows * _aligned(size)].view(rows, -1)
             pieces.append(strided[:, :size])
-            used, left, count = used + strided.numel(), left - strided.numel(), count - size
+            used, remaining, count = used + strided.numel(), remaining - strided.numel(), count - size
         blocks.append(pieces)
     return blocks
 

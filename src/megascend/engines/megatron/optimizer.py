@@ -283,7 +283,8 @@ class MegatronOptimizer:
     def updates(self, count: int) -> None:
         for optimizer in self._parts():
             if isinstance(optimizer.optimizer, BlockwiseAdamW | OffloadedAdam):
-                optimizer.optimizer.updates = count
+                for group in optimizer.optimizer.param_groups:
+                    group["step"] = count
                 continue
             provider = current_runtime("the optimizer").provider
             assert provider is not None, "Megatron runs with one"
