@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from megascend.engines.offloaded_adam import OffloadedAdam
 from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
+
+_logger = logging.getLogger(__name__)
 
 BY_WEIGHT = "megascend_weight_settings"
 """Key of the :class:`WeightSettings` in a parameter group of Megatron's Adam."""
@@ -161,6 +164,11 @@ class MegatronOptimizer:
         except ConfigError as error:  # of host memory, which other ranks may have
             problem = error
         raise_on_all_ranks(problem, self._groups, "the offload of optimizer state")
+        if page_locked and self._groups.rank == 0:
+            _logger.warning(
+                "optimizer.offload has been compared on CPUs only, where copies do not overlap with updates: run pytest "
+                "tests/gpu/test_offload_on_device.py, or compare the first losses with those of a run without it"
+            )
 
     def scale_loss(self, loss: Any) -> Any:
         """Return ``loss`` times the fp16 loss scale (1 for other precisions)."""
