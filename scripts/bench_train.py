@@ -15,6 +15,7 @@ losses or gradient norms of the runs disagree (``TOLERANCE``), so a figure is ne
 A run is one of these, with options after colons:
     bare        micro_batch=2  fusions=rope+swiglu+wgrad  recompute=layernorm+mlp
     megascend   micro_batch_tokens=8192  recompute=layernorm+mlp  packing=false  expert=2  experts=upstream  graphs=true
+                tensor=2  offload=true
     fsdp        micro_batch_tokens=8192  recompute=full  packing=false  expert=2  compile=true  reshard=false
     plain       micro_batch=2  recompute=full
     peft        micro_batch=1  recompute=full
@@ -541,9 +542,11 @@ class MegascendSteps(Steps):
         kind: Any = megascend.MegatronBackend if self.engine == "megatron" else megascend.FsdpBackend
         self.backend = kind(
             model=str(model_dir),
-            parallel=megascend.Parallel(expert=int(options.get("expert", 1))),
+            parallel=megascend.Parallel(tensor=int(options.get("tensor", 1)), expert=int(options.get("expert", 1))),
             precision=work.precision,
-            optimizer=megascend.Adam(lr=work.lr, weight_decay=0.01, max_grad_norm=1.0),
+            optimizer=megascend.Adam(
+                lr=work.lr, weight_decay=0.01, max_grad_norm=1.0, offload=options.get("offload") == "true"
+            ),
             batching=megascend.Batching(
                 micro_batch_tokens=budget,
                 # Transformer Engine takes no packed samples where attention has sinks.
@@ -843,7 +846,8 @@ def parse_run(text: str) -> tuple[str, dict[str, str]]:
     options = dict(pair.partition("=")[::2] for pair in pairs)
     allowed = {
         "bare": {"micro_batch", "fusions", "recompute"},
-        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts", "graphs", "tower", "base"},
+        "megascend": {"micro_batch_tokens", "recompute", "packing", "expert", "experts", "graphs", "tower", "base"}
+        | {"tensor", "offload"},
         "fsdp": {"micro_batch_tokens", "recompute", "packing", "expert", "compile", "reshard", "tower"},
         "plain": {"micro_batch", "recompute", "tower"},
         "peft": {"micro_batch", "recompute"},

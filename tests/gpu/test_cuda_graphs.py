@@ -190,6 +190,19 @@ def test_memory_stays_bounded(checkpoint):
     assert not left, "all of it goes with the backend"
 
 
+def test_graphs_are_captured_again_after_the_last_one_is_dropped(checkpoint):
+    backend = make_backend(checkpoint, megascend.CudaGraphs(max_count=1))
+    backend.add_adapter("a", megascend.Lora(rank=8))
+    for length in (100, 300, 100):
+        for _ in range(3):
+            backend.forward_backward([megascend.Sample.causal(list(range(3, 4 + length)))], adapter="a")
+            backend.optimizer_step("a")
+    report = backend.cuda_graphs
+    backend.close()
+    assert not report.eager
+    assert (report.captured, report.replayed) == (3, 6)
+
+
 def life_of_one_model(checkpoint, settings, capture=None):
     """Return (figures, report) of a model whose own parameters are trained."""
     backend = make_backend(checkpoint, None if capture else settings, adapters=False, micro_batch_tokens=384)

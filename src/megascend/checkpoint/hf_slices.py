@@ -6,6 +6,7 @@ Hugging Face's weights, so with this map an engine of another kind can read the 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -79,7 +80,7 @@ def translate(
         stored: shapes and dtypes of the checkpoint's tensors, by name; without slices.
     """
     translation = Translation()
-    by_tensor = {name: _ByFirstOffset(slices) for name, slices in engine_slices.items()}
+    by_tensor = {name: _ByLeadingOffsets(slices) for name, slices in engine_slices.items()}
     by_weight: dict[str, list[tuple[str, HfSlice]]] = defaultdict(list)
     for name, slices in stored_slices.items():
         for stored_slice in slices:
@@ -127,7 +128,7 @@ def held_weights(
     for name, tensor in state.items():
         if name not in hf_slices:
             raise CheckpointError(f"the engine does not map {name} to Hugging Face weights")
-        by_offset = _ByFirstOffset(hf_slices[name])
+        by_offset = _ByLeadingOffsets(hf_slices[name])
         for offsets, values in tensor.slices:
             for hf_slice in by_offset.near(offsets, values.shape):
                 common = overlap(hf_slice.offsets, hf_slice.sizes, offsets, tuple(values.shape))
@@ -150,28 +151,30 @@ def _first_stored(name: str, kinds: Sequence[str | None], stored: Mapping[str, T
     raise CheckpointError(f"it has no {key}")
 
 
-class _ByFirstOffset:
-    """Index of a tensor's slices by their first offset.
+class _ByLeadingOffsets:
+    """Index of a tensor's slices by their offsets in the leading dimensions in which all of them are one thick.
 
-    A tensor of all layers may have thousands of slices, of which a rank needs those of its own layers.
+    A tensor of all layers and experts may have tens of thousands of slices, of which a slice of a rank overlaps with one or two.
     """
 
     def __init__(self, slices: Sequence[HfSlice]) -> None:
-        self._all = slices
-        self._by_first: dict[int, list[HfSlice]] | None = None
-        # Only slices that are one thick in the first dimension, such as a layer or an expert, belong to one offset.
-        if all(len(hf_slice.sizes) > 1 and hf_slice.sizes[0] == 1 for hf_slice in slices):
-            self._by_first = defaultdict(list)
-            for hf_slice in slices:
-                self._by_first[hf_slice.offsets[0]].append(hf_slice)
+        self._by_offsets: dict[tuple[int, ...], list[HfSlice]] = defaultdict(list)
+        self._dims = 0
+        if slices:
+            dims = min(len(hf_slice.sizes) for hf_slice in slices) - 1
+            while self._dims < dims and all(hf_slice.sizes[self._dims] == 1 for hf_slice in slices):
+                self._dims += 1
+        for hf_slice in slices:
+            self._by_offsets[hf_slice.offsets[: self._dims]].append(hf_slice)
 
     def near(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[HfSlice]:
         """Yield all slices that may overlap with a slice."""
-        if self._by_first is None:
-            yield from self._all
+        ranges = [range(start, start + size) for start, size in zip(offsets, sizes, strict=True)][: self._dims]
+        if math.prod(len(numbers) for numbers in ranges) > len(self._by_offsets):
+            yield from itertools.chain.from_iterable(self._by_offsets.values())
             return
-        for first in range(offsets[0], offsets[0] + sizes[0]):
-            yield from self._by_first.get(first, ())
+        for leading in itertools.product(*ranges):
+            yield from self._by_offsets.get(leading, ())
 
 
 def _common(

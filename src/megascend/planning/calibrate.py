@@ -106,6 +106,7 @@ class Device:
         # graph that is gone is not given to those of another pool.
         self.stream: Any = self.module.Stream() if kind == "cuda" else None
         self.graph_pool: Any = torch.cuda.graph_pool_handle() if kind == "cuda" else None
+        self._graph: Any = None  # the last one; a pool whose last graph is gone takes no further graph
         # The power that products draw, and so the clock, depends on the numbers: zeros are too fast.
         self.pool = torch.empty(pool_elements, dtype=torch.bfloat16, device=self.device).normal_()
 
@@ -164,7 +165,9 @@ class Device:
             end.record()
         torch.cuda.synchronize()
         seconds = begin.elapsed_time(end) / 1000 / calls
-        graph.reset()
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = graph
         return seconds
 
 

@@ -78,6 +78,10 @@ class ShardedSync:
         self._specs: tuple[TensorSpec, ...] = ()
         self._formats: Mapping[str, BlockFormat] = {}
         self._dtypes: Mapping[str, str] = {}  # of the weights in fp8 blocks, as they are exported
+        self._views: tuple[Any, list[tuple[str, tuple[int, ...], torch.Tensor]]] = (
+            {},
+            [],
+        )  # of the engine's weight state
         self._share: Share | None = None
         self._planned: PlanRecord | None = None
         self._refusal: tuple[tuple[str, ...], str] | None = None
@@ -256,7 +260,9 @@ class ShardedSync:
         for copy, original in getattr(engine.info, "copies", {}).items():
             copies.setdefault(original, []).append(copy)
         slices = []
-        for weight, offsets, values in held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices):
+        if self._views[0] is not state:
+            self._views = state, list(held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices))
+        for weight, offsets, values in self._views[1]:
             for name in (weight, *copies.get(weight, ())):
                 if (number := numbers.get(name)) is None:
                     continue

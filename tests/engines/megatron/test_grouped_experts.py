@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import types
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,23 @@ def test_the_grouped_path_is_the_one_that_runs(parity_folder):
             assert one_view([weight.main_grad for weight in weights]).any(-1).any(-1).all()
             assert all(weight.grad is None for weight in weights)
     backend.close()
+
+
+def tensors_of_graphs() -> list[torch.Tensor]:
+    gc.collect()
+    return [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and item.grad_fn is not None]
+
+
+@pytest.mark.parametrize("modules", [None, ("moe",)], ids=["full", "moe"])
+@pytest.mark.parametrize("experts", ["grouped", "upstream"])
+def test_backward_pass_leaves_no_graph_of_a_layer(experts: Any, modules: Any, parity_folder: Path) -> None:
+    recompute = Recompute(granularity="selective", modules=modules) if modules else Recompute(granularity="full")
+    case = Case("recomputed", recompute=recompute, **MOE | {"experts": experts})
+    with case_backend(case, case_checkpoint(parity_folder, "qwen3_moe")) as backend:
+        before = tensors_of_graphs()  # by which Megatron's DDP gets its hooks
+        backend.forward_backward(causal_samples(token_lists()[:2]))
+        after = tensors_of_graphs()
+        assert [tuple(tensor.shape) for tensor in after if not any(tensor is other for other in before)] == []
 
 
 def test_tensors_that_do_not_lie_evenly_have_no_common_view():

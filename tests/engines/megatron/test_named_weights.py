@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megascend import Adam, Adapters, Batching, Lora, Parallel
+from megascend.checkpoint.hf_slices import held_weights
+from megascend.checkpoint.slices import index_of
 from megascend.errors import CheckpointError, CollectiveTimeoutError, ConfigError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
@@ -394,3 +396,19 @@ def test_backend_named_weights_of_model_merged_adapter_and_adapter(parity_folder
         expected = load_file(file)
         assert set(actual) == set(expected)
         assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+def test_weight_state_is_described_again_after_a_parameter_has_moved(parity_folder: Path) -> None:
+    with make_backend(case_checkpoint(parity_folder, "qwen3_moe")) as backend:
+        state = backend.engine.weight_state()
+        backend.forward_backward(causal_samples(token_lists()[:1]))
+        assert not backend.optimizer_step().skipped
+        assert backend.engine.weight_state() is state
+        for parameter in backend.engine.bare_chunks[0].parameters():
+            parameter.data = parameter.data.clone().add_(1)
+        weights = dict(backend.named_weights())
+        slices = list(held_weights(backend.engine.weight_state(), backend.engine.hf_slices()))
+        assert {name for name, _, _ in slices} == weights.keys()
+        assert all(
+            torch.equal(weights[name][index_of(offsets, values.shape)], values) for name, offsets, values in slices
+        )

@@ -6,6 +6,7 @@ Captured kernels read a micro batch by address: its tensors are static, and ever
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class CudaCapture:
 
     def __init__(self, *, own_stream: bool = False) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those of the pool
         self._stream = torch.cuda.Stream() if own_stream else None
 
     @contextmanager
@@ -89,6 +91,9 @@ class CudaCapture:
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Capture ``work``; see :class:`Capture`. Waits for the device."""
+        if not self._graphs:
+            # A pool whose last graph is gone takes no further graph: torch fails with an internal assertion.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # torch caches cuBLAS's workspace per stream. An older one is not in the graph's pool and could be freed while the graph
         # still writes to it; one allocated from the pool would stay cached beyond the life of all graphs.
@@ -99,6 +104,7 @@ class CudaCapture:
                 outputs = work()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
+        self._graphs.add(graph)
         return graph.replay, outputs
 
     def wait(self) -> None:

@@ -132,6 +132,7 @@ class MegatronEngine(Engine):
         if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
             self._quantised = QuantisedBase(spec.adapters.base_weights)
         self.bare_chunks = self._build_chunks(spec)
+        self._weight_state = state.WeightState(self.bare_chunks, self.groups)
         # Modules are patched before DDP wraps them and takes their parameters.
         token = None if info.image_layout is None else info.image_layout.token
         vision.install(self.bare_chunks, info.architecture.inputs, token, spec.vision_tower)
@@ -158,6 +159,7 @@ class MegatronEngine(Engine):
             expert_weights = grouped_experts.install(
                 self.decoders, self.device, required=required, quantised=self._quantised or ()
             )
+        grouped_experts.release_routing(self.decoders)
         # A separate stream only under DDP, whose AccumulateGrad nodes belong to the stream that they were created on.
         capture = None if graphs is None else CudaCapture(own_stream=spec.adapters is None)
         if spec.adapters is not None:
@@ -487,8 +489,7 @@ class MegatronEngine(Engine):
         if self.optimizer is None:
             return {}
         self.finish_param_gather()
-        tensors = state.model_state(list(state.entries(self.bare_chunks, self.groups)), everything=True)
-        return {name: value for name, value in tensors.items() if isinstance(value, TensorSlices)}
+        return self._weight_state.slices()
 
     def hf_slices(self) -> HfSlices:
         """Compute the slices in the first call; see :meth:`megascend.engines.base.Engine.hf_slices`."""

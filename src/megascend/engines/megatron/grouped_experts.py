@@ -318,6 +318,23 @@ def install(
     return weights
 
 
+def release_routing(chunks: Sequence[Any]) -> None:
+    """Let the dispatchers of all layers of experts forget autograd's graph once their layer has run.
+
+    A dispatcher keeps the routing probabilities until its layer runs again, and with them the graph. Under recomputation, that
+    graph ends at a copy of the layer's input with its gradient: two activations a layer, which outlive the backward pass.
+    """
+    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+        dispatcher: Any = layer.token_dispatcher
+
+        def finish(*rows: Any, dispatcher: Any = dispatcher, upstream: Any = dispatcher.combine_postprocess) -> Any:
+            output = upstream(*rows)
+            dispatcher.probs = dispatcher.probs.detach()
+            return output
+
+        patch(dispatcher, "combine_postprocess", finish, "forgets the graph of the layer")
+
+
 def build_views(weights: Sequence[ExpertWeights], chunks: Sequence[Any]) -> None:
     """Build the views of all :class:`ExpertWeights`, after DDP has wrapped the chunks."""
     groups: dict[Any, Any] = {}

@@ -164,11 +164,6 @@ class MegatronOptimizer:
         except ConfigError as error:  # of host memory, which other ranks may have
             problem = error
         raise_on_all_ranks(problem, self._groups, "the offload of optimizer state")
-        if page_locked and self._groups.rank == 0:
-            _logger.warning(
-                "optimizer.offload has been compared on CPUs only, where copies do not overlap with updates: run pytest "
-                "tests/gpu/test_offload_on_device.py, or compare the first losses with those of a run without it"
-            )
 
     def scale_loss(self, loss: Any) -> Any:
         """Return ``loss`` times the fp16 loss scale (1 for other precisions)."""
