@@ -78,10 +78,8 @@ class ShardedSync:
         self._specs: tuple[TensorSpec, ...] = ()
         self._formats: Mapping[str, BlockFormat] = {}
         self._dtypes: Mapping[str, str] = {}  # of the weights in fp8 blocks, as they are exported
-        self._views: tuple[Any, list[tuple[str, tuple[int, ...], torch.Tensor]]] = (
-            {},
-            [],
-        )  # of the engine's weight state
+        # Of the engine's weight state.
+        self._views: tuple[Any, list[tuple[str, tuple[int, ...], torch.Tensor]]] = ({}, [])
         self._share: Share | None = None
         self._planned: PlanRecord | None = None
         self._refusal: tuple[tuple[str, ...], str] | None = None
