@@ -112,19 +112,45 @@ def stored_specs(specs: Iterable[TensorSpec], formats: Mapping[str, BlockFormat]
 def stored_tensors(
     tensors: Iterable[tuple[str, Tensor]], formats: Mapping[str, BlockFormat]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors as an engine stores them, in the order of :func:`stored_specs`."""
+    """Yield a model's tensors as an engine stores them, in the order of :func:`stored_specs`.
+
+    Raises:
+        ManifestError: at the end: a quantised weight was not finite.
+    """
+    finite: list[tuple[str, Tensor]] = []
     for name, tensor in tensors:
         if name in formats:
             values, scales = quantise(tensor, formats[name])
+            finite.append((name, scales.isfinite().all()))
             yield name, values
             yield name + SCALES, scales
         else:
             yield name, tensor
+    require_finite(finite)
+
+
+def require_finite(finite: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ManifestError unless all quantised weights were finite. One infinite number makes zeros of all others in its block.
+
+    Args:
+        finite: (weight, bool tensor: its scales are finite). All are read at once, since reading one waits for the device.
+    """
+    if not finite:
+        return
+    flags = torch.stack([flag for _, flag in finite]).tolist()
+    names = dict.fromkeys(name for (name, _), flag in zip(finite, flags, strict=True) if not flag)
+    if names:
+        raise ManifestError(
+            f"{next(iter(names))} has numbers that are NaN or infinite ({len(names)} weights), which blocks of fp8 cannot hold"
+        )
 
 
 @torch.no_grad()
 def quantise(weight: Tensor, blocks: BlockFormat) -> tuple[Tensor, Tensor]:
-    """Return a weight's values (float8_e4m3fn, its shape) and the scales of its blocks (float32)."""
+    """Return a weight's values (float8_e4m3fn, its shape) and the scales of its blocks (float32).
+
+    The scale of a block with a number that is not finite is not finite either.
+    """
     *leading, rows, columns = weight.shape
     grid = blocks.blocks(weight.shape)
     if not weight.numel():
@@ -140,7 +166,8 @@ def quantise(weight: Tensor, blocks: BlockFormat) -> tuple[Tensor, Tensor]:
     if blocks.power_of_two:
         fraction, exponent = torch.frexp(scales)
         # scale = fraction * 2^exponent with a fraction from 0.5 on, and 0.5 * 2^exponent is a power of two already.
-        scales = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())
+        rounded = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())
+        scales = torch.where(scales.isfinite(), rounded, scales)
     values = (tiles * (1.0 / scales)).to(torch.float8_e4m3fn).view(-1, down, across)[:, :rows, :columns]
     return values.reshape(*leading, rows, columns).contiguous(), scales.reshape(grid)
 
