@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from support.fp8_reference import dequantised, quantise_by_blocks
+from weightwire import fp8
 from weightwire.errors import ManifestError
 from weightwire.fp8 import (
     BlockFormat,
@@ -64,7 +65,9 @@ def test_values_and_scales_are_those_of_the_definition(
     assert bool(((close - weight.float()).abs() <= bound * 1.001).all())
 
 
-def test_stacked_matrices_are_quantised_one_by_one() -> None:
+@pytest.mark.parametrize("part_elements", [1, 2 * 40 * 64, 2**26])
+def test_stacked_matrices_are_quantised_one_by_one(part_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "PART_ELEMENTS", part_elements)
     weight = torch.stack([matrix(40, 64, seed=seed) for seed in range(3)])
     values, scales = quantise(weight, BLOCKS)
     assert (values.shape, scales.shape) == ((3, 40, 64), (3, 3, 2))
