@@ -414,8 +414,8 @@ def joined(parts: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> list[tuple[
     for dim in range(len(result[0][0])):
         rows: dict[tuple[Any, ...], list[tuple[tuple[int, ...], torch.Tensor]]] = {}
         for offsets, values in sorted(result, key=lambda part: part[0][dim]):
-            beside = offsets[:dim] + offsets[dim + 1 :], values.shape[:dim] + values.shape[dim + 1 :]
-            rows.setdefault(beside, []).append((offsets, values))
+            line = offsets[:dim] + offsets[dim + 1 :], values.shape[:dim] + values.shape[dim + 1 :]
+            rows.setdefault(line, []).append((offsets, values))
         result = []
         for row in rows.values():
             groups = [[row[0]]]

@@ -225,7 +225,7 @@ def check_reloadable(model: torch.nn.Module, vllm_config: Any) -> None:
 
 @contextlib.contextmanager
 def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Keep the experts' kernels over a reload within the context; on the CPU it loads plain experts as for the first time.
+    """Keep the kernels of quantised experts over a reload within the context; on the CPU, load plain ones as for the first time.
 
     A kernel that the reload builds refers to the tensors that it loads into, which are temporary: biases, scales of blocks. The
     kernel before and captured graphs refer to the model's memory, to which the reload copies those tensors.
@@ -233,7 +233,11 @@ def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
     Raises:
         UpdateError: the new kernel has other tensors than the one before, which would compute with the old weights.
     """
-    layers = [(name, layer.quant_method, vars(layer.quant_method).copy()) for name, layer in _expert_layers(model)]
+    layers = [
+        (name, layer.quant_method, vars(layer.quant_method).copy())
+        for name, layer in _expert_layers(model)
+        if _rebuildable(layer.quant_method) or not _is_plain(layer.quant_method)
+    ]
     for _, method, _ in layers:
         if _rebuildable(method):
             method.moe_kernel = None
@@ -315,6 +319,11 @@ def _expert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def _expert_backend(method: Any) -> str | None:
     backend = getattr(method, "unquantized_backend", None) or getattr(method, "fp8_backend", None)
     return getattr(backend, "name", None)
+
+
+def _is_plain(method: Any) -> bool:
+    """Check for experts that are not quantised."""
+    return any(kind.__name__ == "UnquantizedFusedMoEMethod" for kind in type(method).__mro__)
 
 
 def _in_fp8_blocks(method: Any) -> bool:
