@@ -25,6 +25,8 @@ VALUES_DTYPE, SCALES_DTYPE = "float8_e4m3fn", "float32"
 LARGEST = 448.0
 SMALLEST_AMAX = 1e-4
 MAX_BLOCK = 2**16
+PART_ELEMENTS = 2**26
+"""Numbers of a stack of matrices that are quantised together, unless a matrix has more."""
 
 
 @dataclass(frozen=True)
@@ -112,26 +114,63 @@ def stored_specs(specs: Iterable[TensorSpec], formats: Mapping[str, BlockFormat]
 def stored_tensors(
     tensors: Iterable[tuple[str, Tensor]], formats: Mapping[str, BlockFormat]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's tensors as an engine stores them, in the order of :func:`stored_specs`."""
+    """Yield a model's tensors as an engine stores them, in the order of :func:`stored_specs`.
+
+    Raises:
+        ManifestError: at the end: a quantised weight was not finite.
+    """
+    finite: list[tuple[str, Tensor]] = []
     for name, tensor in tensors:
         if name in formats:
             values, scales = quantise(tensor, formats[name])
+            finite.append((name, scales.isfinite().all()))
             yield name, values
             yield name + SCALES, scales
         else:
             yield name, tensor
+    require_finite(finite)
+
+
+def require_finite(finite: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise ManifestError unless all quantised weights were finite: an engine computes NaN with the blocks of others.
+
+    Args:
+        finite: (weight, bool tensor: its scales are finite). All are read at once, since reading one waits for the device.
+    """
+    if not finite:
+        return
+    flags = torch.stack([flag for _, flag in finite]).tolist()
+    names = dict.fromkeys(name for (name, _), flag in zip(finite, flags, strict=True) if not flag)
+    if names:
+        raise ManifestError(
+            f"{next(iter(names))} has numbers that are NaN or infinite ({len(names)} weights), which blocks of fp8 cannot hold"
+        )
 
 
 @torch.no_grad()
 def quantise(weight: Tensor, blocks: BlockFormat) -> tuple[Tensor, Tensor]:
-    """Return a weight's values (float8_e4m3fn, its shape) and the scales of its blocks (float32)."""
-    *leading, rows, columns = weight.shape
+    """Return a weight's values (float8_e4m3fn, its shape) and the scales of its blocks (float32).
+
+    The scale of a block with a number that is not finite is not finite either.
+    """
+    rows, columns = weight.shape[-2:]
     grid = blocks.blocks(weight.shape)
     if not weight.numel():
         empty = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
         return empty, torch.empty(grid, dtype=torch.float32, device=weight.device)
+    matrices = weight.detach().reshape(-1, rows, columns)
+    # In parts: float32 copies of all experts of a layer may take more memory than is free.
+    parts = [_quantised_matrices(part, blocks) for part in matrices.split(max(1, PART_ELEMENTS // (rows * columns)))]
+    values, scales = (side[0] if len(side) == 1 else torch.cat(side) for side in zip(*parts, strict=True))
+    return values.view(weight.shape), scales.view(grid)
+
+
+def _quantised_matrices(matrices: Tensor, blocks: BlockFormat) -> tuple[Tensor, Tensor]:
+    """Return values and scales of matrices [n, rows, columns]."""
+    _, rows, columns = matrices.shape
+    grid = blocks.blocks(matrices.shape)
     down, across = grid[-2] * blocks.rows, grid[-1] * blocks.columns
-    matrices = weight.detach().reshape(-1, rows, columns).float()
+    matrices = matrices.float()
     if (down, across) != (rows, columns):
         # Zeros do not change a block's largest absolute value.
         matrices = torch.nn.functional.pad(matrices, (0, across - columns, 0, down - rows))
@@ -140,9 +179,10 @@ def quantise(weight: Tensor, blocks: BlockFormat) -> tuple[Tensor, Tensor]:
     if blocks.power_of_two:
         fraction, exponent = torch.frexp(scales)
         # scale = fraction * 2^exponent with a fraction from 0.5 on, and 0.5 * 2^exponent is a power of two already.
-        scales = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())
+        rounded = torch.ldexp(torch.ones_like(scales), exponent - (fraction == 0.5).int())
+        scales = torch.where(scales.isfinite(), rounded, scales)
     values = (tiles * (1.0 / scales)).to(torch.float8_e4m3fn).view(-1, down, across)[:, :rows, :columns]
-    return values.reshape(*leading, rows, columns).contiguous(), scales.reshape(grid)
+    return values.contiguous(), scales.reshape(grid)
 
 
 def dequantise(values: Tensor, scales: Tensor, blocks: BlockFormat) -> Tensor:

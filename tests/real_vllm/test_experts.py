@@ -115,6 +115,7 @@ def test_engine_logprobs_match_the_trainer(server: Server, checkpoint: Path, lay
 
 
 REFUSED = """
+from types import SimpleNamespace
 import torch
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from weightwire.errors import UpdateError
@@ -132,22 +133,24 @@ class Experts(torch.nn.Module):
         self.w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 4, device=device))
         self.quant_method = Quantized()
 
-for device in ("meta", "cpu"):
+for device, eplb in (("meta", False), ("cpu", False), ("meta", True)):
+    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=eplb))
     try:
-        check_reloadable(torch.nn.Sequential(Experts(device)))
+        check_reloadable(torch.nn.Sequential(Experts(device)), config)
         print(device, "taken")
     except UpdateError as error:
         print(device, error)
 """
 
 
-def test_unsupported_experts_on_the_cpu_raise_update_error() -> None:
+def test_unsupported_experts_raise_update_error() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     completed = subprocess.run(
         [vllm_python(), "-c", REFUSED], capture_output=True, text=True, env=environment, timeout=300
     )
-    lines = completed.stdout.strip().splitlines()[-2:]
+    lines = completed.stdout.strip().splitlines()[-3:]
     assert lines[0] == "meta taken", completed.stderr
     assert lines[1].startswith(
         "cpu 0 is an expert layer whose weights vLLM may reload wrongly (Quantized, backend None)"
     )
+    assert lines[2].startswith("meta this engine balances experts between its workers (enable_eplb)")

@@ -130,7 +130,8 @@ def test_quantisation_on_the_trainer_has_the_bits_of_vllm(tmp_path: Path) -> Non
     program = (
         "import sys; from safetensors.torch import load_file, save_file\n"
         "from vllm.utils.deep_gemm import per_block_cast_to_fp8\n"
-        "pairs = {name: per_block_cast_to_fp8(weight) for name, weight in load_file(sys.argv[1]).items()}\n"
+        "pairs = {f'{name} {ue8m0}': per_block_cast_to_fp8(weight, use_ue8m0=bool(ue8m0))\n"
+        "         for name, weight in load_file(sys.argv[1]).items() for ue8m0 in (0, 1)}\n"
         "parts = {f'{name} {part}': pair[part].contiguous() for name, pair in pairs.items() for part in (0, 1)}\n"
         "save_file(parts, sys.argv[2])"
     )
@@ -139,8 +140,12 @@ def test_quantisation_on_the_trainer_has_the_bits_of_vllm(tmp_path: Path) -> Non
     environment = engine_environment(python) | {"PATH": os.environ["PATH"], "TORCHDYNAMO_DISABLE": "1"}
     subprocess.run([str(python), "-c", program, *files], env=environment, check=True, timeout=300)
     for name, part in load_file(files[1]).items():
-        label, _, index = name.rpartition(" ")
-        quantised = quantise(tensors[label], BlockFormat(BLOCK, BLOCK))[int(index)]
+        label, power_of_two, index = name.rsplit(" ", 2)
+        # As one of a stack of experts, too: each has blocks of its own.
+        weight = torch.stack([tensors[label] * 3, tensors[label]])
+        blocks = BlockFormat(BLOCK, BLOCK, power_of_two == "1")
+        quantised = quantise(tensors[label], blocks)[int(index)]
+        assert torch.equal(quantise(weight, blocks)[int(index)][1].view(torch.uint8), quantised.view(torch.uint8))
         assert quantised.dtype == part.dtype
         assert torch.equal(quantised.contiguous().view(torch.uint8), part.view(torch.uint8)), name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -73,6 +74,53 @@ def test_every_rank_quantises_its_slices(parity_folder, tmp_path, precision, mod
     for pushes, _ in results:
         assert [push.sharded for push in pushes] == [True, True]
         assert [push.base for push in pushes] == [None, 1 if mode == "delta" else None]
+
+
+def test_every_rank_quantises_its_experts_and_refuses_infinite_ones(parity_folder, tmp_path):
+    """EP2 by differences: complete, after a step, with other scales alone, and after an expert of one rank overflowed.
+
+    A block has rows of two heads of k and of v, which are apart in Megatron's fused weight.
+    """
+    checkpoint = case_checkpoint(parity_folder, "qwen3_moe")
+    formats = {name: BlockFormat(32, 16) for name in quantised_names(load_file(checkpoint / "model.safetensors"))}
+    assert any(".experts." in name for name in formats)
+    with engines(tmp_path, "engine", workers=2, needs=vllm_like, formats=formats) as served:
+
+        def on_rank():
+            backend = make_trainer(checkpoint, Parallel(expert=2), precision="fp32")
+            state = backend.engine.weight_state()
+            experts = [values for name in state if ".experts." in name for _, values in state[name].slices]
+            with megascend.WeightSync(backend, served, bucket_bytes=50_000, mode="delta") as sync, torch.no_grad():
+                pushes = [sync.push(1)]
+                with torch.enable_grad():
+                    backend.forward_backward(backend.shard(causal_samples(token_lists())))
+                backend.optimizer_step()
+                pushes.append(sync.push(2))
+                backend.export_hf(tmp_path / "before")
+                for tensor in experts:
+                    tensor.mul_(2)
+                pushes.append(sync.push(3))
+                backend.export_hf(tmp_path / "after")
+                order = [name for name, _ in backend.named_weights(receivers="main", device="meta")]
+                if backend.rank == 1:
+                    experts[0].view(-1)[5] = float("inf")
+                with pytest.raises(WeightSyncError) as caught:
+                    sync.push(4)
+            return pushes, order, str(caught.value)
+
+        results = run_distributed(on_rank, 2, init=False, timeout_s=150)
+        before, after = (in_blocks(exported(tmp_path / name, results[0][1]), 32, 16) for name in ("before", "after"))
+        specs = specs_of(after)
+        for number, worker in enumerate(served[0].weights()[0]):
+            assert slices_are(comparable(worker), vllm_like(specs, 2, number), comparable(after))
+    changed = {name for name, tensor in comparable(after).items() if not torch.equal(tensor, comparable(before)[name])}
+    assert changed == {name for name in comparable(after) if ".experts." in name and "_scale_inv" in name}
+    for pushes, _, message in results:
+        assert [(push.sharded, push.base) for push in pushes] == [(True, None), (True, 1), (True, 2)]
+        assert pushes[2].share < 0.1
+        assert re.search(
+            r"\.experts\.\d+\.\w+_proj\.weight has numbers that are NaN or infinite \(1 weights\)", message
+        )
 
 
 def test_blocks_that_slices_cut_are_quantised_by_rank_0(parity_folder, tmp_path):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from support.fp8_reference import dequantised, quantise_by_blocks
+from weightwire import fp8
 from weightwire.errors import ManifestError
 from weightwire.fp8 import (
     BlockFormat,
@@ -64,7 +65,9 @@ def test_values_and_scales_are_those_of_the_definition(
     assert bool(((close - weight.float()).abs() <= bound * 1.001).all())
 
 
-def test_stacked_matrices_are_quantised_one_by_one() -> None:
+@pytest.mark.parametrize("part_elements", [1, 2 * 40 * 64, 2**26])
+def test_stacked_matrices_are_quantised_one_by_one(part_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "PART_ELEMENTS", part_elements)
     weight = torch.stack([matrix(40, 64, seed=seed) for seed in range(3)])
     values, scales = quantise(weight, BLOCKS)
     assert (values.shape, scales.shape) == ((3, 40, 64), (3, 3, 2))
@@ -90,6 +93,22 @@ def test_slices_of_complete_blocks_are_slices_of_the_quantised_weight() -> None:
 def test_weights_without_elements_have_scales_without_elements() -> None:
     values, scales = quantise(torch.zeros(0, 64, dtype=torch.bfloat16), BLOCKS)
     assert (values.dtype, values.shape, scales.shape) == (torch.float8_e4m3fn, (0, 64), (0, 2))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused_at_the_end(number: float, power_of_two: bool) -> None:
+    weight = matrix(40, 64)
+    weight[20, 33] = number
+    values, scales = quantise(weight, BlockFormat(16, 32, power_of_two))
+    assert (~scales.isfinite()).nonzero().tolist() == [[1, 1]]
+    assert torch.equal(bits(values[:16]), bits(quantise_by_blocks(matrix(40, 64), 16, 32, power_of_two)[0][:16]))
+    formats = {"a": BlockFormat(16, 32, power_of_two), "b": BLOCKS}
+    stream = stored_tensors([("b", matrix(40, 64)), ("a", weight), ("norm", torch.ones(3))], formats)
+    with pytest.raises(ManifestError, match=r"a has numbers that are NaN or infinite \(1 weights\)"):
+        list(stream)
+    # A weight that the engine stores as it is sent keeps its bits.
+    assert torch.equal(bits(dict(stored_tensors([("a", weight)], {}))["a"]), bits(weight))
 
 
 def test_tensors_follow_the_specs_and_are_half_as_many_bytes() -> None:
@@ -122,9 +141,10 @@ def test_malformed_descriptions_are_refused(data: Any) -> None:
 # --- the engine's checkpoint ---
 
 
-def checkpoint(folder: Path, **settings: Any) -> SimpleNamespace:
+def checkpoint(folder: Path, scales_dtype: torch.dtype = torch.float32, **settings: Any) -> SimpleNamespace:
     """Write tensors of a checkpoint in fp8 blocks; return its configuration."""
     values, scales = quantise(matrix(48, 64), BLOCKS)
+    scales = scales.to(scales_dtype)
     tensors = {"q.weight": values, "q.weight_scale_inv": scales, "norm.weight": torch.ones(64).bfloat16()}
     save_file(tensors, folder / "model.safetensors")
     settings = {"quant_method": "fp8", "weight_block_size": [16, 32]} | settings
@@ -134,6 +154,7 @@ def checkpoint(folder: Path, **settings: Any) -> SimpleNamespace:
 def test_quantised_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     config = checkpoint(tmp_path)
     assert fp8_blocks(str(tmp_path), config) == {"q.weight": BLOCKS}
+    assert fp8_blocks(str(tmp_path), checkpoint(tmp_path, torch.bfloat16)) == {"q.weight": BLOCKS}
     config = checkpoint(tmp_path, scale_fmt="ue8m0")
     assert fp8_blocks(str(tmp_path), config) == {"q.weight": BlockFormat(16, 32, power_of_two=True)}
     for settings in (None, {"quant_method": "awq"}, {"quant_method": "fp8", "weight_block_size": None}):
@@ -148,6 +169,17 @@ def test_a_checkpoint_that_cannot_be_quantised_for_is_refused_by_name(tmp_path: 
         fp8_blocks(str(tmp_path), config)
     with pytest.raises(ManifestError, match=r"organisation/model .* start the engine from a directory"):
         fp8_blocks("organisation/model", config)
+    # Gate and up of a stack of experts, 24 rows each: their second block has rows of both.
+    values, scales = quantise(torch.ones(2, 48, 64), BLOCKS)
+    fused = {"experts.gate_up_proj": values, "experts.gate_up_proj_scale_inv": scales}
+    save_file(fused, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ManifestError, match=r"gate_up_proj \[2, 48, 64\] holds gate and up .* 16 rows have parts of both"
+    ):
+        fp8_blocks(
+            str(tmp_path),
+            SimpleNamespace(quantization_config=config.quantization_config | {"weight_block_size": [16, 32]}),
+        )
     save_file({"w": torch.zeros(4, 4).to(torch.float8_e5m2)}, tmp_path / "model.safetensors")
     with pytest.raises(ManifestError, match="w is stored in F8_E5M2"):
         fp8_blocks(str(tmp_path), config)

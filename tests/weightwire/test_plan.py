@@ -12,7 +12,18 @@ from itertools import chain, combinations, pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import DEEPSEEK_V3, QWEN3_235B, Model, bytes_of, complete_slice, divided, megatron, specs, vllm
+from layouts import (
+    DEEPSEEK_V3,
+    QWEN3_235B,
+    Model,
+    bytes_of,
+    complete_slice,
+    divided,
+    in_fp8_blocks,
+    megatron,
+    specs,
+    vllm,
+)
 
 from weightwire.errors import ManifestError, PlanError
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
@@ -171,6 +182,24 @@ def test_fused_heads_gates_and_padding_of_both_sides():
     assert result.imbalance <= 1.2
 
 
+def test_experts_in_blocks_arrive_once_with_their_scales():
+    """EP2 and TP2 to two workers by width, which cuts blocks of 4 in experts 12 wide, and by worker."""
+    model = Model(2, 16, 100, 4, 12, 1, 32, heads=8, kv_heads=2, head_dim=4)
+    for experts in ("tp", "ep"):
+        sides = [megatron(model, tensor=2, pipeline=1, expert=2, data=2)(), vllm(model, 2, experts=experts)]
+        table, (holdings, needs) = in_fp8_blocks(specs(model), sides, block=4)
+        received = run(plan(table, holdings, needs, chunk_bytes=512), table, holdings)
+        for worker, counts in enumerate(received):
+            assert counts == Counter(set(elements(needs[worker])))
+            gate, scales = (
+                sum(element[0] == index for element in counts)
+                for index, spec in enumerate(table)
+                if spec.name.startswith(f"model.layers.1.mlp.experts.{2 * worker}.gate_proj")
+            )
+            # Half of the rows and all scales, or all of both.
+            assert (gate, scales) == (6 * 16 if experts == "tp" else 12 * 16, 3 * 4)
+
+
 def report(name: str, result: TransferPlan, seconds: float) -> str:
     first_out = result.traffic[0][: result.senders]
     text = (
@@ -211,6 +240,36 @@ def test_64_ranks_to_8_engines_of_published_models(name, experts):
                 assert any((piece.tensor, *box) in holdings[rank] for box in candidates(piece, table, model)), (
                     f"rank {rank} does not hold {table[piece.tensor].name}"
                 )
+
+
+@pytest.mark.parametrize("experts", ["tp", "ep"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Qwen3-235B-A22B"])
+def test_64_ranks_to_8_engines_in_fp8_blocks(name, experts):
+    """Qwen3's experts by width have 192 rows on a worker, which end within a block."""
+    model = {"DeepSeek-V3": DEEPSEEK_V3, "Qwen3-235B-A22B": QWEN3_235B}[name]
+    plain = specs(model)
+    plain_sides = [megatron(model, tensor=4, pipeline=4, expert=8, data=4)(), vllm(model, 8, experts=experts)]
+    table, (holdings, engine) = in_fp8_blocks(plain, plain_sides)
+    cut = any(
+        table[piece.tensor].name.endswith("_scale_inv") and piece.sizes == table[piece.tensor].shape
+        for piece in engine[1]
+        if "experts.0.gate" in table[piece.tensor].name
+    )
+    assert cut == (name.startswith("Qwen") and experts == "tp")
+    needs = [engine[worker % 8] for worker in range(64)]
+    start = time.perf_counter()
+    result = plan(table, holdings, needs, chunk_bytes=256 * 2**20)
+    text = report(f"{name} in fp8 blocks, experts by {experts}", result, time.perf_counter() - start)
+    assert result.imbalance <= 1.2, text
+    per_worker = [bytes_of(need, table) for need in engine]
+    first_out, first_in, forwarded, relayed = result.traffic
+    assert [a + b for a, b in zip(first_in[64:], relayed[64:], strict=True)] == per_worker * 8
+    assert sum(first_out) + sum(forwarded) == 8 * sum(per_worker)
+    # Half the bytes of bf16, but for embeddings, norms and routers.
+    assert sum(per_worker) < 0.54 * sum(bytes_of(need, plain) for need in plain_sides[1])
+    shares = result.shares()
+    for worker in (0, 37, 63):
+        check_share(shares[64 + worker], needs[worker], table, f"worker {worker}")
 
 
 def candidates(piece: Region, table: Sequence[TensorSpec], model: Model):

@@ -20,7 +20,7 @@ from megascend.kernels.reductions import out_of_range
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank
 from megascend.weightsync.delivery import Delivery, PlanRecord, Ticket, Update
 from weightwire.errors import PlanError
-from weightwire.fp8 import SCALES, BlockFormat, quantise
+from weightwire.fp8 import SCALES, BlockFormat, quantise, require_finite
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
@@ -260,14 +260,22 @@ class ShardedSync:
         slices = []
         if self._views[0] is not state:
             self._views = state, list(held_weights(state, engine.hf_slices() if hf_slices is None else hf_slices))
+        quantised: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = {}
         for weight, offsets, values in self._views[1]:
             for name in (weight, *copies.get(weight, ())):
                 if (number := numbers.get(name)) is None:
                     continue
-                if name in self._formats:
-                    slices += self._quantised(name, offsets, values if with_values else values.to("meta"), numbers)
-                else:
+                if name not in self._formats:
                     slices.append(HeldSlice(Region(number, offsets, tuple(values.shape)), values))
+                elif values.numel():
+                    quantised.setdefault(name, []).append((offsets, values if with_values else values.to("meta")))
+        for name, parts in quantised.items():
+            blocks, shape = self._formats[name], self._specs[numbers[name]].shape
+            # Heads of k and v alternate in Megatron's fused weight: blocks of 128 rows cover two that are 64 wide.
+            if any(blocks.box(offsets, tuple(values.shape), shape) is None for offsets, values in parts):
+                parts = joined(parts)
+            for offsets, values in parts:
+                slices += self._quantised(name, offsets, values, numbers)
         return slices
 
     def _quantised(
@@ -275,8 +283,6 @@ class ShardedSync:
     ) -> list[HeldSlice]:
         """Return the slices of values and scales for a slice of a weight that is sent in fp8 blocks."""
         blocks, sizes, shape = self._formats[name], tuple(weight.shape), self._specs[numbers[name]].shape
-        if not weight.numel():
-            return []
         box = blocks.box(offsets, sizes, shape)
         if box is None:
             raise WeightSyncError(
@@ -363,12 +369,16 @@ class ShardedSync:
         """Send this rank's slices; return the digests of its chunks."""
         try:
             slices = self._slices()
+            finite = []
             for source in slices:
                 spec = self._specs[source.piece.tensor]
+                if spec.name.endswith(SCALES) and (weight := spec.name.removesuffix(SCALES)) in self._formats:
+                    finite.append((weight, source.values.isfinite().all()))
                 dtype = getattr(torch, spec.dtype)
                 # Checked before the first byte is sent: inf in the engines' weights would be seen only in their samples.
                 if source.values.dtype != dtype and (text := out_of_range(spec.name, source.values, dtype)):
                     raise WeightSyncError(text)
+            require_finite(finite)
         except Exception as error:
             # Tell the receivers at once: they would otherwise wait for their deadline.
             sender.abandon(str(error))
@@ -395,6 +405,35 @@ class ShardedSync:
         self._differences = 0
         if self._history is not None:
             self._history.forget()
+
+
+def joined(parts: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Join slices of a weight that are adjacent along a dimension.
+
+    Args:
+        parts: (offsets, values) of each slice.
+    """
+    # A slice that is listed twice would stay alone.
+    result = list({(offsets, values.shape): (offsets, values) for offsets, values in parts}.values())
+    for dim in range(len(result[0][0])):
+        rows: dict[tuple[Any, ...], list[tuple[tuple[int, ...], torch.Tensor]]] = {}
+        for offsets, values in sorted(result, key=lambda part: part[0][dim]):
+            line = offsets[:dim] + offsets[dim + 1 :], values.shape[:dim] + values.shape[dim + 1 :]
+            rows.setdefault(line, []).append((offsets, values))
+        result = []
+        for row in rows.values():
+            groups = [[row[0]]]
+            for part in row[1:]:
+                offsets, values = groups[-1][-1]
+                if offsets[dim] + values.shape[dim] == part[0][dim]:
+                    groups[-1].append(part)
+                else:
+                    groups.append([part])
+            result += [
+                (group[0][0], torch.cat([values for _, values in group], dim) if len(group) > 1 else group[0][1])
+                for group in groups
+            ]
+    return result
 
 
 def mostly_16_bit(specs: Sequence[TensorSpec]) -> bool:

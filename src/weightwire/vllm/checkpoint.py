@@ -68,10 +68,15 @@ def fp8_blocks(model: str, config: Any) -> dict[str, BlockFormat]:
     for name, (dtype, shape) in stored.items():
         if dtype == "F8_E4M3":
             scales = stored.get(name + SCALES)
-            if len(shape) < 2 or scales != ("F32", blocks.blocks(shape)):
+            # Published checkpoints have scales in either; vLLM computes with float32, which is what it is sent.
+            if len(shape) < 2 or scales not in [(kind, blocks.blocks(shape)) for kind in ("F32", "BF16")]:
                 raise ManifestError(
-                    f"{model}: {name} {list(shape)} is in fp8, and its scales {name}{SCALES} are {scales}, not F32 of blocks of "
-                    f"{rows} x {columns}: it cannot be updated"
+                    f"{model}: {name} {list(shape)} is in fp8, and its scales {name}{SCALES} are {scales}, not F32 or BF16 of "
+                    f"blocks of {rows} x {columns}: it cannot be updated"
+                )
+            if "gate_up_proj" in name and shape[-2] // 2 % rows:
+                raise ManifestError(
+                    f"{model}: {name} {list(shape)} holds gate and up in one matrix, and blocks of {rows} rows have parts of both"
                 )
             result[name] = blocks
         elif dtype.startswith("F8"):

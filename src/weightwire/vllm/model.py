@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def load(model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str,
     if getattr(model_config.hf_config, "tie_word_embeddings", False):
         tensors = tied_head_checked(tensors)
     try:
-        with torch.device(device), torch.no_grad(), kernels_built_again(model):
+        with torch.device(device), torch.no_grad(), kernels_kept(model):
             initialize_layerwise_reload(model)
             model.load_weights(tensors)  # type: ignore[operator]
             if missing := _without_weights(model):
@@ -198,39 +199,112 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 # vLLM 0.32 loads an expert layer in two steps: weights are converted to a kernel's format, and the kernel prepares them further
 # (``FusedMoEExperts.process_weights_after_loading``), which on the CPU packs and pads them. If the layer already has a kernel, a
 # reload omits the second step. The kernel then reads plain weights as packed ones: log-probabilities are off by 4, without an
-# error. A layer without a kernel is loaded as for the first time.
+# error. A layer without a kernel is loaded as for the first time. Experts in fp8 blocks have one step, which also replaces the
+# kernel.
 
 
-def check_reloadable(model: torch.nn.Module) -> None:
+def check_reloadable(model: torch.nn.Module, vllm_config: Any) -> None:
     """Raise UpdateError for a model with expert layers that vLLM would reload wrongly without an error."""
     for name, layer in _expert_layers(model):
         method = layer.quant_method
+        # Loaders know where experts are at the start, not where the balancer has moved them.
+        if getattr(vllm_config.parallel_config, "enable_eplb", False):
+            raise UpdateError(
+                f"this engine balances experts between its workers (enable_eplb), and a reload would put those of {name} where "
+                "they were at its start: start vLLM without it"
+            )
         on_cpu = any(parameter.device.type == "cpu" for parameter in layer.parameters())
-        if (on_cpu and not _rebuildable(method)) or _expert_backend(method) in PREPARED_APART:
+        reloads = _rebuildable(method) or _in_fp8_blocks(method)
+        if (on_cpu and not reloads) or _expert_backend(method) in PREPARED_APART:
             raise UpdateError(
                 f"{name} is an expert layer whose weights vLLM may reload wrongly ({type(method).__name__}, backend "
-                f"{_expert_backend(method)}), so this engine takes no updates of its model; on the CPU unquantized experts of "
-                "vLLM 0.32 can be updated"
+                f"{_expert_backend(method)}), so this engine takes no updates of its model; on the CPU those of vLLM 0.32 can be "
+                "updated that are unquantized or in fp8 blocks"
             )
 
 
 @contextlib.contextmanager
-def kernels_built_again(model: torch.nn.Module) -> Iterator[None]:
-    """Make a reload within the context load experts on the CPU as for the first time, with new kernels.
+def kernels_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Keep the kernels of quantised experts over a reload within the context; on the CPU, load plain ones as for the first time.
 
-    The old kernels are restored afterwards: they read the model's memory, while the reload's kernels refer to biases in temporary
-    tensors. No graph has captured addresses of either, since there are no graphs on the CPU.
+    A kernel that the reload builds refers to the tensors that it loads into, which are temporary: biases, scales of blocks. The
+    kernel before and captured graphs refer to the model's memory, to which the reload copies those tensors.
+
+    Raises:
+        UpdateError: the new kernel has other tensors than the one before, which would compute with the old weights.
     """
-    before = [(layer.quant_method, vars(layer.quant_method).copy()) for _, layer in _expert_layers(model)]
-    before = [(method, attributes) for method, attributes in before if _rebuildable(method)]
-    for method, _ in before:
-        method.moe_kernel = None
+    layers = [
+        (name, layer.quant_method, vars(layer.quant_method).copy())
+        for name, layer in _expert_layers(model)
+        if _rebuildable(layer.quant_method) or not _is_plain(layer.quant_method)
+    ]
+    for _, method, _ in layers:
+        if _rebuildable(method):
+            method.moe_kernel = None
+    modules = set(map(id, model.modules()))
     try:
         yield
+        for name, method, attributes in layers:
+            before, after = attributes.get("moe_kernel"), getattr(method, "moe_kernel", None)
+            if before is not None and (path := _differing_tensor(before, after, modules)) is not None:
+                raise UpdateError(
+                    f"{name}: vLLM's reload builds another kernel of these experts than the one in use ({type(method).__name__}, "
+                    f"backend {_expert_backend(method)}): {path} differs, which is computed from the weights and is none of the "
+                    "layer's parameters; start vLLM with another --moe-backend"
+                )
     finally:
-        for method, attributes in before:
-            vars(method).clear()
-            vars(method).update(attributes)
+        for _, method, attributes in layers:
+            if getattr(method, "moe_kernel", None) is not attributes.get("moe_kernel"):
+                vars(method).clear()
+                vars(method).update(attributes)
+
+
+def _differing_tensor(before: Any, after: Any, modules: set[int]) -> str | None:
+    """Return the path of a tensor that two kernels of a layer hold with different content; None if they compute the same."""
+    if before is after:
+        return None
+    tensors, expected = _kernel_tensors(before, modules), _kernel_tensors(after, modules)
+    for path in sorted(tensors.keys() | expected.keys()):
+        tensor, other = tensors.get(path), expected.get(path)
+        if tensor is other:
+            continue
+        if tensor is None or other is None or (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+            return path
+        # Bits: scales may be NaN.
+        pair = [side.detach().contiguous().view(-1).view(torch.uint8) for side in (tensor, other)]
+        if not torch.equal(*pair):
+            return path
+    return None
+
+
+def _kernel_tensors(kernel: Any, modules: set[int]) -> dict[str, torch.Tensor]:
+    """Return the tensors that a kernel refers to, by their path.
+
+    Args:
+        modules: ids of the model's modules, whose tensors the reload has replaced.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    visited: set[int] = set(modules)
+    stack = [("", kernel)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            tensors[path] = value
+            continue
+        if id(value) in visited:
+            continue
+        if isinstance(value, dict):
+            items = list(value.items())
+        elif isinstance(value, (list, tuple)):
+            items = list(enumerate(value))
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)) and not hasattr(value, "__get__"):
+            # Buffers of communication, which depend on the last batch, and on no weights.
+            items = [item for item in vars(value).items() if item[0] != "prepare_finalize"]
+        else:
+            continue
+        visited.add(id(value))
+        stack += [(f"{path}.{name}".lstrip("."), item) for name, item in items]
+    return tensors
 
 
 def _expert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -243,7 +317,20 @@ def _expert_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _expert_backend(method: Any) -> str | None:
-    return getattr(getattr(method, "unquantized_backend", None), "name", None)
+    backend = getattr(method, "unquantized_backend", None) or getattr(method, "fp8_backend", None)
+    return getattr(backend, "name", None)
+
+
+def _is_plain(method: Any) -> bool:
+    """Check for experts that are not quantised."""
+    return any(kind.__name__ == "UnquantizedFusedMoEMethod" for kind in type(method).__mro__)
+
+
+def _in_fp8_blocks(method: Any) -> bool:
+    """Check for experts in fp8 blocks, whose kernel vLLM builds anew whenever it has loaded their weights."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+
+    return type(method) is Fp8MoEMethod and bool(getattr(method, "block_quant", False))
 
 
 def _rebuildable(method: Any) -> bool:
@@ -253,6 +340,6 @@ def _rebuildable(method: Any) -> bool:
     except ImportError:
         return False
     kernel = getattr(method, "moe_kernel", None)
-    return _expert_backend(method) == "CPU" and isinstance(
+    return getattr(getattr(method, "unquantized_backend", None), "name", None) == "CPU" and isinstance(
         getattr(kernel, "fused_experts", None), CPUUnquantizedExperts
     )

@@ -70,7 +70,7 @@ class WorkerUpdates:
         Unless it will be exchanged with the active weights, a second thread copies these, for undoing the commit.
         """
         if offer.manifest.adapter is None:
-            check_reloadable(self._model())
+            check_reloadable(self._model(), self._vllm_config)
         # The memory of a dropped update is freed; views of it would keep it beside that of this one.
         if self._recording is not None and not self.receiver.keeps_memory:
             self._recording.unbind()

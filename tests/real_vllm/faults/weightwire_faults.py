@@ -2,10 +2,11 @@
 
 ``load``: a commit fails after five tensors; ``load:1``: only in the second worker. ``restore``: restoring the old weights fails.
 ``slow``: a commit takes two seconds longer. ``exchange``: an exchange in place stops in its third group of tensors;
-``exchange:1``: only in the second worker. ``undo``: undoing an exchange fails.
+``exchange:1``: only in the second worker. ``undo``: undoing an exchange fails. ``apart``: new kernels of experts in fp8 blocks
+have a tensor that is none of the layer's parameters.
 
 With ``WEIGHTWIRE_PLAIN_LINEAR=1`` linear layers on the CPU compute with the weights as they are loaded, as on GPUs; vLLM's own
-layers repack them for oneDNN. With ``WEIGHTWIRE_PLAIN_FP8=1`` linear layers with weights in fp8 blocks compute with the
+layers repack them for oneDNN. With ``WEIGHTWIRE_PLAIN_FP8=1`` layers and experts with weights in fp8 blocks compute with the
 dequantised weights on any CPU; vLLM's own kernels need AMX. ``WEIGHTWIRE_SCRATCH_BYTES`` sets the size of an exchange's groups.
 """
 
@@ -110,6 +111,7 @@ def register() -> None:
         dtypes = Fp8Config.get_supported_act_dtypes()
         # So that log-probabilities can be compared to 1e-5.
         Fp8Config.get_supported_act_dtypes = classmethod(lambda cls: [*dtypes, torch.float32])
+        plain_fp8_experts()
     faulty_load.faulty = True  # type: ignore[attr-defined]
     updates.load, model.Snapshot.restore = faulty_load, faulty_restore  # type: ignore[method-assign]
 
@@ -143,3 +145,46 @@ def plain_fp8_kernel() -> Any:
             return torch.nn.functional.linear(A, (B.float() * scales).to(A.dtype))
 
     return PlainFp8Kernel
+
+
+def plain_fp8_experts() -> None:
+    """Make experts in fp8 blocks compute in plain torch with the layout of vLLM's Triton kernel: weights as they are loaded."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+    from vllm.model_executor.layers.quantization import fp8
+
+    class PlainFp8Experts(CPUExpertsFp8):
+        def __init__(self, moe_config: Any, quant_config: Any) -> None:
+            super().__init__(moe_config, quant_config)
+            if "apart" in active_faults():
+                self.derived = quant_config.w1_scale + 1.0
+
+        def apply(
+            self,
+            output: Any,
+            hidden_states: Any,
+            w1: Any,
+            w2: Any,
+            topk_weights: Any,
+            topk_ids: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            rows, columns = self.quant_config.block_shape
+            first, second = (
+                (
+                    weights.float()
+                    * scales.repeat_interleave(rows, -2).repeat_interleave(columns, -1)[
+                        :, : weights.shape[1], : weights.shape[2]
+                    ]
+                ).to(output.dtype)
+                for weights, scales in ((w1, self.w1_scale), (w2, self.w2_scale))
+            )
+            output.zero_()
+            for token, (experts, shares) in enumerate(zip(topk_ids.tolist(), topk_weights, strict=True)):
+                for expert, share in zip(experts, shares, strict=True):
+                    gate, up = (first[expert] @ hidden_states[token]).chunk(2)
+                    output[token] += share * (second[expert] @ (torch.nn.functional.silu(gate) * up))
+
+    fp8.select_fp8_moe_backend = lambda *args, **kwargs: (Fp8MoeBackend.TRITON, PlainFp8Experts)
