@@ -160,6 +160,10 @@ class RunSamples:
             for part in (stores[: len(training)], stores[len(training) :])
             if part
         ]
+        if limits.labels is not None:
+            remarks += tuple(limits.labels.remarks(learned.classes, "training samples"))
+            if held_out:
+                remarks += tuple(limits.labels.remarks(held_out[0].classes, "held-out samples"))
         if config.validation is None or not config.validation.holds_out:
             return cls(all_samples(learned), None, longest, remarks, kinds=kinds)
         if held_out:
