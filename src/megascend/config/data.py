@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from megascend.config.section import Count, Section, Size
 from megascend.errors import ConfigError
@@ -426,6 +426,15 @@ class Classification(Section):
         None,
         description="number of labels, in place of names; default: the model's, and 1 for a new head of regression",
     )
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _names_are_strings(cls, value: Any) -> Any:
+        # YAML reads yes, no, 1 and null as other values: the message of pydantic would not say so.
+        others = [entry for entry in value if not isinstance(entry, str)] if isinstance(value, list | tuple) else []
+        if others:
+            raise ValueError(f"a name is text, and YAML reads {others[0]!r} here: write names in quotes")
+        return value
 
     @property
     def label_names(self) -> tuple[str, ...] | None:
