@@ -91,7 +91,7 @@ def test_other_values_are_refused_by_name(labels: LabelSet, value: Any, message:
         (
             SINGLE,
             [[0], [2], [0]],
-            ["labels of the samples: bad 2, fair 0, good 1", "warning: none of the samples has fair, "],
+            ["labels of the samples: bad 2, fair 0, good 1", "warning: none of the samples has fair"],
         ),
         (
             SINGLE,

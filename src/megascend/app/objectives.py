@@ -504,8 +504,8 @@ class ClassificationObjective(TokenObjective):
                 for name, value in {**metrics, LOSS: loss}.items():
                     sums[name] += float(value)
                 if self._problem_type != "regression":
-                    of_sample = label_outcomes(self._problem_type, values[-1].view(-1), sample)
-                    outcomes = of_sample + (outcomes if len(outcomes) else 0)
+                    sample_outcomes = label_outcomes(self._problem_type, values[-1].view(-1), sample)
+                    outcomes = sample_outcomes + (outcomes if len(outcomes) else 0)
                 count += 1
         parts, counts, tables = zip(*backend.gather_by_data_rank((dict(sums), count, outcomes.tolist())), strict=True)
         # A rank without samples has no sums; the names are the same on all others.

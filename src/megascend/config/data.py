@@ -431,9 +431,9 @@ class Classification(Section):
     @classmethod
     def _names_are_strings(cls, value: Any) -> Any:
         # YAML reads yes, no, 1 and null as other values: the message of pydantic would not say so.
-        others = [entry for entry in value if not isinstance(entry, str)] if isinstance(value, list | tuple) else []
-        if others:
-            raise ValueError(f"a name is text, and YAML reads {others[0]!r} here: write names in quotes")
+        unquoted = [entry for entry in value if not isinstance(entry, str)] if isinstance(value, list | tuple) else []
+        if unquoted:
+            raise ValueError(f"a name is text, and YAML reads {unquoted[0]!r} here: write names in quotes")
         return value
 
     @property

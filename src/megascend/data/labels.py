@@ -18,7 +18,7 @@ from megascend.errors import DataError
 
 LARGEST = 3.4028234e38
 """Largest number of float32, in which losses are computed."""
-SHOWN = 12
+LIST_LIMIT = 12
 """Most labels that are listed in a message."""
 
 
@@ -120,7 +120,7 @@ class LabelSet:
 
     @property
     def _description(self) -> str:
-        return f"an integer in [0, {len(self.names)}) or one of {_listed(self.names)}"
+        return f"an integer in [0, {len(self.names)}) or one of {_abbreviated(self.names)}"
 
     def _unknown(self, name: str) -> str:
         similar = get_close_matches(name, self.names, 1)
@@ -148,20 +148,24 @@ class LabelSet:
             low, high = labels.min(0), labels.max(0)
             same = [name for name, first, last in zip(self.names, low, high, strict=True) if first == last]
             ranges = [f"{first:g} to {last:g}" for first, last in zip(low, high, strict=True)]
-            lines = [f"labels of the {subject}: {_listed(ranges)}"]
-            return lines + ([f"warning: all labels of the {subject} are the same: {_listed(same)}"] if same else [])
+            lines = [f"labels of the {subject}: {_abbreviated(ranges)}"]
+            return lines + (
+                [f"warning: all labels of the {subject} are the same: {_abbreviated(same)}"] if same else []
+            )
         single = self.problem_type == "single_label_classification"
         ids = labels[:, 0].astype(np.int64)
         counts = np.bincount(ids, minlength=len(self.names)) if single else labels.sum(0).astype(np.int64)
         by_name = dict(zip(self.names, counts.tolist(), strict=True))
-        lines = [f"labels of the {subject}: {_listed([f'{name} {count:,}' for name, count in by_name.items()])}"]
+        lines = [f"labels of the {subject}: {_abbreviated([f'{name} {count:,}' for name, count in by_name.items()])}"]
         if constant := [name for name, count in by_name.items() if count == total]:
-            lines.append(f"warning: all {total:,} {subject} have {_listed(constant)}: there is nothing to tell apart")
+            lines.append(
+                f"warning: all {total:,} {subject} have {_abbreviated(constant)}: there is nothing to tell apart"
+            )
         if absent := [name for name, count in by_name.items() if not count]:
-            lines.append(f"warning: none of the {subject} has {_listed(absent)}, which will not be learned")
+            lines.append(f"warning: none of the {subject} has {_abbreviated(absent)}")
         return lines
 
 
-def _listed(values: Sequence[str]) -> str:
-    more = f" and {len(values) - SHOWN} more" if len(values) > SHOWN else ""
-    return f"{', '.join(values[:SHOWN])}{more}"
+def _abbreviated(values: Sequence[str]) -> str:
+    suffix = f" and {len(values) - LIST_LIMIT} more" if len(values) > LIST_LIMIT else ""
+    return f"{', '.join(values[:LIST_LIMIT])}{suffix}"
