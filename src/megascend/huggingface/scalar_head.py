@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from megascend.config.data import Classification, ProblemType, default_labels
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.exported import OUTPUT
+from megascend.huggingface.exported import OUTPUT, abbreviated
 from megascend.huggingface.files import TensorHeader
 
 NamedHead = Literal["lm", "scalar", "new_sequence_classifier", "new_token_classifier", "reward_model"]
@@ -152,14 +152,14 @@ def _classifier(
         )
     if chosen is not None and len(chosen) != rows:
         raise ConfigError(
-            f"classification: {len(chosen)} labels ({', '.join(chosen)}), and {WEIGHT} of {model_dir} has {rows} rows "
-            f"({', '.join(head.labels)}): name as many, or train a model without such a head"
+            f"classification: {len(chosen)} labels ({abbreviated([*chosen])}), and {WEIGHT} of {model_dir} has {rows} rows "
+            f"({abbreviated([*head.labels])}): name as many, or train a model without such a head"
         )
     if settings.labels is not None and head.labels not in (chosen, default_labels(rows)):
         # Other names, or another order, would give the rows that were trained for one label to another.
         raise ConfigError(
-            f"classification.labels: {', '.join(settings.labels)}, and id2label of {model_dir / 'config.json'} has "
-            f"{', '.join(head.labels)}: leave classification.labels out, or rename them there"
+            f"classification.labels: {abbreviated([*settings.labels])}, and id2label of {model_dir / 'config.json'} has "
+            f"{abbreviated([*head.labels])}: leave classification.labels out, or rename them there"
         )
     settings.check_count(rows)
     return replace(head, labels=settings.labels or head.labels, problem_type=problem)
