@@ -155,14 +155,14 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
                 backend.forward_backward(pair, "bradley_terry")
         with make_backend(lm, plain, Classification(labels=("a", "b", "c"))) as backend:
             assert [tuple(values.shape) for values in backend.values(samples)] == [(len(ids), 3) for ids in TOKENS[:2]]
-            single, several = "single_label_classification", "multi_label_classification"
+            single, multi = "single_label_classification", "multi_label_classification"
             for loss, label, message in (
                 (single, 3, "sample 0 has the label 3, and .* takes an integer from 0 to 2: the model has 3 labels"),
                 (single, -1, "sample 0 has the label -1"),
                 (single, [0.0, 1.0, 0.0], "takes an integer from 0 to 2"),
                 (single, None, "needs label, which sample 0 does not have"),
-                (several, 1, "takes 3 floats, one for each label"),
-                (several, [0.0, 1.0], "takes 3 floats, one for each label"),
+                (multi, 1, "takes 3 floats, one for each label"),
+                (multi, [0.0, 1.0], "takes 3 floats, one for each label"),
             ):
                 with pytest.raises(DataError, match=message):
                     backend.forward_backward([Sample.scored(TOKENS[0], label=label)], loss)
