@@ -71,6 +71,7 @@ NIGHTLY = {
         "answers_equal_those_of_transformers_on_every_engine[single]": "TP2",
     },
     "cli/test_cli_init.py": {
+        "run_file_trains_to_the_end_as_it_stands[classification-3]": "test_cli_train_classification.py",
         "run_file_trains_to_the_end_as_it_stands[pretrain-1]": "test_sessions_page.py: the session of pre-training",
     },
     "cli/test_cli_launch.py": {

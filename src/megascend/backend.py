@@ -179,7 +179,8 @@ class Backend:
                 be mixed.
             loss: ``cross_entropy``, ``importance_sampling``, ``ppo``, ``cispo``, ``gspo``, ``dro``, ``stable_reinforce``,
                 ``dpo``, a :class:`megascend.Loss`, or a callable ``(logprobs [n], LossInputs) -> losses [n]``. For a scalar head:
-                ``value``, ``clipped_value``, ``bradley_terry`` or a :class:`megascend.Loss` with ``of="values"``.
+                ``value``, ``clipped_value``, ``bradley_terry``, ``single_label_classification`` and others of classifiers, or
+                a :class:`megascend.Loss` with ``of="values"``.
             adapter: the adapter of samples that do not name one (``Sample.adapter``).
             logprobs: also return the log-probabilities of all targets. The call then waits for the device.
             values: also return a scalar head's values of all tokens; waits for the device too.
@@ -344,7 +345,8 @@ class Backend:
     ) -> list[torch.Tensor]:
         """Compute a scalar head's value of every token, without gradients and with dropout off: fp32 [length] on the CPU each.
 
-        The value at a position includes the token there; a reward model's score of a sequence is the last one.
+        The value at a position includes the token there; a reward model's score of a sequence is the last one. A classifier's are
+        [length, labels], the logits of a sequence being the last ones.
 
         Args:
             samples: this data parallel rank's samples; :meth:`Sample.scored` builds them.

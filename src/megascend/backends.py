@@ -218,7 +218,8 @@ class EngineBackend(Backend, ABC):
                 of transformers' ``...ForSequenceClassification`` or ``...ForTokenClassification`` with one label; or a new
                 scalar head in place of a causal language model's output layer (``new_sequence_classifier``,
                 ``new_token_classifier``), initialised from ``seed`` as in transformers. ``reward_model``: the checkpoint's
-                scalar head where it has one, else a new sequence classifier's.
+                scalar head where it has one, else a new sequence classifier's. A :class:`megascend.Classification`: likewise
+                the head of a sequence classifier with its labels.
             mtp: heads of the checkpoint for multi-token prediction: ``train`` one with the model (MegatronBackend only;
                 docs/support.md), ``keep`` them as they are, or ``drop`` them from exports.
             mtp_loss_weight: factor of that head's loss.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megascend.batch.loss_call import LossCall
-from megascend.batch.losses import BUILT_IN, Loss, LossInputs
+from megascend.batch.losses import BUILT_IN, CLASSIFICATION, Loss, LossInputs
 
 LARGEST = torch.finfo(torch.float32).max
 DIFFERENCES = [
@@ -265,6 +265,10 @@ def test_token_of_weight_0_contributes_nothing(name: str, junk: float) -> None:
         inputs = inputs_of(8, weights=weights, extra={"shift": shift}, **by_name, **PAIRS)
         inputs.last = torch.tensor([1, 3, 5, 7])
         inputs.labels = torch.tensor([1, 0, 0, 1])
+        if loss.function in CLASSIFICATION:
+            scores = torch.stack([scores, 0.5 * scores], 1)  # of two labels
+        if loss.name in ("multi_label_classification", "regression"):
+            inputs.labels = torch.nn.functional.one_hot(inputs.labels, 2).float()
         inputs.entropy = entropy if loss.entropy else None
         return evaluate(loss, scores, inputs, entropy if loss.entropy else None)
 

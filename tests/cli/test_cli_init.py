@@ -24,7 +24,9 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("task", "steps"), [("sft", 3), ("dpo", 1), ("reward", 1), ("pretrain", 1)])
+@pytest.mark.parametrize(
+    ("task", "steps"), [("sft", 3), ("dpo", 1), ("reward", 1), ("classification", 3), ("pretrain", 1)]
+)
 def test_run_file_trains_to_the_end_as_it_stands(
     megascend, small_model: Path, tmp_path: Path, task: str, steps: int
 ) -> None:
@@ -37,9 +39,9 @@ def test_run_file_trains_to_the_end_as_it_stands(
     assert trained.returncode == 0, trained.stderr
     metrics = rows(tmp_path / "runs" / task)
     assert [row["step"] for row in metrics] == [*range(1, steps + 1)]
-    # A model of random weights: all tokens are about equally likely, and no answer is preferred to another.
+    # A model of random weights: all tokens, or labels, are about equally likely, and no answer is preferred to another.
     vocabulary = json.loads((small_model / "config.json").read_text())["vocab_size"]
-    expected = math.log(2) if task in ("dpo", "reward") else math.log(vocabulary)
+    expected = math.log(2) if task in ("dpo", "reward", "classification") else math.log(vocabulary)
     assert metrics[0]["loss"] == pytest.approx(expected, abs=1e-3 if task == "dpo" else 0.2)
     assert (tmp_path / "runs" / task / "hf" / "model.safetensors").is_file()
 

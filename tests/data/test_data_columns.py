@@ -31,8 +31,9 @@ RECORDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "label of a table": (
         {"prompt": "p", "completion": "c", "label": "True"},
-        {"prompt": "p", "completion": "c", "label": True},
+        {"prompt": "p", "completion": "c", "label": True, "class_label": "True"},
     ),
+    "label of a classifier": ({"text": "t", "label": [0]}, {"text": "t", "class_label": [0]}),
     "chat as JSON": ({"messages": '[{"role": "user", "content": "one?"}]'}, {"messages": (USER,)}),
     "null columns": ({"messages": list(CHAT), "text": None, "tools": None}, {"messages": CHAT}),
     "tools": ({"messages": list(CHAT), "tools": [TOOL]}, {"messages": CHAT, "tools": (WRAPPED,)}),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megascend import Sample
+from megascend import Classification, Sample
 from megascend.errors import CheckpointError, ConfigError, DataError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
@@ -153,6 +153,22 @@ def test_unsupported_combinations_with_a_scalar_head_raise(parity_folder):
             pair += [Sample.scored(TOKENS[1], pair=1, chosen=False)]
             with pytest.raises(DataError, match="weight 0 at its last token"):
                 backend.forward_backward(pair, "bradley_terry")
+        with make_backend(lm, plain, Classification(labels=("a", "b", "c"))) as backend:
+            assert [tuple(values.shape) for values in backend.values(samples)] == [(len(ids), 3) for ids in TOKENS[:2]]
+            single, multi = "single_label_classification", "multi_label_classification"
+            for loss, label, message in (
+                (single, 3, "sample 0 has the label 3, and .* takes an integer from 0 to 2: the model has 3 labels"),
+                (single, -1, "sample 0 has the label -1"),
+                (single, [0.0, 1.0, 0.0], "takes an integer from 0 to 2"),
+                (single, None, "needs label, which sample 0 does not have"),
+                (multi, 1, "takes 3 floats, one for each label"),
+                (multi, [0.0, 1.0], "takes 3 floats, one for each label"),
+            ):
+                with pytest.raises(DataError, match=message):
+                    backend.forward_backward([Sample.scored(TOKENS[0], label=label)], loss)
+            mixed = [Sample.scored(TOKENS[0], label=1), Sample.scored(TOKENS[1], label=[0.0, 1.0, 0.0])]
+            with pytest.raises(DataError, match="the samples 0 and 1 have labels of different kinds"):
+                backend.forward_backward(mixed, single)
         with make_backend(lm, plain, "lm") as backend:
             with pytest.raises(ConfigError, match="loss 'value' works on values, and this model has no scalar head"):
                 backend.forward_backward(samples, "value")

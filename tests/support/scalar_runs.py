@@ -100,7 +100,7 @@ def checkpoint_of(folder: Path, kind: str) -> Path:
     return case_checkpoint(folder / kind.replace(" ", "-"), arch, **overrides)
 
 
-def make_backend(checkpoint: Any, layout: Layout, head: str = "scalar", **options: Any) -> Any:
+def make_backend(checkpoint: Any, layout: Layout, head: Any = "scalar", **options: Any) -> Any:
     from megascend.backends import make_backend
 
     settings = {"parallel": layout.parallel, "batching": Batching(packing=layout.packing, micro_batch_tokens=90)}

@@ -282,7 +282,9 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
     def example(index: int, pair: int | None) -> ShownSample:
         sample = samples.learned[index]
         name = f"sample {index // samples.learned.members + 1}"
-        if sample.label is not None:
+        if plan.limits.labels is not None:
+            name = f"{name}, {plan.limits.labels.describe(sample.label)}"
+        elif sample.label is not None:
             name = f"{name}, {'desirable' if sample.label else 'undesirable'}"
         if pair is not None:
             name = f"pair {pair + 1}, {'chosen' if sample.chosen else 'rejected'}"

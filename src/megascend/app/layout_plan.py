@@ -214,7 +214,8 @@ def suggestion(
         length: tokens that all samples are taken to have.
     """
     # Steps with further passes, or with two samples of a unit.
-    unlike = config.preference is not None or config.distillation is not None or ":" in (config.loss or "")
+    unlike = config.head != "lm" or config.preference is not None or config.distillation is not None
+    unlike = unlike or ":" in (config.loss or "")
     if config.engine != "megatron" or config.precision != "bf16" or topology.world_size == 1 or unlike:
         return None
     model = PlannedModel.from_checkpoint(info, read_config(config.model))

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megascend.app.teacher_model import TeacherModel
-from megascend.batch.losses import BUILT_IN, MARGIN, Loss, LossInputs, LossUnit, resolve, split_output
+from megascend.batch.losses import BUILT_IN, MARGIN, Loss, LossInputs, LossUnit, predictions, resolve, split_output
+from megascend.batch.micro_batch import label_tensor
 from megascend.batch.sample import Sample
 from megascend.config import Distillation, RunConfig
+from megascend.config.data import ProblemType
 from megascend.config.plugins import load_object
 from megascend.errors import ConfigError, DataError
 
@@ -81,12 +83,14 @@ class Measurement:
     Attributes:
         total: sum of the loss.
         count: what divides it: the sum of weights, or the number of samples or pairs.
-        totals: sums of a loss's metrics over the pairs, if it is one of pairs.
+        totals: sums of a loss's metrics over the pairs or samples, if it is one of them.
+        outcomes: true positives, false positives and false negatives of each label of a classifier.
     """
 
     total: float
     count: float
     totals: Mapping[str, float] = field(default_factory=dict)
+    outcomes: tuple[tuple[float, ...], ...] = ()
 
     @property
     def loss(self) -> float:
@@ -95,12 +99,20 @@ class Measurement:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means of the metrics."""
-        return {name: total / self.count for name, total in self.totals.items()}
+        """Means of the metrics, and a classifier's macro F1."""
+        metrics = {name: total / self.count for name, total in self.totals.items()}
+        # A label that neither occurs nor is predicted has no F1.
+        scores = [
+            2 * true / (2 * true + wrong + missed) for true, wrong, missed in self.outcomes if true + wrong + missed
+        ]
+        return metrics | ({"macro_f1": sum(scores) / len(scores)} if scores else {})
 
     def __add__(self, other: Measurement) -> Measurement:
         totals = {name: total + other.totals[name] for name, total in self.totals.items()}
-        return Measurement(self.total + other.total, self.count + other.count, totals)
+        outcomes = torch.tensor(self.outcomes) + torch.tensor(other.outcomes)
+        return Measurement(
+            self.total + other.total, self.count + other.count, totals, tuple(map(tuple, outcomes.tolist()))
+        )
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
@@ -118,6 +130,8 @@ def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjectiv
                 "('top_ids') too: remove teacher, or choose the columns to read with data.columns: {token_ids: token_ids}"
             )
         return TeacherObjective(settings)
+    if config.classification is not None:
+        return ClassificationObjective(config.classification.problem_type)
     setting, loss = run_loss(config, samples)
     needs_labels = loss.per == "sample" and (samples.has_labels or "label" in loss.requires)
     _check_kind(config, samples, "sample" if needs_labels else "pair" if loss.per == "pair" else "token", setting)
@@ -203,7 +217,8 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
         )
     if loss.of == "values" and config.head == "lm":
         raise ConfigError(
-            f"{setting}: a loss of a scalar head's values; of these, run files train bradley_terry, and programs the others "
+            f"{setting}: a loss of a scalar head's values; of these, run files train bradley_terry and classification, and "
+            "programs the others "
             '(docs/data.md, "Reward models and critics")'
         )
 
@@ -249,7 +264,7 @@ def loss_values(
         torch.tensor([[0, 1]] if loss.per == "pair" else []).reshape(-1, 2).long(),
         lambda values: values,
         entropy=None if entropies is None else joined(entropies),
-        labels=torch.tensor([sample.label or 0 for sample in samples]) if "label" in loss.requires else None,
+        labels=label_tensor(samples) if "label" in loss.requires else None,
         **fields,
     )
     count = {"token": len(inputs.targets), "sample": len(samples), "pair": 1}[loss.per]
@@ -461,12 +476,63 @@ class PreferenceObjective:
         return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen) or sample.label is not None
 
 
+SQUARED_VALUES = Loss(
+    "squared values", lambda values, inputs: values.square().view(len(values), -1).sum(1), of="values"
+)
+"""Loss of trials on models with a scalar head."""
+
+
+class ClassificationObjective(TokenObjective):
+    """A loss of labelled samples by the values of a classifier's head at their last token."""
+
+    def __init__(self, problem_type: ProblemType) -> None:
+        super().__init__(BUILT_IN[problem_type])
+        self._problem_type: ProblemType = problem_type
+
+    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
+        # The samples of a trial have no labels, which changes nothing for memory.
+        return samples, SQUARED_VALUES
+
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
+        """Return the sums of the loss and its metrics over the samples, their number, and the outcomes of each label."""
+        sums: dict[str, float] = defaultdict(float)
+        outcomes, count = torch.zeros(0, 3, dtype=torch.float64), 0
+        for start in range(0, len(samples), batch):
+            shard = backend.shard(samples[start : start + batch])
+            for sample, values in zip(shard, backend.values(shard, adapter), strict=True):
+                loss, metrics = loss_values(self._loss, [sample], [values])
+                for name, value in {**metrics, LOSS: loss}.items():
+                    sums[name] += float(value)
+                if self._problem_type != "regression":
+                    sample_outcomes = label_outcomes(self._problem_type, values[-1].view(-1), sample)
+                    outcomes = sample_outcomes + (outcomes if len(outcomes) else 0)
+                count += 1
+        parts, counts, tables = zip(*backend.gather_by_data_rank((dict(sums), count, outcomes.tolist())), strict=True)
+        # A rank without samples has no sums; the names are the same on all others.
+        names = list(dict.fromkeys(name for part in parts for name in part))
+        totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+        table = sum(torch.tensor(table) for table in tables if table)
+        rows = tuple(map(tuple, table.tolist())) if isinstance(table, torch.Tensor) else ()
+        return Measurement(totals.pop(LOSS), sum(counts), totals, rows)
+
+
+def label_outcomes(problem_type: ProblemType, logits: torch.Tensor, sample: Sample) -> torch.Tensor:
+    """Return true positives, false positives and false negatives of each label, float64 [labels, 3], of ``logits`` [labels]."""
+    predicted = predictions(problem_type, logits)
+    if problem_type == "single_label_classification":
+        labels = torch.arange(len(logits))
+        predicted, actual = labels == predicted, labels == sample.label
+    else:
+        actual = sample.label > 0.5
+    return torch.stack([predicted & actual, predicted & ~actual, ~predicted & actual], 1).double()
+
+
 class RewardObjective(PreferenceObjective):
     """A loss of preference pairs by the values of a scalar head."""
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
         # The samples of a trial are no pairs, which changes nothing for memory.
-        return samples, Loss("squared values", lambda values, inputs: values.square(), of="values")
+        return samples, SQUARED_VALUES
 
     def _scores(
         self, backend: Backend, samples: Sequence[Sample], adapter: str | None

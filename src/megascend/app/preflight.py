@@ -81,6 +81,7 @@ class RunPlan(Generic[AnyConfig]):
     @cached_property
     def limits(self) -> SampleLimits:
         """Return the tightest limit on a sample among settings and model, and the name of its source."""
+        from megascend.data.labels import LabelSet
         from megascend.data.samples import SampleLimits
 
         shape, layout, batching = self.info.shape, self.layout, self.config.batching
@@ -100,9 +101,12 @@ class RunPlan(Generic[AnyConfig]):
                 "batching.micro_batch_tokens: auto, and the model does not say how long samples may be: set batching.max_length"
             )
         length, setting = min(limits, key=lambda limit: limit[0])
-        scored = self.info.scalar_head is not None
-        padding = padding_id(read_config(self.config.model), self.config.model) if scored else None
-        return SampleLimits(length, setting, shape.vocab_size, budget, multiple, layout.packing, scored, padding)
+        head = self.info.scalar_head
+        padding = None if head is None else padding_id(read_config(self.config.model), self.config.model)
+        labels = None if head is None or head.problem_type is None else LabelSet(head.labels, head.problem_type)
+        return SampleLimits(
+            length, setting, shape.vocab_size, budget, multiple, layout.packing, head is not None, padding, labels
+        )
 
 
 def preflight(

@@ -161,11 +161,16 @@ class RunSamples:
             if part
         ]
         if config.validation is None or not config.validation.holds_out:
-            return cls(all_samples(learned), None, longest, remarks, kinds=kinds)
-        if held_out:
+            parts = all_samples(learned), None
+        elif held_out:
             remarks += copies(learned, held_out[0])
-            return cls(all_samples(learned), all_samples(held_out[0]), longest, remarks, kinds=kinds)
-        return cls(*hold_out(learned, config.validation.fraction, config.seed), longest, remarks, kinds=kinds)
+            parts = all_samples(learned), all_samples(held_out[0])
+        else:
+            parts = hold_out(learned, config.validation.fraction, config.seed)
+        for part, subject in zip(parts, ("training samples", "held-out samples"), strict=True):
+            if limits.labels is not None and part is not None:
+                remarks += tuple(limits.labels.remarks(part.classes, subject))
+        return cls(*parts, longest, remarks, kinds=kinds)
 
     def longest_unit(self, layout: SequenceLayout) -> int:
         """Tokens that fit the longest sample, or pair, with its padding."""

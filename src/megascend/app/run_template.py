@@ -43,6 +43,20 @@ TEXTS = [
     {"text": f"{a} apples and {b} apples are {a + b} apples."}
     for a, b in ((1, 2), (2, 5), (3, 3), (4, 1), (5, 4), (6, 2), (7, 1), (8, 8))
 ]
+LABELLED = [
+    {"text": text, "label": label}
+    for label, texts in (
+        (
+            "positive",
+            ("I would buy it again.", "Well made, and quick.", "It does all I hoped for.", "A pleasure to use."),
+        ),
+        (
+            "negative",
+            ("It broke on day one.", "Slow, and loud.", "I want my money back.", "Nothing works as described."),
+        ),
+    )
+    for text in texts
+]
 PROMPTS = [
     {"prompt": f"What is {a} + {b}?", "answer": f"{a + b}"}
     for a, b in ((1, 2), (2, 5), (3, 3), (4, 1), (5, 4), (6, 2), (7, 1), (8, 8))
@@ -126,6 +140,20 @@ TASKS: dict[str, TaskTemplate] = {
         },
         VALIDATION | TRACKING,
         unit_samples=2,
+    ),
+    "classification": TaskTemplate(
+        "train",
+        "a sequence classifier on labelled texts",
+        "texts ({text: ...}) or conversations ({messages: [...]}) with a label: one of the names under classification.labels, or "
+        "its number from 0; with problem_type: multi_label_classification a list of them",
+        LABELLED,
+        {
+            "classification": {"problem_type": "single_label_classification", "labels": ["negative", "positive"]},
+            "epochs": 3,
+            "optimizer": {"lr": 1e-5},
+            "schedule": {"kind": "linear", "warmup_ratio": 0.1},
+        },
+        VALIDATION | TRACKING,
     ),
     "pretrain": TaskTemplate(
         "train",

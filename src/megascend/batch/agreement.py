@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megascend.batch.losses import Loss
 from megascend.batch.packing import round_up
@@ -100,7 +101,8 @@ def _contents(sample: Sample, name: str, index: int, pair: int | None) -> Iterat
         yield label, index.to_bytes(8, "little") + values.numpy().tobytes()
     yield "adapter", f"{index} {name}".encode()
     if sample.label is not None:
-        yield "label", f"{index} {sample.label}".encode()
+        label = sample.label.tolist() if isinstance(sample.label, Tensor) else sample.label
+        yield "label", f"{index} {label}".encode()
     if pair is not None:
         yield "pair", f"{index} {pair} {sample.chosen}".encode()
 

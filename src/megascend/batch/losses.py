@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megascend.config.data import ProblemType
 from megascend.config.plugins import LOSSES, POLICY_LOSSES
 from megascend.errors import ConfigError, DataError
 from megascend.kernels.linear_divergence import TeacherDivergence
@@ -44,7 +45,8 @@ class LossInputs:
         sample: int64 [n], index of each token's sample in the micro batch.
         sample_count: samples in the micro batch.
         pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
-        labels: int64 [samples], the samples' labels; None unless the loss requires ``label``.
+        labels: int64 [samples], the samples' labels, or float32 [samples, labels] if a sample has a number for each; None unless
+            the loss requires ``label``.
         candidate_ids: int64 [n, K], a teacher's likeliest tokens, -1 at unused slots; None unless the loss requires
             ``candidates``, as the next two.
         teacher_logprobs: float32 [n, K], the teacher's log-probabilities of them.
@@ -90,10 +92,11 @@ class LossInputs:
         return self.sum_per_sample(values) / torch.where(weights != 0, weights, 1.0)
 
     def at_last(self, values: Tensor) -> Tensor:
-        """Return ``values`` [n] at the last token of each sample, on any context parallel rank: [samples]."""
+        """Return ``values`` [n, ...] at the last token of each sample, on any context parallel rank: [samples, ...]."""
         assert self.last is not None, "only losses of values get the samples' last tokens"
         # The context parallel ranks that do not hold a sample's last token add 0.
-        last_values = values.new_zeros(self.sample_count).index_add(0, self.sample[self.last], values[self.last])
+        totals = values.new_zeros(self.sample_count, *values.shape[1:])
+        last_values = totals.index_add(0, self.sample[self.last], values[self.last])
         return self.reduce_context(last_values)
 
 
@@ -112,7 +115,8 @@ class Loss:
         name: label for messages and metrics.
         function: ``(logprobs [n], LossInputs) -> losses`` or ``-> (losses, {metric: numbers})``; losses and metrics have
             shape [n] for ``per="token"``, [samples] for ``per="sample"`` and [pairs] for ``per="pair"``.
-        of: first argument of the function: ``logprobs`` of the targets, or ``values`` of a scalar head.
+        of: first argument of the function: ``logprobs`` of the targets, or ``values`` of a scalar head, [n, labels] if it has
+            several labels.
         per: unit of the average: tokens by their weights, or samples or preference pairs with equal weights.
         requires: per-token fields of :class:`megascend.Sample` that must be set, ``candidates`` or ``label``.
         entropy: True if ``inputs.entropy`` is needed.
@@ -479,6 +483,35 @@ def bradley_terry(
     }
 
 
+# --- sequence classifiers: of the values at a sample's last token, as transformers' ForSequenceClassificationLoss ---
+
+
+def single_label_classification(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross entropy of a sample's label, by its values as logits."""
+    logits = inputs.at_last(values)
+    loss = F.cross_entropy(logits, inputs.labels, reduction="none")
+    return loss, {"accuracy": (predictions("single_label_classification", logits) == inputs.labels).float()}
+
+
+def multi_label_classification(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over labels of the binary cross entropy, by the values as logits; a sample's label is 0 or 1 for each of them."""
+    logits = inputs.at_last(values).view(inputs.labels.shape)
+    loss = F.binary_cross_entropy_with_logits(logits, inputs.labels.to(logits), reduction="none").mean(-1)
+    correct = predictions("multi_label_classification", logits) == (inputs.labels > 0.5)
+    return loss, {"accuracy": correct.float().mean(-1), "exact_match": correct.all(-1).float()}
+
+
+def regression(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean over a sample's numbers of the squared distance of its values."""
+    distance = inputs.at_last(values).view(inputs.labels.shape) - inputs.labels
+    return distance.square().mean(-1), {"absolute_error": distance.detach().abs().mean(-1)}
+
+
+def predictions(problem_type: ProblemType, logits: Tensor) -> Tensor:
+    """Return the labels that a classifier gives: int64 [samples], or bool [samples, labels] of several labels."""
+    return logits.argmax(-1) if problem_type == "single_label_classification" else logits > 0
+
+
 # --- distillation: a teacher's candidates, and all other tokens as one ---
 
 TAIL_FLOOR = 1e-6
@@ -549,7 +582,8 @@ LOSS_METRICS = {
     "kl": Metric("nats", "KL(old || new) per token, by the k3 estimator, which is never negative"),
     "accuracy": Metric(
         "fraction",
-        "pairs in which the chosen response has the higher reward; kto: responses on the right side of the KL",
+        "pairs in which the chosen response has the higher reward; kto: responses on the right side of the KL; classification: "
+        "samples whose label is right (of several labels: labels that are right)",
     ),
     "reward_chosen": Metric(
         "",
@@ -565,6 +599,12 @@ LOSS_METRICS = {
         "nats", "KL(policy || reference) of a sequence, as kto estimates it from mismatched responses"
     ),
     "value": Metric("", "mean value that the critic predicts"),
+    "exact_match": Metric("fraction", "multi_label_classification: samples whose labels are all right"),
+    "macro_f1": Metric(
+        "fraction",
+        "classification, held-out samples only: mean over labels that occur or are predicted of 2 TP / (2 TP + FP + FN)",
+    ),
+    "absolute_error": Metric("", "regression: mean absolute distance of a value from its label"),
     "teacher_mass": Metric("fraction", "mean probability that the teacher gives to its candidates of a position"),
     "student_mass": Metric("fraction", "mean probability that the model gives to the teacher's candidates"),
 }
@@ -572,6 +612,9 @@ LOSS_METRICS = {
 
 POLICY = (importance_sampling, ppo, cispo, gspo, dro, stable_reinforce)
 """Losses of a policy, on responses with the sampler's log-probabilities and advantages."""
+
+CLASSIFICATION = (single_label_classification, multi_label_classification, regression)
+"""Losses of sequence classifiers, by transformers' names of what they learn."""
 
 DISTILLATION = (forward_kl, reverse_kl, jsd)
 """Losses of a teacher's candidates."""
@@ -588,6 +631,7 @@ BUILT_IN: dict[str, Loss] = {
         Loss("value", value, requires=("returns",), of="values"),
         Loss("clipped_value", clipped_value, requires=("returns", "old_values"), of="values"),
         Loss("bradley_terry", bradley_terry, per="pair", of="values"),
+        *(Loss(loss.__name__, loss, per="sample", requires=("label",), of="values") for loss in CLASSIFICATION),
         *(Loss(loss.__name__, loss, requires=("candidates",)) for loss in DISTILLATION),
     )
 }

@@ -134,7 +134,7 @@ class MicroBatch:
         allowed: int64 [n, A], tokens that each target was drawn from, -1 at unused slots; None: the whole vocabulary everywhere.
         teacher_states: [n, h], a teacher's last hidden states, on the CPU: those of all micro batches would fill a device. None
             unless the loss requires them.
-        labels: int64 [samples], the samples' labels; None unless the loss requires them.
+        labels: the samples' labels, as of :class:`megascend.LossInputs`; None unless the loss requires them.
     """
 
     members: list[int]
@@ -244,7 +244,7 @@ def build(
         temperature=selected[0].temperature,
         allowed=None if dummy else _allowed_column(selected, columns),
         teacher_states=None if dummy else _teacher_states(selected, loss, columns),
-        labels=_labels(selected, loss, device),
+        labels=to_device(label_tensor(selected), device) if loss is not None and "label" in loss.requires else None,
         images=None if image_layout is None else pictures.joined([sample.images for sample in selected], device),
     )
 
@@ -416,12 +416,11 @@ def _field_names(samples: Sequence[Sample], loss: Loss | None) -> list[str]:
     return sorted(common - {"candidates", "teacher_states", "label"})  # columns of their own
 
 
-def _labels(samples: Sequence[Sample], loss: Loss | None, device: torch.device) -> Tensor | None:
-    """Return the labels of samples, int64 [samples]; None unless the loss requires them."""
-    if loss is None or "label" not in loss.requires:
-        return None
-    # _field_names() has refused samples without one.
-    return to_device(torch.tensor([int(sample.label or 0) for sample in samples]), device)
+def label_tensor(samples: Sequence[Sample]) -> Tensor:
+    """Return the labels of samples: int64 [samples], or float32 [samples, labels]; 0 for a dummy without one."""
+    if samples and isinstance(samples[0].label, Tensor):
+        return torch.stack([sample.label for sample in samples])
+    return torch.tensor([int(sample.label or 0) for sample in samples])
 
 
 def pair_positions(samples: Sequence[Sample], loss: Loss | None) -> list[tuple[int, int]]:

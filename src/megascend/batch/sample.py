@@ -35,7 +35,8 @@ class Sample:
         extra: further float32 fields for loss functions of your own, reached as ``inputs.extra[name]``.
         pair: samples with the same value form one preference pair and stay in one micro batch.
         chosen: within a pair, True for the preferred sample.
-        label: class of the sample, for losses that require it; kto: 1 for desirable, 0 for undesirable.
+        label: class of the sample, for losses that require it; kto: 1 for desirable, 0 for undesirable. Or floats, a number for
+            each label of a head: multi_label_classification, regression.
         adapter: name of the LoRA adapter that this sample trains; default: the call's.
         returns: float32, targets of a critic's values.
         old_values: float32, values of the critic that ``returns`` were computed with.
@@ -68,7 +69,7 @@ class Sample:
     temperature: float = 1.0
     allowed: Any = None
     teacher_states: Any = None
-    label: int | None = None
+    label: Any = None
 
     def __post_init__(self) -> None:
         self.input_ids = _vector(self.input_ids, "input_ids", torch.int64)
@@ -99,6 +100,8 @@ class Sample:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
             raise DataError("a sample must hold at least one token")
+        if self.label is not None and not isinstance(self.label, int):
+            self.label = _vector(self.label, "label", torch.float32)
         if self.images is not None and not isinstance(self.images, SampleImages | PictureSources):
             raise DataError(f"images must be a megascend.SampleImages, got {type(self.images).__name__}")
 
@@ -192,7 +195,7 @@ class Sample:
         Args:
             token_ids: the sequence, prompt first.
             weights: [n], of each value in the loss; default 1.
-            fields: ``returns``, ``old_values``, ``extra``, ``pair``, ``chosen`` or ``adapter``.
+            fields: ``returns``, ``old_values``, ``extra``, ``pair``, ``chosen``, ``label`` or ``adapter``.
         """
         tokens = _vector(token_ids, "token_ids", torch.int64)
         # Targets are unused here, but every sample must have them.

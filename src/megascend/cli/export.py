@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
-    from megascend.config import Lora
+    from megascend.config import Classification, Lora
 
 
 class ExportType(str, Enum):
@@ -57,10 +57,10 @@ def export_command(
         from megascend.config import Adapters
 
         adapter = find_adapter(adapter)
-        lora, has_head = read_settings(adapter)
+        lora, head_rows = read_settings(adapter)
         settings["adapters"] = Adapters(max_count=1, max_rank=lora.rank, targets=lora.targets)
-        if has_head:
-            settings["head"] = "reward_model"
+        if head_rows:
+            settings["head"] = head_of(adapter, head_rows, source)
         merged = f" with {adapter} merged"
         # A warning only: the recorded name may be a path on another machine, or a name on the Hub.
         if (trained_on := other_base(adapter, source)) is not None:
@@ -100,13 +100,45 @@ def find_adapter(path: Path) -> Path:
     )
 
 
-def read_settings(adapter: Path) -> tuple[Lora, bool]:
-    """Return the adapter's rank and targets, and whether it has a scalar head; reject anything beyond plain LoRA."""
+def read_settings(adapter: Path) -> tuple[Lora, int]:
+    """Return the adapter's rank and targets, and the labels of its scalar head, 0 without; reject anything beyond plain LoRA."""
     from megascend.lora import peft_format
     from megascend.lora.target_modules import HEAD
 
     lora, factors = peft_format.read(adapter)
-    return lora, HEAD in factors
+    return lora, len(factors[HEAD].b) if HEAD in factors else 0
+
+
+def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | Classification:
+    """Return the kind of an adapter's head of so many labels; their names are in the settings of its run, if it lies in one."""
+    import yaml
+
+    from megascend.config import Classification
+    from megascend.errors import CheckpointError
+    from megascend.huggingface.files import read_config
+
+    run_file, settings = adapter.parent / "config.yaml", {}
+    if run_file.is_file():
+        values = yaml.safe_load(run_file.read_text(encoding="utf-8"))
+        settings = (values.get("classification") if isinstance(values, dict) else None) or {}
+    if settings:
+        head = Classification.model_validate(settings)
+        if head.label_names is not None and len(head.label_names) != rows:
+            raise CheckpointError(
+                f"{run_file} names {len(head.label_names)} labels ({', '.join(head.label_names)}), and the head of {adapter} has "
+                f"{rows} rows: does the adapter belong to this run?"
+            )
+        return head if head.label_names is not None else head.model_copy(update={"num_labels": rows})
+    if rows == 1:
+        return "reward_model"
+    problem_type = read_config(model).get("problem_type") or "single_label_classification"
+    typer.secho(
+        f"{adapter} does not lie in its run's directory, which has the names of its {rows} labels: exported with those of "
+        f"{model}, or as LABEL_0 to LABEL_{rows - 1}, and problem_type: {problem_type}",
+        fg=typer.colors.YELLOW,
+        err=True,
+    )
+    return Classification(num_labels=rows, problem_type=problem_type)
 
 
 def other_base(adapter: Path, model: Path) -> str | None:

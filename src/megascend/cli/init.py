@@ -11,7 +11,7 @@ from megascend.cli.train import Overrides
 
 
 def init_command(
-    task: Annotated[str, typer.Argument(help="sft, dpo, reward, pretrain or rl.")],
+    task: Annotated[str, typer.Argument(help="sft, dpo, reward, classification, pretrain or rl.")],
     model: Annotated[
         Path, typer.Argument(help="Checkpoint directory, or the config.json of a model whose weights are elsewhere.")
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from megascend.config.data import (
     DATA_COLUMNS,
+    Classification,
     Data,
     Distillation,
     Dpo,
@@ -68,6 +69,7 @@ __all__ = [
     "Batching",
     "Beta",
     "Checkpoint",
+    "Classification",
     "ContextAlgorithm",
     "Count",
     "CudaGraphs",

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from megascend.config.section import Count, Section, Size
+from megascend.errors import ConfigError
 
 
 class PictureLimits(Section):
@@ -222,6 +223,8 @@ DATA_COLUMNS = (
     "chat_template_kwargs", "images", "image",
 )  # fmt: skip
 """Columns of data files that are read."""
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+"""transformers' names for what a sequence classifier learns, and of the losses that it learns it with."""
 PREFERENCE_LOSSES = ("dpo", "orpo", "simpo", "kto", "bradley_terry")
 """Losses with a section of a run file of their own."""
 
@@ -398,3 +401,70 @@ class BradleyTerry(Section):
         ge=0,
         description="factor of (chosen + rejected)^2, which keeps rewards around 0 (Eisenstein et al., arXiv:2312.09244)",
     )
+
+
+def default_labels(count: int) -> tuple[str, ...]:
+    """Return the names that transformers gives to labels without names."""
+    return tuple(f"LABEL_{label}" for label in range(count))
+
+
+class Classification(Section):
+    """A sequence classifier (transformers' ``...ForSequenceClassification``) of texts or conversations with a ``label``."""
+
+    problem_type: ProblemType = Field(
+        "single_label_classification",
+        description="what a label is, by transformers' names: one label a sample (cross entropy), any number of labels (binary "
+        "cross entropy of each), or numbers (mean squared error)",
+    )
+    labels: tuple[Annotated[str, Field(min_length=1)], ...] | None = Field(
+        None,
+        min_length=1,
+        description="names of the labels in the order of their ids, exported as id2label; default: those of the model's head, or "
+        "LABEL_0, LABEL_1 ...",
+    )
+    num_labels: Size | None = Field(
+        None,
+        description="number of labels, in place of names; default: the model's, and 1 for a new head of regression",
+    )
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _names_are_strings(cls, value: Any) -> Any:
+        # YAML reads yes, no, 1 and null as other values: the message of pydantic would not say so.
+        unquoted = [entry for entry in value if not isinstance(entry, str)] if isinstance(value, list | tuple) else []
+        if unquoted:
+            raise ValueError(f"a name is text, and YAML reads {unquoted[0]!r} here: write names in quotes")
+        return value
+
+    @property
+    def label_names(self) -> tuple[str, ...] | None:
+        """Return the names of the labels; None if only the model's head can tell them."""
+        if self.labels is not None:
+            return self.labels
+        if self.num_labels is None:
+            return None
+        return default_labels(self.num_labels)
+
+    def check_count(self, count: int) -> None:
+        """Raise ConfigError for a single label among fewer than two."""
+        if self.problem_type == "single_label_classification" and count < 2:
+            raise ConfigError(
+                f"classification: {count} label, and single_label_classification chooses among two or more: name them in "
+                "classification.labels, or set classification.problem_type: multi_label_classification (yes or no) or regression"
+            )
+
+    @model_validator(mode="after")
+    def _labels(self) -> Classification:
+        if self.labels is not None and self.num_labels not in (None, len(self.labels)):
+            raise ValueError(
+                f"classification.num_labels: {self.num_labels}, and classification.labels has {len(self.labels)}: leave "
+                "num_labels out"
+            )
+        if self.labels is not None and (twice := sorted({name for name in self.labels if self.labels.count(name) > 1})):
+            raise ValueError(f"classification.labels: {', '.join(twice)} is listed twice")
+        if (names := self.label_names) is not None:
+            try:
+                self.check_count(len(names))
+            except ConfigError as error:
+                raise ValueError(str(error)) from None
+        return self

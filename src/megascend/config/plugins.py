@@ -20,7 +20,7 @@ from weightwire.transports import transport_names
 
 ENGINES = ["megatron", "single", "fsdp"]
 """Names of the engines that run files may set; :func:`megascend.register_engine` adds others."""
-LOSSES = ["cross_entropy", *PREFERENCE_LOSSES]
+LOSSES = ["cross_entropy", *PREFERENCE_LOSSES, "classification"]
 """Names of the losses that run files may set; :func:`megascend.register_loss` adds others."""
 PROVIDERS = ["mindspeed", "megatron_adaptor", "transformer_engine", "reference"]
 """Names of the providers that run files may set; :func:`megascend.register_provider` adds others."""

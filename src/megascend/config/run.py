@@ -14,6 +14,7 @@ from typing_extensions import Self, TypedDict
 from megascend.config.data import (
     PREFERENCE_LOSSES,
     BradleyTerry,
+    Classification,
     Data,
     DataSource,
     Distillation,
@@ -144,7 +145,8 @@ class TrainerConfig(Section):
         if isinstance(values, dict) and "head" in values:
             raise ValueError(
                 f"head: {values['head']!r:.200} is a setting of backends, not of run files, where the loss decides it: "
-                "megascend train makes reward models with bradley_terry; critics (loss value) are trained by programs, "
+                "megascend train makes reward models with bradley_terry and classifiers with classification; critics (loss "
+                "value) are trained by programs, "
                 'megascend.MegatronBackend(model, head="scalar"); see docs/data.md, "Reward models and critics"'
             )
         return values
@@ -247,7 +249,7 @@ class TrainerConfig(Section):
         return {}
 
     @property
-    def head(self) -> Literal["lm", "reward_model"]:
+    def head(self) -> Literal["lm", "reward_model"] | Classification:
         """Kind of the model's last layer; see :data:`megascend.huggingface.scalar_head.HeadKind`."""
         return "lm"
 
@@ -347,9 +349,9 @@ class RunConfig(TrainerConfig):
     )
     loss: str | None = Field(
         None,
-        description="loss by name: cross_entropy, dpo, orpo, simpo, kto, bradley_terry, one that a plug-in registers, or a "
-        "function of yours as path/to/file.py:function or package.module:function; default: that of the section below that is "
-        "set, else cross_entropy",
+        description="loss by name: cross_entropy, dpo, orpo, simpo, kto, bradley_terry, classification, one that a "
+        "plug-in registers, or a function of yours as path/to/file.py:function or package.module:function; default: that of the "
+        "section below that is set, else cross_entropy",
     )
     loss_settings: dict[str, float] = Field(
         {}, description="keyword arguments of a loss that is a function of yours or of a plug-in"
@@ -359,6 +361,9 @@ class RunConfig(TrainerConfig):
     simpo: Simpo | None = Field(None, description="train on preference pairs with SimPO")
     kto: Kto | None = Field(None, description="train on responses labelled desirable or undesirable with KTO")
     bradley_terry: BradleyTerry | None = Field(None, description="train a reward model on preference pairs")
+    classification: Classification | None = Field(
+        None, description="train a sequence classifier on texts, completions or conversations with a label"
+    )
     distillation: Distillation | None = Field(
         None, description="learn the distributions of a teacher that are stored with the data's tokens"
     )
@@ -420,15 +425,18 @@ class RunConfig(TrainerConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _named_preference_loss(cls, values: Any) -> Any:
+    def _named_section(cls, values: Any) -> Any:
         # `loss: orpo` is `orpo: {}`, the section with its defaults.
-        if isinstance(values, dict) and values.get("loss") in PREFERENCE_LOSSES and values.get(values["loss"]) is None:
+        sections = (*PREFERENCE_LOSSES, "classification")
+        if isinstance(values, dict) and values.get("loss") in sections and values.get(values["loss"]) is None:
             return values | {values["loss"]: {}}
         return values
 
     @model_validator(mode="after")
     def _one_objective(self) -> RunConfig:
-        sections = [name for name in (*PREFERENCE_LOSSES, "distillation") if getattr(self, name) is not None]
+        sections = [
+            name for name in (*PREFERENCE_LOSSES, "classification", "distillation") if getattr(self, name) is not None
+        ]
         if len(sections) > 1:
             raise ValueError(f"{' and '.join(sections)} are both set: a run has one loss")
         if self.loss is not None and sections not in ([], [self.loss]):
@@ -440,19 +448,22 @@ class RunConfig(TrainerConfig):
 
     @model_validator(mode="after")
     def _language_model_for_answers(self) -> RunConfig:
-        if self.bradley_terry is None:
+        if self.head == "lm":
             return self
+        name, model = "classification", "a classifier gives labels"
+        if self.bradley_terry is not None:
+            name, model = "bradley_terry", "a reward model gives scores"
         if self.generation is not None:
-            raise ValueError("generation and bradley_terry are both set: a reward model gives scores, not answers")
+            raise ValueError(f"generation and {name} are both set: {model}, not answers")
         if self.validation is not None and self.validation.tasks is not None:
-            raise ValueError(
-                "validation.tasks and bradley_terry are both set: a reward model gives scores, not answers"
-            )
+            raise ValueError(f"validation.tasks and {name} are both set: {model}, not answers")
         return self
 
     @property
-    def head(self) -> Literal["lm", "reward_model"]:
+    def head(self) -> Literal["lm", "reward_model"] | Classification:
         """Kind of the model's last layer, which the loss decides."""
+        if self.classification is not None:
+            return self.classification
         return "lm" if self.bradley_terry is None else "reward_model"
 
     @property

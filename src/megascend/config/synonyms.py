@@ -153,6 +153,11 @@ SYNONYMS: dict[str, Synonym] = {
         ("beta", "rl_beta"), Synonym(("dpo.beta", "orpo.beta", "simpo.beta", "kto.beta", "reference.coefficient"))
     ),
     "center_rewards_coefficient": Synonym(("bradley_terry.center_coefficient",)),
+    **dict.fromkeys(
+        ("id2label", "label2id", "label_names", "class_names"),
+        Synonym(("classification.labels",), "a list of names in the order of their ids"),
+    ),
+    "num_classes": Synonym(("classification.num_labels",)),
     "num_generations": Synonym(("rollout.group_size",)),
     **dict.fromkeys(("max_completion_length", "max_new_tokens", "response_length"), Synonym(("rollout.max_tokens",))),
     "max_prompt_length": Synonym(("batching.max_length",), "of prompt and response together, in tokens"),

@@ -6,6 +6,7 @@
 | ``conversations`` | one, also as ShareGPT has it (``from``, ``value``) |
 | ``prompt``, ``completion`` | text of which the completion is learned, or a conversation, if both are lists of messages |
 | ``prompt``, ``completion``, ``label`` | the same, labelled desirable (true) or undesirable (false) |
+| any of them but pairs, and ``label`` | the same with a label, for classifiers |
 | ``instruction``, ``output`` (and ``input``, ``system``, ``history``) | Alpaca's: a conversation |
 | ``chosen``, ``rejected`` (and ``prompt``, ``margin``) | a preference pair, of conversations or of text |
 | ``text`` | a text |
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megascend.data.document import Document, Messages
@@ -40,12 +42,12 @@ if TYPE_CHECKING:
 
 FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chosen": (("chosen", "rejected"), ("prompt", "margin")),
-    "messages": (("messages",), ()),
-    "conversations": (("conversations",), ("system",)),
+    "messages": (("messages",), ("label",)),
+    "conversations": (("conversations",), ("system", "label")),
     "completion": (("prompt", "completion"), ("label",)),
-    "output": (("instruction", "output"), ("input", "system", "history")),
-    "text": (("text",), ()),
-    "token_ids": (("token_ids",), ("prompt_length", "weights", "top_ids", "top_logprobs")),
+    "output": (("instruction", "output"), ("input", "system", "history", "label")),
+    "text": (("text",), ("label",)),
+    "token_ids": (("token_ids",), ("prompt_length", "weights", "top_ids", "top_logprobs", "label")),
 }
 """Columns that each form must have, and those that it may have."""
 LARGEST_MARGIN = 3.4028234e38
@@ -93,6 +95,8 @@ def parse_record(
             if key not in read_columns:
                 findings.remark(f"{key!r} is not read", source)
     document = _PARSERS[form](values, source)
+    if "label" in may and "label" in values:
+        document = replace(document, class_label=values["label"])
     if document.messages is not None or isinstance(document.chosen, tuple):
         columns_of_pictures = [name for name in PICTURES if values.get(name) not in (None, [])]
         if len(columns_of_pictures) > 1:
@@ -195,11 +199,7 @@ def _parse_completion(values: Mapping[str, Any], source: str) -> Document:
     if isinstance(prompt, list) != isinstance(completion, list):
         raise DataError(f"{source}: 'prompt' and 'completion' must be both strings or both lists of messages")
     label = _number(values.get("label"))
-    if label is not None and type(label) is not bool:
-        raise DataError(
-            f"{source}: 'label' must be true (desirable) or false (undesirable), found {label!r:.60}; if it is something else, "
-            "choose the columns to read with data.columns: {prompt: prompt, completion: completion}"
-        )
+    label = label if type(label) is bool else None  # classifiers have others, which the encoder checks
     if not isinstance(prompt, list):
         return Document(
             source,

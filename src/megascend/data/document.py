@@ -34,6 +34,7 @@ class Document:
         candidates: a teacher's candidates for each of ``token_ids``, or None.
         template_options: further variables of the chat template, ``{"enable_thinking": False}`` for example.
         label: True for a desirable completion, False for an undesirable one; None: not labelled.
+        class_label: content of the column ``label``, for classifiers; None: there is none.
         mismatch: another document's completion to the prompt of a labelled one: plain text or messages, as its own.
     """
 
@@ -55,6 +56,7 @@ class Document:
     token_weights: tuple[float, ...] | None = None
     candidates: Candidates | None = None
     label: bool | None = None
+    class_label: Any = None
     mismatch: Messages | str | None = None
 
     @property

@@ -286,7 +286,10 @@ def add_to_fingerprint(state: xxhash.xxh3_64, sample: Sample) -> None:
         state.update(values.numpy().tobytes())
     if sample.label is not None:
         # Tokens do not show it.
-        state.update(sample.label.to_bytes(8, "little", signed=True))
+        if isinstance(sample.label, int):
+            state.update(sample.label.to_bytes(8, "little", signed=True))
+        else:
+            state.update(sample.label.numpy().tobytes())
     for name in sorted(sample.extra):
         state.update(sample.extra[name].numpy().tobytes())
     if sample.candidates is not None:

@@ -269,6 +269,7 @@ def sample_inputs(
         **({"date in the chat template": template_date.isoformat()} if writes_date(tokenizer) else {}),
         **{name: code for name, code in files if name.startswith(TOKENIZER)},
         "longest sample": str(limits.length),
+        **({} if limits.labels is None else {"labels": json.dumps([asdict(limits.labels), limits.padding])}),
         f"versions of {', '.join(PACKAGES)} or megascend": json_digest(versions()),
     }
 
@@ -302,7 +303,9 @@ def _in_cache(key: str, make: Callable[[Path], None], pictures: PictureProcessor
 def _encoded(path: Path, data: Data, encoder: Encoder, findings: Findings) -> Iterator[tuple[int, list[Sample]]]:
     documents = iterate_documents(path, data.split, data.columns or None, findings, data.config_name)
     reported = time.monotonic()
-    for number, document in enumerate(with_mismatches(documents, findings)):
+    if not encoder.classifies:
+        documents = with_mismatches(documents, findings)
+    for number, document in enumerate(documents):
         if time.monotonic() - reported > PROGRESS_S:
             reported = time.monotonic()
             print(f"{path}: {number} documents turned into tokens so far", flush=True)

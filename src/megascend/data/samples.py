@@ -20,6 +20,7 @@ from megascend.batch.sample import Sample
 from megascend.data.chat import ChatTemplate
 from megascend.data.document import Document, Messages
 from megascend.data.findings import Findings
+from megascend.data.labels import LabelSet
 from megascend.data.pictures import EncodedPictures, PictureProcessor, folder_of, sources_of
 from megascend.data.rendering import Span
 from megascend.errors import DataError
@@ -54,6 +55,7 @@ class SampleLimits:
         packing: False if both are padded to the length of the longer.
         scored: samples are for a scalar head (:meth:`Sample.scored`), which has a value after their last token, too.
         padding: token that does not count at the end of a scored sample, as transformers' sequence classifiers have it.
+        labels: labels of a classifier; None for other models.
     """
 
     length: int
@@ -64,6 +66,7 @@ class SampleLimits:
     packing: bool = True
     scored: bool = False
     padding: int | None = None
+    labels: LabelSet | None = None
 
     @property
     def targets(self) -> int:
@@ -101,11 +104,20 @@ class Encoder:
         self._train_on_prompt, self._on_too_long = train_on_prompt, on_too_long
         self._template = ChatTemplate(tokenizer, template_options, template_date)
 
+    @property
+    def classifies(self) -> bool:
+        """True if samples are for a classifier."""
+        return self._limits.labels is not None
+
     def encode(self, document: Document, number: int = 0) -> list[Sample]:
         """Return the samples of a document: one of a conversation, two of a pair or of a labelled completion, identified by
         ``number``, any number of a text.
         """
         try:
+            if self._limits.labels is not None:
+                sample = self._classified(document, self._limits.labels)
+                return [] if sample is None else [sample]
+            self._check_label(document)
             if document.text is not None:
                 return self._text(document, document.text)
             if document.is_pair:
@@ -120,6 +132,48 @@ class Encoder:
         return [] if sample is None else [sample]
 
     # --- kinds of documents ---
+
+    def _check_label(self, document: Document) -> None:
+        """Refuse or remark on a label that only a classifier reads."""
+        if document.class_label is None or document.label is not None:
+            return
+        if document.completion is None and not document.prompt_messages:
+            self._findings.remark("'label' is not read: it is for classifiers (classification)", document.source)
+            return
+        raise DataError(
+            f"'label' must be true (desirable) or false (undesirable), found {document.class_label!r:.60}; if it is of a "
+            "classifier, set classification; if it is something else, choose the columns to read with data.columns: {prompt: "
+            "prompt, completion: completion}"
+        )
+
+    def _classified(self, document: Document, labels: LabelSet) -> Sample | None:
+        """Return a sample with its label, whose tokens are those that the tokenizer, or the chat template, gives."""
+        if document.is_pair:
+            raise DataError(
+                "a preference pair has no label: classification learns from texts, completions, conversations or token_ids with "
+                "'label'"
+            )
+        if document.class_label is None:
+            raise DataError(
+                "no 'label', from which classification learns; name a column of another name with data.columns: {label: COLUMN, "
+                "...}, with all others that are read"
+            )
+        label, pictures = labels.parse(document.class_label), None
+        if document.loss_weights is not None:
+            raise DataError("'loss' and 'weight' have no meaning for a classifier: leave them out")
+        if document.messages is not None:
+            kind = "conversation"
+            tokens, _, pictures = self._conversation(document, document.messages, None, learn_all=True)
+        elif document.token_ids is not None:
+            kind, tokens = "sequence of tokens", list(document.token_ids)
+        else:
+            kind = "text"
+            text = document.text if document.text is not None else f"{document.prompt or ''}{document.completion or ''}"
+            tokens = self._ids(text)[0]
+        sample = self._within_limit(tokens, [1.0] * len(tokens), kind, document.source, pictures)
+        if sample is not None:
+            sample.label = label if isinstance(label, int) else torch.tensor(label)
+        return sample
 
     def _text(self, document: Document, text: str) -> list[Sample]:
         """Cut a text into pieces; neighbours share one token, the last target of one being the first input of the next."""
@@ -336,8 +390,7 @@ class Encoder:
         self._check_vocabulary(tokens)
         if candidates is not None:
             self._check_vocabulary([int(candidates.ids.max())])
-        # The first token is never a target.
-        if not any(weights[1:]):
+        if not self._learns(weights):
             raise DataError(
                 "no assistant turn to learn from, or none whose loss counts; add one, or set data.train_on_prompt: true"
             )
@@ -357,7 +410,7 @@ class Encoder:
         tokens, weights = tokens[: limit + targets], weights[: limit + targets]
         cuts_picture = pictures is not None and self._pictures is not None and self._pictures.layout.token in rest
         # Truncation may cut off everything that is learned.
-        if self._on_too_long == "skip" or cuts_picture or not any(weights[1:]):
+        if self._on_too_long == "skip" or cuts_picture or not self._learns(weights):
             effect = "a picture would be cut" if cuts_picture else "nothing to learn stays"
             setting = "skip" if self._on_too_long == "skip" else f"truncate, and {effect}"
             self._findings.remark(f"left out: more than {limit} tokens (data.on_too_long: {setting})", source)
@@ -365,6 +418,10 @@ class Encoder:
         self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
         candidates = None if candidates is None else candidates[: limit + targets]
         return self._sample(tokens, weights, pictures, candidates)
+
+    def _learns(self, weights: Sequence[float]) -> bool:
+        """Return True if something is learned of tokens with these weights: the first one is never a target."""
+        return any(weights if self._limits.labels is not None else weights[1:])
 
     def _sample(
         self, tokens: list[int], weights: list[float], pictures: PictureSources | None, candidates: Candidates | None

@@ -28,6 +28,8 @@ from megascend.errors import DataError
 TOKENS, WEIGHTS, INDEX, ABOUT = "tokens.int32", "weights.float32", "index.int64", "about.json"
 PICTURES, PICTURE_INDEX = "pictures.bin", "pictures.int64"
 CANDIDATE_IDS, CANDIDATE_LOGPROBS = "candidates.int32", "candidates.float32"
+LABELS = "labels.float32"
+"""Label of each sample of a classifier: its id, or a number for each label."""
 PATH, CONTENT = 0, 1
 """Kinds of entries of a picture: its path, or the picture itself."""
 NO_PAIR = -1
@@ -51,6 +53,7 @@ class SampleStore(Sequence[Sample]):
         kinds: number of documents of each kind.
         sources: inputs of the samples: name for messages, to a digest or the value.
         scored: the samples are for a scalar head (:meth:`Sample.scored`).
+        classes: float32 [samples, 1], ids of a classifier's labels, or [samples, labels], a number for each; empty without.
     """
 
     def __init__(self, path: Path, processor: PictureProcessor | None = None) -> None:
@@ -74,6 +77,8 @@ class SampleStore(Sequence[Sample]):
         self._weights = _mapped(path / WEIGHTS, np.float32)
         self._candidate_ids = _mapped(path / CANDIDATE_IDS, np.int32)
         self._candidate_logprobs = _mapped(path / CANDIDATE_LOGPROBS, np.float32)
+        self._has_ids: bool = about["label_ids"]
+        self.classes = _mapped(path / LABELS, np.float32).reshape(-1, max(1, about["label_width"]))
 
     def __len__(self) -> int:
         return len(self._index)
@@ -100,6 +105,7 @@ class SampleStore(Sequence[Sample]):
             self._candidate_ids[slots],
             self._candidate_logprobs[slots],
             self._picture_index[picture : picture + pictures, 3],
+            self.classes[index] if len(self.classes) else self.classes,
         )
         # A copy or a disk may have changed bytes and kept the size: zeros, for example, are tokens as others are.
         if _sample_digest(arrays, side, margin_bits) != digest:
@@ -123,6 +129,8 @@ class SampleStore(Sequence[Sample]):
                 np.array(ids).reshape(-1, width),
                 np.array(logprobs).reshape(-1, width),
             )
+        if len(self.classes):
+            sample.label = int(arrays[5][0]) if self._has_ids else torch.from_numpy(np.array(arrays[5]))
         if side != NO_PAIR:
             sample.pair = document
         if side in (REJECTED, CHOSEN):
@@ -247,12 +255,14 @@ def write_store(
     """
     path.mkdir()
     state, start, pictures, slots = xxhash.xxh3_64(), 0, 0, 0
+    label_width, label_ids = 0, False
     with (
         _PictureWriter(path) as writer,
         (path / TOKENS).open("wb") as tokens,
         (path / WEIGHTS).open("wb") as weights,
         (path / CANDIDATE_IDS).open("wb") as candidate_ids,
         (path / CANDIDATE_LOGPROBS).open("wb") as candidate_logprobs,
+        (path / LABELS).open("wb") as labels,
         (path / INDEX).open("wb") as index,
     ):
         for number, samples in documents:
@@ -279,7 +289,13 @@ def write_store(
                 margin = np.float64(sample.extra[MARGIN][0] if MARGIN in sample.extra else math.nan)
                 margin_bits = int(margin.view(np.int64))
                 picture_digests = np.asarray([identity.digest for identity in identities], dtype=np.int64)
-                digest = _sample_digest([token_array, weight_array, *top, picture_digests], side, margin_bits)
+                label = np.zeros(0, dtype=np.float32)
+                if sample.pair is None and sample.label is not None:  # others are kinds of a pair
+                    label_ids = isinstance(sample.label, int)
+                    label = np.asarray([sample.label] if label_ids else sample.label, dtype=np.float32)
+                    label_width = len(label)
+                    labels.write(label.tobytes())
+                digest = _sample_digest([token_array, weight_array, *top, picture_digests, label], side, margin_bits)
                 row = [start, len(ids), number, side, pictures, added, slots, width, margin_bits, digest]
                 index.write(np.asarray(row, dtype=np.int64).tobytes())
                 start += len(ids)
@@ -291,6 +307,8 @@ def write_store(
         "kinds": findings.kinds,
         "sources": dict(sources or {}),
         "scored": scored,
+        "label_width": label_width,
+        "label_ids": label_ids,
     }
     # Last: it holds the fingerprint and the remarks of all documents.
     (path / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
@@ -409,6 +427,11 @@ class JoinedStores(Sequence[Sample]):
         return np.concatenate([store.digests for store in self._stores])
 
     @property
+    def classes(self) -> np.ndarray:
+        """Return the labels of a classifier, float32 [samples, ...], as :attr:`SampleStore.classes`."""
+        return np.concatenate([store.classes for store in self._stores])
+
+    @property
     def source_numbers(self) -> np.ndarray:
         """Return the number of each sample's store, int64 [samples]."""
         return np.repeat(np.arange(len(self._stores)), np.diff(self._starts))
@@ -447,6 +470,11 @@ class SampleSubset(Sequence[Sample]):
     def unit(self) -> str:
         """Name of several units, for messages."""
         return "pairs" if self.has_pairs else "labelled completions" if self.has_labels else "samples"
+
+    @property
+    def classes(self) -> np.ndarray:
+        """Return the labels of a classifier, float32 [samples, ...], as :attr:`SampleStore.classes`."""
+        return self._store.classes[self._indices]
 
     @property
     def source_numbers(self) -> np.ndarray:

@@ -301,7 +301,7 @@ class SampleStream:
             document = (
                 value if isinstance(value, Document) else parse_record(value, record.source, self._columns, findings)
             )
-            if document.label is not None:
+            if document.label is not None and not self._encoder.classifies:
                 raise DataError(
                     f"{record.source}: a completion with 'label' takes its counterpart from other records, which streams do not "
                     "have: set data.streaming: false"

@@ -94,7 +94,8 @@ class ScalarOutput:
     """Output of a model with a scalar head for one micro batch.
 
     Attributes:
-        values: fp32 [n], one for each token that this rank holds, padding included, with their autograd graph.
+        values: fp32 [n], one for each token that this rank holds, padding included, with their autograd graph; of a head with
+            several labels [n, labels].
     """
 
     values: Tensor

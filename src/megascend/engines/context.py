@@ -53,7 +53,7 @@ class EngineSpec:
         seed: seed of dropout and all other random numbers.
         timeout_s: seconds after which a missing rank is an error on all others.
         self_check: compare a small slice of the model with transformers first.
-        head: ``lm``, or the kind of scalar head; see :data:`megascend.huggingface.scalar_head.HeadKind`.
+        head: ``lm``, or the kind of scalar head, or its labels; see :data:`megascend.huggingface.scalar_head.HeadKind`.
         mtp: ``train`` heads for multi-token prediction, ``keep`` them as they are, or ``drop`` them.
         mtp_loss_weight: factor of the loss of such a head.
         vision_tower: ``train`` if a vision tower is trained, or adapters may act on it; else ``frozen``.
@@ -142,7 +142,8 @@ def engine_context(
         prepare: called before ranks communicate.
         head: the model's last layer: logits (``lm``), the scalar head of its checkpoint (``scalar``), or a new one in place of
             a causal language model's output layer (``new_sequence_classifier``, ``new_token_classifier``); ``reward_model`` is
-            the checkpoint's scalar head where it has one, else a new sequence classifier's.
+            the checkpoint's scalar head where it has one, else a new sequence classifier's; a ``Classification`` likewise the
+            head of a sequence classifier with its labels.
         mtp: treatment of heads for multi-token prediction; see :class:`EngineSpec`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The last layer of transformers models: a plain output projection, or a scalar head with one value per token."""
+"""The last layer of transformers models: a plain output projection, or a scalar head with a value per label and token."""
 
 from __future__ import annotations
 
@@ -116,15 +116,16 @@ def fresh_weights(head: ScalarHead | None, hidden: int, seed: int) -> dict[str, 
         return {}
     # A separate CPU generator: all ranks draw the same numbers, and no other random stream advances.
     generator = torch.Generator().manual_seed(seed)
-    weights = {WEIGHT: head.std * torch.randn(1, hidden, generator=generator), BIAS: torch.zeros(1)}
+    weight = head.std * torch.randn(head.outputs, hidden, generator=generator)
+    weights = {WEIGHT: weight, BIAS: torch.zeros(head.outputs)}
     return {name: weights[name] for name in head.names}
 
 
-def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
+def model_class(config: Any, head: ScalarHead | None, outputs: int | None = None) -> Any:
     """Return transformers' auto class of a model with this head, and change the configuration accordingly.
 
     Args:
-        outputs: values per token of a scalar head.
+        outputs: values per token of a scalar head; default: its labels.
     """
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -140,7 +141,7 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int = 1) -> Any:
         return AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
     # A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token
     # of a sequence: all scalar heads use the token classifier.
-    config.num_labels = outputs
+    config.num_labels = head.outputs if outputs is None else outputs
     config.classifier_dropout = head.dropout
     config.token_classification_bias = head.bias  # transformers 5.23; for older ones see without_bias()
     config.tie_word_embeddings = False
@@ -207,6 +208,11 @@ def not_plain(layer: nn.Module | None, head: ScalarHead | None) -> str | None:
 
 
 def values_of(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    """Return a scalar head's values, fp32 [n], from ``hidden`` [batch, sequence, h]."""
+    """Return a scalar head's values, fp32, from ``hidden`` [batch, sequence, h]; see :func:`token_values`."""
     bias = None if layer.bias is None else layer.bias.float()
-    return nn.functional.linear(hidden.float(), layer.weight.float(), bias).flatten()
+    return token_values(nn.functional.linear(hidden.float(), layer.weight.float(), bias))
+
+
+def token_values(values: Tensor) -> Tensor:
+    """Flatten a head's values [batch, sequence, labels]: to [n] of one label, else to [n, labels]."""
+    return values.flatten() if values.shape[-1] == 1 else values.flatten(0, -2)

@@ -119,20 +119,23 @@ class AppliedAdapters:
 
         Args:
             x: [..., h], the head's input; of this rank's tokens.
-            out: fp32, the values of the model's head, in any shape.
+            out: fp32, the values of the model's head: [..., labels], or without that dimension for one label.
         """
         if self.stacked is None or self._head is None:
             return out
         stacked, segments = self._active()
         a, a_grads, _, _ = stacked.factors(self._head[0], 0, segments.single)
+        # The first row of A is the weight [labels, h] of each adapter's head.
+        weight, grads = (factor[..., 0].unflatten(-1, (-1, x.shape[-1])).mT for factor in (a, a_grads))
         # In fp32, as the model's head.
-        rows = SegmentedLinear.apply(x.flatten(0, -2).float(), a.float(), a_grads, segments.local, None)
-        values = rows[:, 0].view(out.shape)
+        rows = SegmentedLinear.apply(x.flatten(0, -2).float(), weight.float(), grads, segments.local, None)
+        values = rows.view(out.shape)
         base = [index for index, adapter in enumerate(stacked.adapters) if adapter is None]
         if not base:
             return values
         tokens = segments.adapter_index[segments.local_slice]
-        return torch.where(torch.isin(tokens, tokens.new_tensor(base)).view(out.shape), out, values)
+        is_base = torch.isin(tokens, tokens.new_tensor(base))
+        return torch.where(is_base[:, None], out.view(rows.shape), rows).view(out.shape)
 
     def down_of_output(self, x: Tensor) -> Tensor | None:
         """Return ``A x`` [..., r] of the output layer's input; None if no adapter of the micro batch acts on that layer."""

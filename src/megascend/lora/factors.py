@@ -36,6 +36,18 @@ class Factors:
         return scaling * (self.b @ self.a)
 
 
+def head_factors(weight: Tensor, rank: int) -> Factors:
+    """Return a scalar head's weight [labels, h], or its gradient, as factors; see :data:`~megascend.lora.target_modules.HEAD`."""
+    a = weight.new_zeros(rank, weight.numel())
+    a[0] = weight.flatten()
+    return Factors(a, weight.new_zeros(len(weight), rank))
+
+
+def head_weight(factors: Factors) -> Tensor:
+    """Return the weight [labels, h] that :func:`head_factors` holds."""
+    return factors.a[0].view(len(factors.b), -1)
+
+
 EXPERT_WEIGHT = re.compile(
     r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>gate_proj|up_proj|down_proj|gate_up_proj)\.weight$"
 )
@@ -62,7 +74,7 @@ def merged(
 
     def merge(name: str, weight: Tensor) -> Tensor:
         if name == f"{HEAD}.weight" and HEAD in factors:
-            return to_dtype(name, factors[HEAD].a[:1].to(weight.device), weight.dtype)
+            return to_dtype(name, head_weight(factors[HEAD]).to(weight.device), weight.dtype)
         delta = delta_for(model_name(name), lora, factors)
         if delta is None:
             return weight

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megascend.errors import CheckpointError
-from megascend.lora.factors import Factors
+from megascend.lora.factors import Factors, head_factors, head_weight
 from megascend.lora.target_modules import EMBEDDING, HEAD, OUTPUT, is_embedding, matches
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -45,7 +45,7 @@ def to_tensors(factors: Mapping[str, Factors], rank: int) -> dict[str, Tensor]:
     for name, pair in factors.items():
         _check_factors(name, pair, rank)
         if name == HEAD:
-            tensors[_HEAD_KEY] = pair.a[:1].clone()
+            tensors[_HEAD_KEY] = head_weight(pair).clone()
             continue
         a, b = pair.a, pair.b
         if a.ndim == 3:
@@ -73,11 +73,9 @@ def to_factors(tensors: Mapping[str, Tensor], rank: int, target_parameters: Iter
     target_parameters = list(target_parameters)
     factors: dict[str, Factors] = {}
     if (head := tensors.get(_HEAD_KEY)) is not None:
-        if head.ndim != 2 or len(head) != 1:
-            raise CheckpointError(f"{WEIGHTS}: {_HEAD_KEY} is {list(head.shape)}; a scalar head has one row")
-        a = torch.zeros(rank, head.shape[1])
-        a[0] = head[0]
-        factors[HEAD] = Factors(a, torch.zeros(1, rank))
+        if head.ndim != 2 or not head.numel():
+            raise CheckpointError(f"{WEIGHTS}: {_HEAD_KEY} is {list(head.shape)}; a head has a row for each label")
+        factors[HEAD] = head_factors(head.float(), rank)
         tensors = {key: tensor for key, tensor in tensors.items() if key != _HEAD_KEY}
     fused: dict[str, dict[int, Factors]] = {}
     single: dict[str, dict[str, dict[int, Factors]]] = {}

@@ -30,7 +30,7 @@ class AdapterSettings:
         adam, schedule, seed: defaults of adapters whose ``Lora`` has none.
         dtype: dtype of the model; with float16 adapters scale their loss.
         device: device of the model and of the adapters' values.
-        head: float32 [1, h], the weight that the scalar head of every adapter starts with; None for language models.
+        head: float32 [labels, h], the weight that the scalar head of every adapter starts with; None for language models.
     """
 
     limits: Adapters
@@ -142,7 +142,7 @@ class AdapterRegistry(Mapping[str, Adapter]):
             if target_modules[0].is_head:
                 if span.factor == "a":
                     assert settings.head is not None, "a model with a scalar head has a weight for it"
-                    values[0, 0, 0, 0].copy_(settings.head[0])
+                    values[0, 0, 0, 0].copy_(settings.head.flatten())
                 continue
             if span.factor == ("b" if target_modules[0].is_embedding else "a"):
                 initialise(values, target_modules, lora, seed)

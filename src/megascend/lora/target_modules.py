@@ -26,7 +26,8 @@ EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 HEAD = "score"
 """Name in transformers of a scalar head, which every adapter of such a model has as a full weight (peft's modules_to_save).
 
-Its factors are that weight in the first row of A, and zeros, which have no gradient: neither the other rows of A nor B are used.
+Its factors are that weight, flattened, in the first row of A, and zeros, which have no gradient: neither the other rows of A nor
+B, which has a row for each label, are used.
 """
 
 

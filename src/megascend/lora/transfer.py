@@ -143,6 +143,10 @@ def local_factors(
     a, b = factors.a, factors.b
     lead = (target.expert_total,) if target.is_expert else ()
     shapes = (*lead, factors.rank, target.in_total), (*lead, fused_slice.out_features, factors.rank)
+    if target.is_head and len(b) != fused_slice.out_features:
+        raise CheckpointError(
+            f"the head ({fused_slice.name}) has {len(b)} labels, and this model's has {fused_slice.out_features}"
+        )
     if (tuple(a.shape), tuple(b.shape)) != shapes:
         raise CheckpointError(
             f"the factors of {fused_slice.name} have shapes {tuple(a.shape)} and {tuple(b.shape)}; this model's layer needs "

@@ -89,7 +89,10 @@ def embedding_and_output(model: Any) -> list[TargetModule]:
 
 def head_targets(layer: Any) -> list[TargetModule]:
     """Return the scalar head ``layer`` as a target that every rank has completely; nothing for None."""
-    return [] if layer is None else [replace(_target(HEAD, layer, *layer.weight.shape), split="none")]
+    if layer is None:
+        return []
+    # All labels are in one row of A: a head may have more of them than an adapter has ranks.
+    return [replace(_target(HEAD, layer, len(layer.weight), layer.weight.numel()), split="none")]
 
 
 def experts_without_gate(model: nn.Module) -> Iterator[str]:

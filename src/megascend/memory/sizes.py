@@ -165,7 +165,7 @@ class ModelSizes:
             shared_ffn=shape.shared_expert_ffn_hidden_size or 0,
             experts=shape.num_experts or 0,
             topk=int(text.get("num_experts_per_tok") or 0),
-            vocabulary=shape.vocab_size if info.scalar_head is None else 1,
+            vocabulary=shape.vocab_size if info.scalar_head is None else info.scalar_head.outputs,
             tied=shape.tied,
             qk_norm=any(name.endswith("q_norm.weight") for name in names),
             gated=any(".gate_proj" in name or ".gate_up_proj" in name or ".w3." in name for name in names),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from megascend.batch import images
-from megascend.batch.losses import MARGIN, Loss
+from megascend.batch.losses import CLASSIFICATION, MARGIN, Loss
 from megascend.batch.sample import Sample
 from megascend.engines import router_replay
 from megascend.engines.base import Engine
@@ -86,7 +88,7 @@ def require_head(engine: Engine, of: Literal["logprobs", "values"], caller: str)
     if of == "logprobs" and engine.info.scalar_head is not None:
         raise ConfigError(
             f"{caller} works on log-probabilities, and this model has a scalar head: its losses are value, clipped_value, "
-            "bradley_terry and your own with Loss(of='values'), and its values come from values()"
+            "bradley_terry, those of classification and your own with Loss(of='values'), and its values come from values()"
         )
     if of == "values" and engine.info.scalar_head is None:
         raise ConfigError(
@@ -122,6 +124,33 @@ def check_requirements(samples: Sequence[Sample], requires: Sequence[str], call:
         missing = [name for name in requires if name not in sample.loss_fields]
         if missing:
             raise DataError(f"{call} needs {', '.join(missing)}, which sample {index} does not have")
+
+
+def check_labels(samples: Sequence[Sample], loss: Loss, outputs: int) -> None:
+    """Raise DataError for labels that cannot be compared with the ``outputs`` values of a head, or with each other."""
+    if "label" not in loss.requires:
+        return
+    single, classifies = loss.name == "single_label_classification", loss.function in CLASSIFICATION
+    first: Any = samples[0].label if samples else None
+    for index, sample in enumerate(samples):
+        label = sample.label
+        if isinstance(label, Tensor) != isinstance(first, Tensor) or (
+            isinstance(label, Tensor) and label.shape != first.shape
+        ):
+            raise DataError(f"the samples 0 and {index} have labels of different kinds: {first} and {label}")
+        if not classifies:
+            continue
+        if single and (not isinstance(label, int) or not 0 <= label < outputs):
+            # On the host: on a GPU an index outside the logits is an assertion that breaks the process's device.
+            raise DataError(
+                f"sample {index} has the label {label}, and the loss {loss.name!r} takes an integer from 0 to {outputs - 1}: "
+                f"the model has {outputs} labels"
+            )
+        if not single and (not isinstance(label, Tensor) or len(label) != outputs):
+            raise DataError(
+                f"sample {index} has the label {label}, and the loss {loss.name!r} takes {outputs} floats, one for each label of "
+                "the model"
+            )
 
 
 def check_fields(samples: Sequence[Sample], loss: Loss) -> None:

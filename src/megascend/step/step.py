@@ -23,7 +23,14 @@ from megascend.distributed.objects import broadcast_object, gather_objects
 from megascend.engines.base import Engine, Output, ScalarOutput
 from megascend.errors import DataError, LossFunctionError, MegascendError, OutOfDeviceMemoryError
 from megascend.kernels.host_copy import to_device
-from megascend.step.checks import check_fields, check_pairs, check_requirements, check_samples, require_head
+from megascend.step.checks import (
+    check_fields,
+    check_labels,
+    check_pairs,
+    check_requirements,
+    check_samples,
+    require_head,
+)
 from megascend.step.loss import MicroBatchLoss, normalizer_of
 from megascend.step.policy import policy_output
 
@@ -381,6 +388,7 @@ class Step:
             if loss is not None:
                 check_requirements(samples, loss.requires, f"loss {loss.name!r}")
                 check_fields(samples, loss)
+                check_labels(samples, loss, 0 if engine.info.scalar_head is None else engine.info.scalar_head.outputs)
             budget = engine.batching.budget
             plan = plan_micro_batches(lengths, pairs, budget, layout.packing, kinds=adapter_names)
             report = agreement.report(samples, len(plan), adapter_names, loss)

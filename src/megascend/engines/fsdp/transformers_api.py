@@ -87,11 +87,11 @@ def meta_model(model_dir: Path, tied: bool, scalar_head: ScalarHead | None = Non
     return model
 
 
-def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: int = 1) -> Any:
+def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: int | None = None) -> Any:
     """Build the fp32 model of a configuration with this engine's attention and experts functions, tied parameters tied.
 
     Args:
-        outputs: values per token of a scalar head.
+        outputs: values per token of a scalar head; default: its labels.
     """
     _register()
     kind = config.model_type

@@ -34,7 +34,7 @@ from megascend.engines.base import (
 )
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.full_model import FullModel
-from megascend.engines.heads import fresh_weights
+from megascend.engines.heads import fresh_weights, token_values
 from megascend.engines.megatron import (
     attention_dropout,
     attention_mask,
@@ -393,7 +393,7 @@ class MegatronEngine(Engine):
 
     def _output(self, batch: MicroBatch, hidden: torch.Tensor) -> HeadOutput | ScalarOutput:
         if self.info.scalar_head is not None:
-            return ScalarOutput(hidden.flatten())
+            return ScalarOutput(token_values(hidden))
         assert self.head is not None, "the loss is computed on the last pipeline stage"
         if batch.mtp is not None:
             hidden, prediction_hidden = mtp.split(hidden)

@@ -1,4 +1,4 @@
-"""The scalar head on the last pipeline stage: from hidden states to a value for each token.
+"""The scalar head on the last pipeline stage: from hidden states to a value for each label and token.
 
 mcore-bridge builds such a model as its task ``seq_cls``, with an output layer of Transformer Engine without a bias. It is
 replaced by a plain product in fp32, with the bias and the dropout of transformers' token classifiers. Under sequence parallelism
@@ -30,8 +30,8 @@ class ScalarHeadLayer(nn.Module):
         super().__init__()
         self._dropout, self._divided = head.dropout, config.sequence_parallel
         options = {"dtype": config.params_dtype, "device": device}
-        self.weight = nn.Parameter(torch.empty(1, config.hidden_size, **options))
-        self.bias = nn.Parameter(torch.empty(1, **options)) if head.bias else None
+        self.weight = nn.Parameter(torch.empty(head.outputs, config.hidden_size, **options))
+        self.bias = nn.Parameter(torch.empty(head.outputs, **options)) if head.bias else None
         for parameter in self.parameters():
             # With sequence parallelism each rank has the gradients of its own tokens, and Megatron sums them; without it, all
             # ranks have the complete gradient.
@@ -41,7 +41,7 @@ class ScalarHeadLayer(nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """Compute values, fp32 [sequence, batch, 1], from ``hidden`` [sequence, batch, h]; Megatron's output layer signature."""
+        """Compute values, fp32 [sequence, batch, labels], from ``hidden`` [sequence, batch, h]; the signature is Megatron's."""
         if self.training and self._dropout:
             # Ranks with different tokens draw different masks; ranks with the same tokens must draw the same mask.
             fork = tensor_parallel.get_cuda_rng_tracker().fork() if self._divided else contextlib.nullcontext()  # type: ignore[reportOptionalMemberAccess]
@@ -56,7 +56,7 @@ def bridge_arguments(head: ScalarHead | None) -> dict[str, Any]:
     """Return mcore-bridge's settings for a model with this head, whose weight is never tied to the embedding."""
     if head is None:
         return {}
-    return {"task_type": "seq_cls", "num_labels": 1, "untie_embeddings_and_output_weights": True}
+    return {"task_type": "seq_cls", "num_labels": head.outputs, "untie_embeddings_and_output_weights": True}
 
 
 def install(chunks: Sequence[Any], config: Any, head: ScalarHead, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from megascend.engines.base import adapter_settings
 from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.pictures import tower
 from megascend.lora.adapter_set import AdapterSet
-from megascend.lora.factors import Factors
+from megascend.lora.factors import Factors, head_factors, head_weight
 from megascend.lora.peft_tensors import is_expert_parameter
 from megascend.lora.registry import AdapterRegistry
 from megascend.lora.target_modules import HEAD, RefusedTargets, TargetModule
@@ -154,7 +154,7 @@ class ActiveAdapter:
                 b.copy_(pair.b if pair.b.ndim == 2 else pair.b.permute(1, 2, 0).reshape(b.shape))
         if head is not None and self._base_head is not None:
             # After peft, which freezes all parameters but its own.
-            model.get_submodule(HEAD).weight = torch.nn.Parameter(head.a[:1].to(self._base_head))
+            model.get_submodule(HEAD).weight = torch.nn.Parameter(head_weight(head).to(self._base_head))
 
     def take_gradients(self) -> dict[str, Factors]:
         """Return and clear the gradients since the last call, float32; experts as [experts, ...]."""
@@ -166,9 +166,7 @@ class ActiveAdapter:
                 grad_b = grad_b.view(grad_b.shape[0], self._rank, -1).permute(2, 0, 1)
             gradients[name] = Factors(grad_a, grad_b)
         if self._base_head is not None:
-            grad = _take_gradient(self._model.get_submodule(HEAD).weight)
-            rest = grad.new_zeros(self._rank - 1, grad.shape[1])
-            gradients[HEAD] = Factors(torch.cat([grad, rest]), grad.new_zeros(1, self._rank))
+            gradients[HEAD] = head_factors(_take_gradient(self._model.get_submodule(HEAD).weight), self._rank)
         return gradients
 
     def deactivate(self) -> None:

@@ -1,0 +1,171 @@
+"""Labels of sequence classifiers: from a column of the data to what a loss compares, and remarks on how they are distributed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+
+from megascend.config.data import ProblemType
+from megascend.data.messages import decoded
+from megascend.errors import DataError
+
+LARGEST = 3.4028234e38
+"""Largest number of float32, in which losses are computed."""
+LIST_LIMIT = 12
+"""Most labels that are listed in a message."""
+
+
+@dataclass(frozen=True)
+class LabelSet:
+    """Labels of a classifier.
+
+    Attributes:
+        names: their names, in the order of their ids.
+        problem_type: transformers' name for what a label is.
+    """
+
+    names: tuple[str, ...]
+    problem_type: ProblemType
+
+    def parse(self, value: Any) -> int | list[float]:
+        """Return the label of a sample: the id of one label, or a number for each of them.
+
+        Raises:
+            DataError: the value is no label; the message does not name its source.
+        """
+        if self.problem_type == "regression":
+            return self._numbers(value)
+        if self.problem_type == "single_label_classification":
+            if isinstance(value, list):
+                raise DataError(
+                    f"'label' must be one label, found {value!r:.60}; for several of a sample set classification.problem_type: "
+                    "multi_label_classification"
+                )
+            return self._id(value)
+        # In tables a list is JSON text.
+        values = decoded(value)
+        if not isinstance(values, list):
+            raise DataError(
+                f"'label' must be a list of labels, found {value!r:.60}; for one label a sample leave "
+                "classification.problem_type out"
+            )
+        return self._indicators(values)
+
+    def _id(self, value: Any) -> int:
+        """Return the id of a label, which is an integer or one of the names."""
+        if isinstance(value, str) and value in self.names:
+            return self.names.index(value)
+        number = value
+        if isinstance(value, str):  # as CSV has numbers
+            try:
+                number = int(value)
+            except ValueError:
+                raise DataError(self._unknown(value)) from None
+        if isinstance(number, float) and number.is_integer():  # as tables have integers beside missing ones
+            number = int(number)
+        if type(number) is not int:
+            raise DataError(f"'label' must be {self._description}, found {value!r:.60}")
+        if not 0 <= number < len(self.names):
+            hint = "; some data sets mark samples without a label so: remove them" if number == -1 else ""
+            raise DataError(f"'label' must be {self._description}, found {value!r:.60}{hint}")
+        if str(number) in self.names and self.names.index(str(number)) != number:
+            # A string is a name; an integer could be meant as either.
+            raise DataError(
+                f"'label' is the integer {number}, which is the id of {self.names[number]!r} and the name of id "
+                f"{self.names.index(str(number))}: write names as strings"
+            )
+        return number
+
+    def _indicators(self, values: list[Any]) -> list[float]:
+        """Return 1 for each label of a list of labels, else 0; a list of as many zeros and ones is returned as it is."""
+        count = len(self.names)
+        binary = all(isinstance(value, bool | int | float) and value in (0, 1) for value in values)
+        if len(values) == count and binary:
+            integers = all(type(value) is int for value in values)
+            if integers and len({*values}) == count:  # [0, 1] of two labels, [0] of one
+                raise DataError(
+                    f"'label' is {values!r:.60}, which may be ids or a number for each label: write names, or true and false for "
+                    "each label"
+                )
+            return [float(value) for value in values]
+        if any(isinstance(value, float) for value in values):
+            raise DataError(
+                f"'label' must be a list of {self._description}, or 0 or 1 for each of the {count} labels, found {values!r:.60}"
+            )
+        ids = [self._id(value) for value in values]
+        if len({*ids}) < len(ids):
+            raise DataError(f"'label' has a label twice, found {values!r:.60}")
+        return [float(label in ids) for label in range(count)]
+
+    def _numbers(self, value: Any) -> list[float]:
+        """Return the numbers of a regression."""
+        count, column = len(self.names), decoded(value)
+        if isinstance(column, str):  # as CSV has numbers
+            with contextlib.suppress(ValueError):
+                column = json.loads(column)
+        values: list[Any] = column if isinstance(column, list) else [column]
+        if len(values) != count or not all(
+            type(number) in (int, float) and math.isfinite(number) and abs(number) <= LARGEST for number in values
+        ):
+            expected = "a finite number" if count == 1 else f"{count} finite numbers"
+            raise DataError(f"'label' must be {expected} (of float32), found {value!r:.60}")
+        return [float(number) for number in values]
+
+    @property
+    def _description(self) -> str:
+        return f"an integer in [0, {len(self.names)}) or one of {_abbreviated(self.names)}"
+
+    def _unknown(self, name: str) -> str:
+        similar = get_close_matches(name, self.names, 1)
+        advice = f"; did you mean {similar[0]!r}?" if similar else ""
+        return f"'label' must be {self._description} (classification.labels), found {name!r:.60}{advice}"
+
+    def describe(self, label: Any) -> str:
+        """Return the label of a sample as text."""
+        if isinstance(label, int):
+            return self.names[label]
+        values = [float(value) for value in label]
+        if self.problem_type == "regression":
+            return ", ".join(f"{value:g}" for value in values)
+        return ", ".join(name for name, value in zip(self.names, values, strict=True) if value) or "no label"
+
+    def remarks(self, labels: np.ndarray, subject: str) -> list[str]:
+        """Return how often each label occurs, and warnings of labels that nothing can be learned about.
+
+        Args:
+            labels: float32 [samples, 1], ids; or [samples, labels], a number for each.
+            subject: name of the samples.
+        """
+        total = len(labels)
+        if self.problem_type == "regression":
+            low, high = labels.min(0), labels.max(0)
+            same = [name for name, first, last in zip(self.names, low, high, strict=True) if first == last]
+            ranges = [f"{first:g} to {last:g}" for first, last in zip(low, high, strict=True)]
+            lines = [f"labels of the {subject}: {_abbreviated(ranges)}"]
+            return lines + (
+                [f"warning: all labels of the {subject} are the same: {_abbreviated(same)}"] if same else []
+            )
+        single = self.problem_type == "single_label_classification"
+        ids = labels[:, 0].astype(np.int64)
+        counts = np.bincount(ids, minlength=len(self.names)) if single else labels.sum(0).astype(np.int64)
+        by_name = dict(zip(self.names, counts.tolist(), strict=True))
+        lines = [f"labels of the {subject}: {_abbreviated([f'{name} {count:,}' for name, count in by_name.items()])}"]
+        if constant := [name for name, count in by_name.items() if count == total]:
+            lines.append(
+                f"warning: all {total:,} {subject} have {_abbreviated(constant)}: there is nothing to tell apart"
+            )
+        if absent := [name for name, count in by_name.items() if not count]:
+            lines.append(f"warning: none of the {subject} has {_abbreviated(absent)}")
+        return lines
+
+
+def _abbreviated(values: Sequence[str]) -> str:
+    suffix = f" and {len(values) - LIST_LIMIT} more" if len(values) > LIST_LIMIT else ""
+    return f"{', '.join(values[:LIST_LIMIT])}{suffix}"
