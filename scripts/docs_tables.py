@@ -220,6 +220,14 @@ def families() -> str:
             compared = "with pictures, in the layouts of [Pictures](images.md#what-is-trained)"
         rows.append([f"`{model_type}`", ", ".join(filter(None, parts)), compared])
     rows += [[f"`{model_type}`", "vision tower", f"refused: {reason}"] for model_type, reason in UNDECLARED.items()]
+    parts = "compressed attention, hyper-connections, experts chosen by token ids"
+    rows.append(
+        [
+            "`deepseek_v4`",
+            parts,
+            "refused: [no release of Megatron-Core has its layers](#deepseek-v4); engine single only",
+        ]
+    )
     return table(["`model_type`", "beside a plain decoder", "compared with Hugging Face on the Megatron engine"], rows)
 
 

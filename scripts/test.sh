@@ -4,7 +4,9 @@
 #   bash scripts/test.sh                     what CI runs on stack 0.16: the tests, then the Ascend path on the simulated device
 #   bash scripts/test.sh --quick             about a minute of tests of pure functions, for while you work
 #   bash scripts/test.sh --nightly           everything, the long tests too
-#   bash scripts/test.sh [STACK] [main|npu] [--quick|--nightly] [pytest arguments]      STACK: 0.19, 0.18, 0.16 (the default) or 0.15
+#   bash scripts/test.sh 0.19 --differences  what CI runs on the newest stack: what differs between stacks (tests/stack_differences.py)
+#   bash scripts/test.sh [STACK] [main|npu] [--quick|--differences|--nightly] [pytest arguments]
+#                                            STACK: 0.19, 0.18, 0.16 (the default) or 0.15
 #   bash scripts/test.sh [0.16|0.15] npu --verify-simulator     the simulator's own tests; notes in tests/simnpu/.verified that they passed
 #
 # main is everything but the Ascend path; npu is the Ascend path, in processes of its own on the simulated device, with the stand-ins
@@ -35,13 +37,14 @@ case $stack in
   *) echo "no stack $stack; there are 0.19, 0.18, 0.16 and 0.15" >&2; exit 2 ;;
 esac
 case ${1:-} in main | npu) parts=("$1"); shift ;; esac
-case ${1:-} in --quick | --nightly | --verify-simulator) suite=${1#--}; shift ;; esac
+case ${1:-} in --quick | --differences | --nightly | --verify-simulator) suite=${1#--}; shift ;; esac
 if [ "${#parts[@]}" = 0 ]; then
   parts=(main)
   [ "$#" -gt 0 ] || [ "$suite" = quick ] || parts=(main npu)
 fi
 case $suite in
   quick) filter=(-m "not nightly and not slow and not torchrun") deadline=3600 verified=1 steps=4 ;;
+  differences) filter=(-m difference) deadline=3600 verified=1 steps=4 ;;
   nightly) filter=() deadline=28800 verified=0 steps=10 ;;
   *) filter=(-m "not nightly") deadline=3600 verified=1 steps=4 ;;
 esac
@@ -94,20 +97,24 @@ retry_failed() {
 }
 
 run_main() {
+  local files=()
+  [ "$suite" != differences ] || mapfile -t files < <("$python" tests/stack_differences.py main)
   echo "== tests on stack $stack"
-  run_tests "$@"
+  run_tests "${files[@]}" "$@"
 }
 
 # Two processes: MindSpeed's patches, and whatever has run a backward pass (ranks are forked), stay in a process for good.
 run_npu() {
-  local status=0
+  local status=0 files=(tests/npu)
   export SIMNPU=1
   echo "== tests of the Ascend path on stack $stack, MindSpeed: ${MEGASCEND_MINDSPEED:-none but what is in tests/doubles}"
+  if [ "$suite" = differences ]; then
+    mapfile -t files < <("$python" tests/stack_differences.py npu)
   # .verified notes the Python of stack 0.16, so that on a later stack its tests would always run.
-  if [ "$verified" != 1 ] || { [ "$later" = 0 ] && ! "$python" scripts/simnpu_verified.py; }; then
+  elif [ "$verified" != 1 ] || { [ "$later" = 0 ] && ! "$python" scripts/simnpu_verified.py; }; then
     run_tests tests/simnpu "$@" || status=$?
   fi
-  run_tests tests/npu "$@" || status=$?
+  run_tests "${files[@]}" "$@" || status=$?
   return "$status"
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import nightly
+import stack_differences
 from megascend.bootstrap.runtime import Runtime, bootstrap
 from megascend.platforms.cpu_products import avoid_broken_amx
 
@@ -150,8 +151,10 @@ FIRST = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark nightly tests. Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
-    nightly.mark(items, whole_files=not any("::" in argument for argument in config.args))
+    """Mark the tests of both tables. Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
+    whole_files = not any("::" in argument for argument in config.args)
+    nightly.mark(items, whole_files)
+    stack_differences.mark(items, whole_files)
 
     position = {file: number for number, file in enumerate(FIRST)}
     last = dict.fromkeys(SPREAD, len(position) + 1)

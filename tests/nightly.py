@@ -5,6 +5,8 @@ Files and tests that are nightly for other reasons carry the marker themselves: 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import pytest
 
 NIGHTLY = {
@@ -432,7 +434,17 @@ NIGHTLY = {
 
 
 def mark(items: list[pytest.Item], whole_files: bool) -> None:
-    """Add the nightly marker to the tests of :data:`NIGHTLY`.
+    """Add the nightly marker to the tests of :data:`NIGHTLY`."""
+    mark_named(items, NIGHTLY, pytest.mark.nightly, whole_files)
+
+
+def mark_named(
+    items: list[pytest.Item],
+    table: Mapping[str, Collection[str]],
+    marker: pytest.MarkDecorator,
+    whole_files: bool,
+) -> None:
+    """Add a marker to the tests of a table: by file below tests, beginnings of tests' names, without ``test_``.
 
     Args:
         whole_files: no single test was selected.
@@ -441,13 +453,13 @@ def mark(items: list[pytest.Item], whole_files: bool) -> None:
         pytest.UsageError: an entry matches no test of a collected file.
     """
     dead = set()
-    for file, starts in NIGHTLY.items():
+    for file, starts in table.items():
         file_items = [item for item in items if item.nodeid.startswith(f"tests/{file}::")]
         for start in starts:
             matches = [item for item in file_items if item.name.startswith(f"test_{start}")]
             for item in matches:
-                item.add_marker(pytest.mark.nightly)
+                item.add_marker(marker)
             if file_items and not matches:
                 dead.add(f"{file}: {start}")
     if whole_files and dead:
-        raise pytest.UsageError(f"tests/nightly.py names no test: {', '.join(sorted(dead))}")
+        raise pytest.UsageError(f"tests named as {marker.name} do not exist: {', '.join(sorted(dead))}")

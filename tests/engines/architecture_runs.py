@@ -79,6 +79,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 PARTICULAR: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "deepseek_v4": {
+        # Each kind of attention and of experts, and rates at which samples of these lengths have compressed keys.
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "mlp_layer_types": ["hash_moe", "moe"] * 2,
+        "index_topk": 4,
+    },
     "dots3_note_text": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gptj": {"rotary_dim": 8},

@@ -25,6 +25,7 @@ FSDP: Outcomes = {
     "qwen3_next": ("right", "right"),
     "zamba2": ("shares model.layers.", "shares model.layers."),
     "deepseek_v32": ("right", "right"),
+    "deepseek_v4": ("eager attention only", "eager attention only"),
 }
 """One of each kind of layer, and of each refusal."""
 FURTHER_FSDP: Outcomes = {
@@ -39,6 +40,7 @@ FURTHER_FSDP: Outcomes = {
 }
 SINGLE = {
     "beam": "changes its logits",
+    "deepseek_v4": "right",
     "dory": "more than the product",
     "llama, longrope": "right",
     "phimoe, longrope": "right",

@@ -20,6 +20,7 @@ from megascend.memory import activations
 from megascend.memory.activations import LayerKind, sparse_attention_bytes
 from megascend.models import architecture_named
 from megascend.models.base import IndexedAttention, LatentAttention
+from megascend.surroundings import is_installed
 from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
@@ -72,6 +73,26 @@ def test_older_stack_is_refused_by_name(arch: str, parity_folder: Path) -> None:
     (message,) = run_distributed(on_rank, 1, init=False, timeout_s=60)
     assert message.startswith(f"{arch}: Megatron-Core has its layers from 0.19 on, and ")
     assert "megascend[stack-0-19]" in message
+
+
+def test_deepseek_v4_is_refused_with_the_modules_that_megatron_core_lacks(tmp_path: Path) -> None:
+    from megascend.engines.megatron.build import check_architecture
+
+    settings = {"model_type": "deepseek_v4", "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32}
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"deepseek_v4: mcore-bridge builds it on a development version .* engine single"
+    ):
+        check_architecture(tmp_path)
+    variants = "megatron.core.transformer.experimental_attention_variant"
+    lacking = (
+        f"{variants}.csa",
+        f"{variants}.deepseek_v4_hybrid_attention",
+        "megatron.core.transformer.hyper_connection",
+    )
+    assert [name for name in lacking if is_installed(name)] == [], (
+        "Megatron-Core has DeepSeek-V4's layers: declare the family"
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from megascend.testing.reference import IMPORTED, ProgramServer
 from support.ascend_packages import ON_ADAPTOR, WITHOUT_EXPERTS, package_folders
 from support.covering import FIRST_STACK
 
-SECOND_STACK = ("test_contract.py",)
-"""Files that CI also runs on the second stack, because its MindSpeed differs. Parity on the CPU covers its Megatron."""
+OLDEST_STACK = ("test_contract.py",)
+"""Files that are not nightly on the oldest stack, because its MindSpeed differs. Parity on the CPU covers its Megatron."""
 MINDSPEED_FILES = (
     "test_attention_calls.py",
     "test_bootstrap.py",
@@ -49,9 +49,9 @@ collect_ignore = [*(MINDSPEED_FILES if ON_ADAPTOR else ADAPTOR_FILES), *(EXPERT_
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the other files as nightly on the second stack."""
+    """Mark the other files as nightly on the oldest stack."""
     for item in items:
-        if not FIRST_STACK and item.path.parent == Path(__file__).parent and item.path.name not in SECOND_STACK:
+        if not FIRST_STACK and item.path.parent == Path(__file__).parent and item.path.name not in OLDEST_STACK:
             item.add_marker(pytest.mark.nightly)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from pathlib import Path
 
 import pytest
 
-from support.ascend_packages import package_folders
+from support.ascend_packages import WITHOUT_EXPERTS, package_folders
 
 LATE = {
     "megatron.core": ("import megatron.core", "megatron.core, transformer_engine"),
@@ -239,7 +241,7 @@ def test_verification_names_what_is_not_patched(run_python) -> None:
         "random": "the random states of megatron.core.tensor_parallel.random are not those of the NPU",
         "device": "torch.cuda.current_device() is 5",
         "adam": "the optimizer's Adam is torch.optim.adamw.AdamW",
-        "config": "the model configuration lacks MegatronAdaptor's fp8",
+        "config": "the model configuration lacks MegatronAdaptor's ",
     }.items():
         assert report[name].startswith("MegatronAdaptor's patches are not as they must be: ")
         assert part in report[name]
@@ -263,3 +265,42 @@ def test_placeholder_in_the_engines_place_is_refused(run_python) -> None:
     message = run_python(PLACEHOLDER).stdout.splitlines()[-1]
     assert "transformer_engine in this process is None, not TransformerEngineNPU in " in message
     assert "start another" in message
+
+
+MINDSPEEDS_PATCHES = """
+import json
+from pkgutil import resolve_name
+import megascend
+megascend.bootstrap("npu").load_megatron()
+import mindspeed
+from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
+from mindspeed.patch_utils import MindSpeedPatchesManager
+replaced = []
+for path, patch in MindSpeedPatchesManager.patches_info.items():
+    owner, _, name = path.rpartition(".")
+    if vars(resolve_name(owner))[name] is not patch.final_patch_func:  # a static method is wrapped
+        replaced.append(path)
+print(json.dumps({
+    "file": mindspeed.__file__, "features": len(MindSpeedFeaturesManager.FEATURES_LIST),
+    "patches": list(MindSpeedPatchesManager.patches_info), "replaced": sorted(replaced),
+}))
+"""
+CORE = "megatron.core"
+REPLACED = [
+    f"{CORE}.models.common.embeddings.rope_utils.apply_rotary_pos_emb",  # by mcore-bridge's
+    f"{CORE}.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict",  # by Megatron's own
+]
+
+if WITHOUT_EXPERTS:
+
+    def test_patches_of_the_real_mindspeed_are_in_place(run_python) -> None:
+        report = json.loads(run_python(MINDSPEEDS_PATCHES).stdout.splitlines()[-1])
+        assert Path(report["file"]).parents[1] == Path(os.environ["MEGASCEND_MINDSPEED"]).resolve()
+        assert report["features"] > 50
+        assert {
+            f"{CORE}.transformer.transformer_config.TransformerConfig.__post_init__",
+            f"{CORE}.fusions.fused_bias_swiglu.SwiGLUFunction",
+            f"{CORE}.tensor_parallel.layers.VocabParallelEmbedding.forward",
+            "megatron.training.arguments.validate_args",
+        } <= set(report["patches"])
+        assert report["replaced"] == REPLACED

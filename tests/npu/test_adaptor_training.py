@@ -84,6 +84,16 @@ def test_packed_samples_over_context_ranks_equal_hugging_face(algorithm: str, pa
     assert deviation.grad_norm <= case.norm_bound, deviation
 
 
+@pytest.mark.nightly
+def test_padded_samples_by_all_to_all_equal_hugging_face(parity_folder: Path) -> None:
+    parallel = Parallel(context=2, context_algorithm="ulysses")
+    case = Case("CP2, ulysses", 2, parallel, packing=False, micro_batch_tokens=200)
+    checkpoint, tokens = case_checkpoint(parity_folder, case.arch), token_lists()
+    deviation = differences(train_case(case, checkpoint, tokens), hf_reference(parity_folder, checkpoint, tokens))
+    assert deviation.loss <= case.loss_bound, deviation
+    assert deviation.grad_norm <= case.norm_bound, deviation
+
+
 def build(checkpoint: Path, options: dict[str, Any]) -> None:
     from megascend.backends import MegatronBackend
 

@@ -25,12 +25,7 @@ IN_SHORT = (
     "MoE EP2",
     "MoE TP2 x EP2 + SP",
 )
-CASES = [
-    case
-    for case in matrix("npu")
-    if (os.environ.get("MEGASCEND_MINDSPEED") or case.name in IN_SHORT)
-    and not (WITHOUT_EXPERTS and case.arch == "qwen3_moe")
-]
+CASES = [case for case in matrix("npu") if os.environ.get("MEGASCEND_MINDSPEED") or case.name in IN_SHORT]
 
 
 def test_short_list_names_existing_cases():
@@ -39,6 +34,8 @@ def test_short_list_names_existing_cases():
 
 @pytest.mark.parametrize("case", on_this_stack(CASES), ids=lambda case: case.name)
 def test_trajectory_equals_hugging_face(case: Case, parity_folder):
+    if WITHOUT_EXPERTS and case.arch == "qwen3_moe":
+        pytest.skip("MindSpeed core_r0.18.0 refuses models with experts: test_adaptor_training.py")
     checkpoint = case_checkpoint(parity_folder, case.arch, **case.overrides)
     tokens = token_lists()
     deviation = differences(

@@ -18,7 +18,7 @@ Settings = Mapping[str, Hashable]
 MEGATRON_CORE = Version(metadata.version("megatron-core"))
 FIRST_STACK = Version("0.16.0a0") <= MEGATRON_CORE
 FIRST_STACK_ONLY: list[pytest.MarkDecorator] = [] if FIRST_STACK else [pytest.mark.nightly]
-"""Marks of a parameter that is nightly on the second stack."""
+"""Marks of a parameter that is nightly on the oldest stack."""
 
 
 def stack_marks(model_type: str, context: int = 1) -> list[pytest.MarkDecorator]:
@@ -40,12 +40,12 @@ first_stack_required = pytest.mark.skipif(not FIRST_STACK, reason="the feature n
 
 
 def first_stack_only(test: T) -> T:
-    """Mark a test as nightly on the second stack."""
+    """Mark a test as nightly on the oldest stack."""
     return test if FIRST_STACK else pytest.mark.nightly(test)
 
 
 COMBINED = ("MoE CP2 x EP2", "TP2 tied", "TP2 x CP2 + SP", "TP2 x PP2 x VPP2 + SP")
-"""Extra CI cases of the first stack: layouts that combine in one code path, not only in one run."""
+"""Extra CI cases, but not on the oldest stack: layouts that combine in one code path, not only in one run."""
 
 
 def covering(cases: Sequence[T], settings: Callable[[T], Settings]) -> list[T]:
@@ -83,13 +83,13 @@ def settings_of(case: Case) -> Settings:
 
 
 def chosen(cases: Sequence[Case]) -> list[Any]:
-    """Return test parameters: cases that are not selected are nightly, except :data:`COMBINED` on the first stack."""
+    """Return test parameters: cases that are not selected are nightly, except :data:`COMBINED` from stack 0.16 on."""
     standard = covering(cases, settings_of) + [case for case in cases if FIRST_STACK and case.name in COMBINED]
     return [case if case in standard else pytest.param(case, marks=pytest.mark.nightly) for case in cases]
 
 
 def on_this_stack(cases: Sequence[Case], nightly: Collection[str] = ()) -> list[Any]:
-    """Return test parameters: on the first stack all cases but ``nightly``; on the second, few that cover all."""
+    """Return test parameters: all cases but ``nightly``; on the oldest stack, few that cover all."""
     if not FIRST_STACK:
         return chosen(cases)
     return [pytest.param(case, marks=pytest.mark.nightly) if case.name in nightly else case for case in cases]

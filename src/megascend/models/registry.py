@@ -19,6 +19,7 @@ BUILT_IN = {
     for model_type in architecture.model_types
 }
 _BY_TEXT_TYPE = {architecture.text_type: architecture for architecture in BUILT_IN.values() if architecture.text_type}
+_REFUSED = {architecture.model_type: architecture for architecture in sparse_attention.REFUSED}
 _from_outside: dict[str, Architecture] = {}
 
 
@@ -73,7 +74,8 @@ def architecture_named(model_type: str) -> Architecture:
 
 def _declared(model_type: str) -> Architecture | None:
     # Those from outside first: a package may replace a declaration of this one.
-    return _from_outside.get(model_type) or BUILT_IN.get(model_type) or _BY_TEXT_TYPE.get(model_type)
+    built_in = BUILT_IN.get(model_type) or _BY_TEXT_TYPE.get(model_type) or _REFUSED.get(model_type)
+    return _from_outside.get(model_type) or built_in
 
 
 @cache

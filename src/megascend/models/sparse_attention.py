@@ -1,5 +1,7 @@
 """DeepSeek-V3.2 and GLM-5: latent attention to the keys that an indexer chooses for each query (sparse attention, DSA).
 
+DeepSeek-V4, whose attention has compressed keys as well, is refused here with the reason.
+
 The indexer scores all earlier tokens with a few small heads. Its choice has no gradient, and transformers computes it without
 one: fine-tuning leaves its weights as they are, on every engine.
 """
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from megascend.models.base import OTHER_MODEL, Config, IndexedAttention
+from megascend.models.base import OTHER_MODEL, Architecture, Config, IndexedAttention
 from megascend.models.deepseek import EXPERTS, LATENT, DeepSeekV3
 
 INDEXED = "indexed_attention"
@@ -133,3 +135,20 @@ FAMILIES = (
         tiny=TINY | {"n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full", "shared"]},
     ),
 )
+
+
+@dataclass(frozen=True)
+class CompressedAttention(Architecture):
+    """DeepSeek-V4, which no release of Megatron-Core computes: mcore-bridge 1.6.5 builds it on a development version."""
+
+    def unsupported(self, config: Config) -> list[str]:
+        return [
+            f"{config.get('model_type')}: mcore-bridge builds it on a development version of Megatron-Core; releases up to 0.19 "
+            "lack its compressed attention (experimental_attention_variant: dsv4_hybrid, modules csa and "
+            "deepseek_v4_hybrid_attention), its hyper-connections (module hyper_connection) and experts chosen by token ids "
+            "(moe_n_hash_layers); use engine single"
+        ]
+
+
+REFUSED = (CompressedAttention(("deepseek_v4",)),)
+"""Declarations of families that engine megatron only refuses; other engines train them as undeclared ones."""

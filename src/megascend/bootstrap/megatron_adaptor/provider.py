@@ -61,15 +61,16 @@ class MegatronAdaptor(PatchProvider):
             for package in (packages.ADAPTOR, packages.TRANSFORMER_ENGINE):
                 with ascend.import_errors(package):
                     import_module(package)
+            require_engine(engine)
             mindspeed = tree.find()
             if mindspeed is not None:
+                self._complete()  # MindSpeed imports modules of Megatron-Core that need te_checkpoint
                 import_mindspeed()
             # MegatronAdaptor parses its arguments when they are first read, and keeps them.
             import_module(ARGUMENTS).get_mindspeed_args()
             adaptor = vars(import_module(ARGUMENTS).get_mindspeed_args(get_defaults=True))
             self._names = list(adaptor)
             self._defaults = (mindspeed_defaults() if mindspeed is not None else {}) | adaptor
-        require_engine(engine)
         self._complete()
         platform: Any = self.setup.platform
         # Transformer Engine's layers take the lengths of packed samples on the device.

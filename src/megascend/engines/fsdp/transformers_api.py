@@ -101,12 +101,15 @@ def engine_model(config: Any, scalar_head: ScalarHead | None = None, outputs: in
         model = model_class(config, scalar_head, outputs).from_config(
             config, dtype=torch.float32, attn_implementation=implementation
         )
-    except KeyError as error:
-        if error.args != (NAME,):
+    except (KeyError, ValueError) as error:
+        if error.args == (NAME,):
+            attention = "has its own attention classes instead of transformers' registry of attention functions"
+        elif "does not support an attention implementation" in str(error):
+            attention = "has transformers' eager attention only"
+        else:
             raise
         raise ConfigError(
-            f"engine fsdp: {kind} has its own attention classes instead of transformers' registry of attention functions, so "
-            "that the engine cannot keep samples apart; use engine single"
+            f"engine fsdp: {kind} {attention}, so that the engine cannot keep samples apart; use engine single"
         ) from error
     linear_attention.use_convolution_of_fla(model)
     linear_attention.compute_fp32_exactly(model)
