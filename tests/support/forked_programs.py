@@ -42,6 +42,7 @@ def run_forked(
     directory: Path | None = None,
     timeout_s: float = 300.0,
     variables: Mapping[str, str] | None = None,
+    stdin: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, or a program passed as text (``python -c``), to its end and return its output.
 
@@ -49,10 +50,10 @@ def run_forked(
         arguments: ``sys.argv[1:]``.
         directory: working directory; default: the current one.
         variables: its environment; default: :func:`environment`.
+        stdin: its standard input.
     """
-    return _server.run(
-        program, arguments, environment() if variables is None else variables, timeout_s=timeout_s, directory=directory
-    )
+    variables = environment() if variables is None else variables
+    return _server.run(program, arguments, variables, stdin, timeout_s, directory=directory)
 
 
 def run_command(
@@ -60,6 +61,18 @@ def run_command(
     directory: Path | None = None,
     timeout_s: float = 300.0,
     variables: Mapping[str, str] | None = None,
+    stdin: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run ``megascend ARGUMENTS`` to its end and return its output. Arguments as of :func:`run_forked`."""
-    return run_forked(COMMAND, *arguments, directory=directory, timeout_s=timeout_s, variables=variables)
+    return run_forked(COMMAND, *arguments, directory=directory, timeout_s=timeout_s, variables=variables, stdin=stdin)
+
+
+def run_launched(
+    program: Path, ranks: int, *arguments: object, timeout_s: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on ``ranks`` ranks: several under torchrun, one as :func:`run_forked` runs it."""
+    if ranks == 1:
+        return run_forked(program, *arguments, timeout_s=timeout_s)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launch, str(program), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment())
