@@ -21,6 +21,7 @@ PACKAGES = [
     *("typer", "typer.rich_utils"),
 ]
 """Third-party modules that megascend and mcore-bridge import."""
+PROCESS_VARIABLES = ("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR")
 COMMAND = "import runpy\nrunpy.run_module('megascend.cli.main', run_name='__main__', alter_sys=True)"
 
 _server = ProgramServer(PACKAGES)
@@ -29,10 +30,10 @@ _server = ProgramServer(PACKAGES)
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a program with this process's import path and one thread.
 
-    Excludes variables that the bootstrap may have set in this process: another value would start another server.
+    Excludes variables that the bootstrap or torch may have set in this process: another value would start another server.
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    variables = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    variables = {name: value for name, value in os.environ.items() if name not in PROCESS_VARIABLES}
     return variables | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
 
 
