@@ -1,6 +1,7 @@
 # Sourced by the other scripts: a virtual environment with megascend installed in it.
 #
-#   prepare_venv DIRECTORY EXTRAS     creates it if needed, installs '.[EXTRAS]' if pyproject.toml or EXTRAS changed
+#   prepare_venv DIRECTORY EXTRAS...  creates it if needed, installs '.[EXTRAS]' if pyproject.toml or EXTRAS changed; several EXTRAS
+#                                     are installed at once, and each is noted, so that a later call may name one of them
 #   prepare_torch DIRECTORY           the first half of that, which may run in parallel for several directories
 #   python_of 3.MINOR                 prints an interpreter of that version or later
 #
@@ -61,13 +62,19 @@ prepare_torch() {
 }
 
 prepare_venv() {
-  local venv=$1 extras=$2 stamp
-  stamp="$venv/.installed-$(printf '%s\n' "$extras" "${MEGASCEND_TORCH:-}" | cat - pyproject.toml | cksum | cut -d' ' -f1)"
-  if [ -e "$stamp" ]; then
+  local venv=$1 extras stamp stamps=() missing=0
+  shift
+  for extras in "$@"; do
+    stamp="$venv/.installed-$(printf '%s\n' "$extras" "${MEGASCEND_TORCH:-}" | cat - pyproject.toml | cksum | cut -d' ' -f1)"
+    stamps+=("$stamp")
+    [ -e "$stamp" ] || missing=1
+  done
+  if [ "$missing" = 0 ]; then
     return 0
   fi
   prepare_torch "$venv" || return 1
+  extras=$(IFS=,; echo "$*")
   echo "installing megascend[$extras] into $venv"
   "$venv/bin/pip" install --quiet --no-compile --editable ".[$extras]" || return 1
-  touch "$stamp"
+  touch "${stamps[@]}"
 }

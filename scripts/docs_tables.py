@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,8 +32,6 @@ from megascend.config.rl import RlConfig
 from megascend.config.rl_presets import PRESETS
 from megascend.config.section import item_section, section_of
 from megascend.config.serve import ServeConfig
-from megascend.huggingface.described import describe_checkpoint
-from megascend.huggingface.info import inspect_checkpoint
 from megascend.memory.parameters import stages
 from megascend.models.base import IndexedAttention, LatentAttention, expert_count
 from megascend.models.qwen3_vl import UNDECLARED
@@ -44,7 +42,7 @@ from megascend.tracking.metrics import Metric, declared_metrics
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for its package support
 
-from support.described import published_plan
+from support.described import PUBLISHED, PublishedModel, describe_published, published_plan
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -231,18 +229,20 @@ def families() -> str:
     return table(["`model_type`", "beside a plain decoder", "compared with Hugging Face on the Megatron engine"], rows)
 
 
-def published_models() -> str:
-    """Format the published models of tests/models/published: counts, a layout, and what a rank of it holds."""
-    folder = DOCS.parent / "tests" / "models" / "published"
+def published_models(describe: Callable[[str], PublishedModel] | None = None) -> str:
+    """Format the published models of tests/models/published: counts, a layout, and what a rank of it holds.
+
+    Args:
+        describe: describes one by its name; default: in a temporary folder.
+    """
     rows = []
-    for name, entry in json.loads((folder / "index.json").read_text(encoding="utf-8")).items():
-        config = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    for name, entry in PUBLISHED.items():
         with tempfile.TemporaryDirectory() as temporary:
-            checkpoint = describe_checkpoint(Path(temporary), config)
-            info, layout = inspect_checkpoint(checkpoint), entry["layout"]
+            model = describe(name) if describe else describe_published(name, Path(temporary))
+            info, layout = model.info, entry["layout"]
             cells = ["engines fsdp and single", "", ""]
             if layout is not None:
-                topology, memory = published_plan(checkpoint, layout)
+                topology, memory = published_plan(model, layout)
                 per_rank = stages(
                     info.tensors,
                     topology,
@@ -259,7 +259,8 @@ def published_models() -> str:
                 ]
         published = entry["parameters"]
         text = f"{published / 1e9:.0f} B" if entry["tolerance"] > 0.001 else f"{published:,}"
-        rows.append([f"`{config['model_type']}`", entry["model"], f"{info.parameter_count:,}", text, *cells])
+        model_type = model.config["model_type"]
+        rows.append([f"`{model_type}`", entry["model"], f"{info.parameter_count:,}", text, *cells])
     header = ["`model_type`", "model", "parameters", "published", "layout", "parameters of a rank", "memory of a rank"]
     return table(header, sorted(rows))
 
@@ -559,22 +560,32 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def rewritten(text: str) -> str:
-    """Return a page with its tables as the code declares them."""
+def rewritten(text: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
+    """Return a page with its tables as the code declares them; one that is not in ``tables`` stays."""
     _anchors.clear()
-    return MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+
+    def block(match: re.Match[str]) -> str:
+        name = match[2]
+        return match[0] if name in TABLES and name not in tables else f"{match[1]}\n{tables[name]()}\n{match[3]}"
+
+    return MARKED.sub(block, text)
+
+
+def outdated(tables: Mapping[str, Callable[[], str]] = TABLES) -> dict[Path, str]:
+    """Return the pages that differ from what the code declares, with the text that they should have."""
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
+    return {page: text for page, before in pages.items() if (text := rewritten(before, tables)) != before}
 
 
 def main() -> None:
     """Rewrite the pages, or with --check name those that are out of date."""
-    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
-    outdated = {page: text for page, before in pages.items() if (text := rewritten(before)) != before}
+    pages = outdated()
     if "--check" in sys.argv[1:]:
-        if outdated:
-            names = ", ".join(page.name for page in outdated)
+        if pages:
+            names = ", ".join(page.name for page in pages)
             sys.exit(f"out of date: {names}; run: python scripts/docs_tables.py")
         return
-    for page, text in outdated.items():
+    for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
         print(page)
 

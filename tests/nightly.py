@@ -57,6 +57,7 @@ NIGHTLY = {
         "every_kill_point_of_an_overwrite_leaves_a_checkpoint[exchange]": "no exchange; every point of a series",
     },
     "checkpoint/test_save_and_load.py": {
+        "same_layout_resumes_bit_for_bit[single-True]": "reliability/test_resume.py: single",
         "checkpoint_before_the_first_step_resumes_bit_for_bit[False]": "True",
         "other_layout_resumes_from_the_same_numbers": "checkpoint/test_resharding.py",
         "main_parameters_are_saved[bf16]": "fp16; upstream's reader in bf16",
@@ -74,7 +75,6 @@ NIGHTLY = {
     },
     "cli/test_cli_init.py": {
         "run_file_trains_to_the_end_as_it_stands[classification-3]": "test_cli_train_classification.py",
-        "run_file_trains_to_the_end_as_it_stands[pretrain-1]": "test_sessions_page.py: the session of pre-training",
     },
     "cli/test_cli_launch.py": {
         "unexpected_exception_keeps_its_traceback": "killed worker is named; root cause",
@@ -97,7 +97,8 @@ NIGHTLY = {
         "server_survives_lost_output_and_stops_cleanly[1]": "[15]",
     },
     "cli/test_cli_signals.py": {
-        "signal_saves_and_stops_even_if_output_is_lost[SIGXCPU, kept]": "SIGHUP with a closed terminal, SIGUSR1 with a full disk",
+        "signal_saves_and_stops_even_if_output_is_lost[SIGUSR1, full disk]": "SIGHUP; a run with a full disk finishes",
+        "signal_saves_and_stops_even_if_output_is_lost[SIGXCPU, kept]": "SIGHUP with a closed terminal",
     },
     "cli/test_cli_template.py": {
         f"run_keeps_its_date_and_exports_its_template[{kind}]": "huggingface/test_files.py: beside an adapter"
@@ -132,6 +133,8 @@ NIGHTLY = {
         "the_auxiliary_loss_is_hugging_faces_in_every_layout": "engines/single/test_single.py: the router loss",
     },
     "engines/fsdp/test_linear_attention.py": {
+        "samples_of_a_micro_batch_do_not_see_each_other[qwen3_5_moe_text]": "qwen3_next",
+        "samples_of_a_micro_batch_do_not_see_each_other[qwen3_5_text]": "qwen3_next",
         "training_and_export_equal_transformers_without_packing[qwen3_5_moe_text]": "qwen3_next",
         "training_and_export_equal_transformers_without_packing[qwen3_5_text]": "qwen3_next",
     },
@@ -151,6 +154,7 @@ NIGHTLY = {
         "the_dtype_of_training_is_kept[fp16-dtype1]": "bf16",
     },
     "engines/megatron/test_graphed_steps.py": {
+        "one_adapter_is_replayed_operation_by_operation": "a model, operation by operation; a life of adapters of experts",
         "a_life_of_a_model_is_the_same[1-": "[2-True]",
         "a_life_of_a_model_is_the_same[2-False]": "[2-True]",
         "a_life_of_adapters_is_the_same[1]": "adapters of experts",
@@ -187,6 +191,13 @@ NIGHTLY = {
         "more_than_one_process_is_refused": "a refusal without layout or communication",
     },
     "engines/test_optimizer_layouts.py": {
+        "muon_in_bf16_is_close_to_the_plain_computation[FSDP2]": "DP2, single; FSDP2 in fp32",
+        "muon_resumes_bit_for_bit[DP2]": "TP2, EP2; 8-bit moments of DP2",
+        "muon_resumes_in_another_layout_or_engine[TP2-DP2]": "TP2-FSDP2, DP2-PP2",
+        "patterns_without_a_weight_raise_config_error[FSDP2]": "single; EP2, PP2",
+        "training_matches_the_plain_computation[EP2-groups]": "EP2-muon; TP2-groups, PP2-groups",
+        "training_matches_the_plain_computation[FSDP2-groups]": "FSDP2-muon; TP2-groups, PP2-groups",
+        "training_matches_the_plain_computation[TP2 x DP2-muon, original, with groups]": "the same settings on PP2",
         "muon_resumes_bit_for_bit[FSDP2]": "8-bit moments of FSDP2; Muon in other layouts",
         "muon_resumes_in_another_layout_or_engine[FSDP2 of experts-EP2]": "TP2-FSDP2",
         "training_matches_the_plain_computation[FSDP2 x EP2-muon, original, with groups]": "the same settings in other layouts",
@@ -249,6 +260,14 @@ NIGHTLY = {
         "model_by_name_trains_from_the_loss_of_transformers[gpt_oss]": "deepseek_v3",
         "recipes_train_a_model_by_name_or_refuse_it[gpt_oss]": "deepseek_v3",
     },
+    "models/test_checkpoints_of_families.py": {
+        "resuming_in_another_layout_equals_uninterrupted_training[gpt_oss": "deepseek_v3; checkpoint/test_resharding.py",
+    },
+    "models/test_deepseek.py": {
+        "norms_of_latents_have_the_epsilon_of_hugging_face[single-deepseek_v2]": "on TP2 + SP; deepseek_v3",
+        "norms_of_latents_have_the_epsilon_of_hugging_face[single-glm4_moe_lite]": "deepseek_v3",
+        "norms_of_latents_have_the_epsilon_of_hugging_face[TP2 + SP-glm4_moe_lite]": "deepseek_v2, deepseek_v3",
+    },
     "models/test_images.py": {
         "checkpoints_continue_on_other_engines[qwen3_vl": "engines/fsdp/test_between_engines.py",
         "engines_of_transformers_train_with_pictures[fsdp-qwen3_5-train-2]": "single; the frozen tower of qwen3_vl on fsdp",
@@ -256,6 +275,7 @@ NIGHTLY = {
         "qwen2_5_vl_is_refused_by_name[single]": "megatron: the declaration refuses it before an engine is chosen",
     },
     "models/test_mtp.py": {
+        "head_trains_like_a_plain_one[glm4_moe_lite-TP2 + SP]": "deepseek_v3-TP2 x EP2 + SP",
         "head_that_is_not_trained_is_copied_or_left_out[fsdp-qwen3_next]": "megatron-deepseek_v3",
     },
     "models/test_nemotron.py": {
@@ -266,6 +286,9 @@ NIGHTLY = {
         "samples_of_a_batch_do_not_see_each_other_without_megatron[glm_moe_dsa-fsdp]": "single",
     },
     "models/test_tower_adapters.py": {
+        "adapters_in_the_tower_equal_peft[1-qwen3_5: single]": "two adapters",
+        "adapters_in_the_tower_equal_peft[1-qwen3_vl: PP2]": "two adapters",
+        "adapters_in_the_tower_equal_peft[1-qwen3_vl: TP2 + SP]": "two adapters",
         "engines_of_transformers_train_adapters_in_the_tower[fsdp-qwen3_vl-1-2]": "single",
     },
     "npu/test_attention_calls.py": {
@@ -311,10 +334,11 @@ NIGHTLY = {
         "run_stopped_on_a_full_disk_raises_checkpoint_error": "a run that goes on without checkpoints",
     },
     "reliability/test_hang_and_death.py": {
+        "rank_lost_in_grad_reduce_is_named[stop]": "die; forward: TP2-stop",
         "rank_lost_in_forward_is_named[DP2-die-1]": "TP2-stop; die at start-up and in a save",
         "rank_lost_in_forward_is_named[PP2-hang-0]": "TP2-stop",
         "rank_lost_in_forward_is_named[TP2-hang-1]": "TP2-stop",
-        "rank_lost_in_grad_reduce_is_named[hang]": "stop",
+        "rank_lost_in_grad_reduce_is_named[hang]": "die; object_gather-hang; a rank that skips a reduction",
         "rank_lost_in_object_gather_is_named[stop]": "hang",
         "rank_lost_in_save_is_named[save-hang]": "save-die; object_gather-hang",
         "rank_lost_in_save_is_named[save-stop]": "a rank that stops while it writes",
@@ -343,6 +367,9 @@ NIGHTLY = {
         "nothing_is_left_when_the_trainer_is_killed[trainer-alone]": "trainer and server-forks",
         "nothing_is_left_when_the_trainer_is_killed[trainer-forks]": "trainer and server-forks",
     },
+    "sampling/test_recurrent_cache.py": {
+        "responses_of_engines_without_megatron_equal_transformers_generate[fsdp, padded]": "fsdp; single",
+    },
     "selfcheck/test_check.py": {
         "backend_starts_early_worker_only_without_cache": "early worker checks and next run starts none",
     },
@@ -361,6 +388,7 @@ NIGHTLY = {
         "one_that_is_still_ill_when_its_time_is_over": "another server answers",
     },
     "step/test_distillation.py": {
+        "gradients_of_all_parameters_are_those_of_plain_float64[DP2]": "TP2 + SP; CP2; step/test_step.py: DP2",
         "engines_of_transformers_have_the_same_gradients[fsdp]": "single",
     },
     "step/test_loss_in_every_layout.py": {
@@ -378,6 +406,10 @@ NIGHTLY = {
         "engines_without_megatron_replay_too[qwen3_moe-fsdp]": "single",
     },
     "step/test_step.py": {
+        "policy_and_preference_losses_equal_the_papers_formulas[orpo-CP2]": "single; dpo-CP2",
+        "policy_and_preference_losses_equal_the_papers_formulas[orpo-TP2 + SP]": "single; dpo-TP2 + SP",
+        "policy_and_preference_losses_equal_the_papers_formulas[simpo-CP2]": "single; dpo-CP2",
+        "policy_and_preference_losses_equal_the_papers_formulas[simpo-TP2 + SP]": "single; dpo-TP2 + SP",
         "a_rank_without_samples_joins_the_others_collectives[qwen3]": "qwen3_moe",
         "a_step_with_nan_on_one_rank_is_skipped_by_all[False": "with the distributed optimizer",
         "policy_and_preference_losses_equal_the_papers_formulas[ppo": "the two others; engines/single/test_single.py",
@@ -394,6 +426,10 @@ NIGHTLY = {
         "engines_get_the_checkpoint_bit_for_bit[TP2]": "DP2 x TP2",
     },
     "weightsync/test_sharded_push.py": {
+        "workers_get_their_slices_of_the_export[DP2 x TP2-bf16]": "in fp32; TP2 in bf16",
+        "workers_get_their_slices_of_the_export[MoE EP2-bf16]": "in fp32; EP2 of latent attention in bf16",
+        "workers_get_their_slices_of_the_export[PP2, tied-bf16]": "in fp32; TP2 in bf16",
+        "workers_get_their_slices_of_the_export[latent attention, expert biases, TP2-bf16]": "in fp32; EP2 in bf16",
         "a_silent_engine_is_named": "a missing engine; an engine killed during the transfer",
     },
     "weightwire/test_group.py": {
@@ -402,6 +438,9 @@ NIGHTLY = {
     "weightwire/test_plan.py": {
         "64_ranks_to_8_engines_in_fp8_blocks": "in bf16; experts in blocks arrive once with their scales",
         "64_ranks_to_8_engines_of_published_models[Qwen3-235B-A22B-tp]": "DeepSeek-V3-tp",
+    },
+    "weightwire/test_sharded.py": {
+        "an_exchange_follows_no_transfer_that_was_cut_at_any_message[None]": "[1]: by changes",
     },
     "test_bad_input.py": {
         "rank_that_stops_between_steps_is_named_within_timeout": "reliability/test_hang_and_death.py",
@@ -429,6 +468,9 @@ NIGHTLY = {
         "single_process_program_runs": "engines/single/test_single.py",
         "lora_program_runs": "lora/test_backend_adapters.py, lora/test_peft_format.py",
     },
+    "test_sessions_page.py": {
+        "pretraining_session_continues_a_text": "cli/test_cli_init.py: the same task to its end; test_snippets.py",
+    },
 }
 """By file below tests: beginnings of tests' names, without ``test_``, and what covers them."""
 
@@ -452,9 +494,12 @@ def mark_named(
     Raises:
         pytest.UsageError: an entry matches no test of a collected file.
     """
+    by_file: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
     dead = set()
     for file, starts in table.items():
-        file_items = [item for item in items if item.nodeid.startswith(f"tests/{file}::")]
+        file_items = by_file.get(f"tests/{file}", [])
         for start in starts:
             matches = [item for item in file_items if item.name.startswith(f"test_{start}")]
             for item in matches:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import docs_tables
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -115,15 +117,9 @@ def test_navigation_lists_every_page_once() -> None:
 
 
 def test_generated_tables_are_current() -> None:
-    completed = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "docs_tables.py"), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
-    )
-    assert completed.returncode == 0, completed.stderr
+    """Compare all but the published models', which ``models/test_published.py`` compares: it has described them."""
+    tables = {name: table for name, table in docs_tables.TABLES.items() if name != "published models"}
+    assert not docs_tables.outdated(tables), "run: python scripts/docs_tables.py"
 
 
 def test_site_builds_without_warnings(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from megascend.config import RunConfig
 from megascend.config.rl import RlConfig
 from megascend.errors import MegascendError
 from megascend.huggingface.info import inspect_checkpoint
+from support.forked_programs import run_forked
 
 Changes = dict[str, Any]
 LORA = {"lora": {"rank": 4}}
@@ -127,10 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_here(task: str, folder: Path) -> dict[str, Any]:
     """Run this file in a process of its own: a process is prepared for one engine."""
-    # Set by the bootstrap of an earlier test in this process.
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
-    command = [sys.executable, __file__, task, str(folder)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    completed = run_forked(Path(__file__), task, folder)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return json.loads(completed.stdout.splitlines()[-1])
 

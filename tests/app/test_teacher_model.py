@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +23,7 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, Case, case_backend, case_checkpoint, token_lists
 from megascend.testing.tiny_models import write_tiny_checkpoint
 from support.covering import first_stack_only
+from support.forked_programs import run_forked, run_launched
 from support.gradients import Gradients, differences, step_gradients
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -70,8 +68,7 @@ def plain_results(models: Models, name: str, batch: list[Sample], folder: Path) 
         tokens = torch.cat([sample.input_ids, sample.target_ids[-1:]])
         tensors |= {f"tokens.{index}": tokens, f"weights.{index}": sample.weights}
     save_file(tensors, job)
-    command = [sys.executable, PROGRAM, models.student, vars(models)[name], job, str(BETA), result]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    completed = run_forked(PROGRAM, models.student, vars(models)[name], job, BETA, result, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
     return load_file(result)
 
@@ -197,10 +194,8 @@ def test_gradients_of_transformers_engines_are_those_of_plain_float64(
     program, result = tmp_path / "program.py", tmp_path / "result.pt"
     program.write_text(TRANSFORMERS_PROGRAM, encoding="utf-8")
     ranks = 2 if engine == "fsdp" else 1
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [*launch, program, engine, models.student, models.like, models.other, result, Path(__file__).parent]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    arguments = (engine, models.student, models.like, models.other, result, Path(__file__).parent)
+    completed = run_launched(program, ranks, *arguments)
     assert completed.returncode == 0, completed.stderr[-3000:]
     results = torch.load(result)
     for kind in ("like", "other"):

@@ -16,6 +16,7 @@ import yaml
 
 from megascend.testing.reference import run_reference
 from support import forked_programs
+from support.forked_programs import run_command
 
 CONVERSATIONS = [
     [{"role": "user", "content": "one?"}],
@@ -140,16 +141,7 @@ def test_adapters_answer_by_name_and_as_peft_does(megascend, folder: Path, small
 
 
 def test_lines_of_text_from_standard_input_are_turns_and_long_ones_fail_alone(small_model: Path) -> None:
-    arguments = [sys.executable, "-m", "megascend.cli.main", "generate", str(small_model), "-", "--text", *COMMON]
-    completed = subprocess.run(
-        arguments,
-        input=f"one?\n{'x' * 400}\n",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=forked_programs.environment(),
-    )
+    completed = run_command("generate", small_model, "-", "--text", *COMMON, stdin=f"one?\n{'x' * 400}\n")
     assert completed.returncode == 2, completed.stderr
     first, second = (json.loads(line) for line in completed.stdout.splitlines())
     assert [(first["response"], first["tokens"])] == greedy(small_model, CONVERSATIONS[:1])
@@ -222,14 +214,6 @@ def test_chat_continues_the_conversation_until_it_is_reset(folder: Path, small_m
 
 
 def test_chat_with_a_run_answers_as_it_was_trained(folder: Path) -> None:
-    completed = subprocess.run(
-        [sys.executable, "-m", "megascend.cli.main", "chat", str(folder / "run"), *COMMON, "--temperature", "0"],
-        input="one?\n",
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=forked_programs.environment(),
-    )
+    completed = run_command("chat", folder / "run", *COMMON, "--temperature", "0", stdin="one?\n")
     assert completed.returncode == 0, completed.stderr
     assert "> two\n" in completed.stdout

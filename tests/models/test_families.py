@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ from megascend.testing.parity import (
     train_case,
 )
 from support.covering import FIRST_STACK, stack_marks
+from support.forked_programs import run_forked
 from support.lora_parity import adapter_backend, adapter_differences, case_adapter, peft_reference, train_adapter
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -250,8 +249,7 @@ def test_sampler_decodes_with_a_cache_what_transformers_scores(arch: str, parity
 @pytest.mark.parametrize("arch", nightly_but(NEW, ("gpt_oss",), megatron=False))
 def test_engines_without_megatron_train_it_too(arch: str, engine: str, parity_folder: Path, tmp_path: Path) -> None:
     checkpoint, result = case_checkpoint(parity_folder, arch), tmp_path / "result.json"
-    command = [sys.executable, ENGINES, engine, checkpoint, str(STEPS), result]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    completed = run_forked(ENGINES, engine, checkpoint, STEPS, result, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
     run = TrainingCurve(**json.loads(result.read_text(encoding="utf-8")), logits=[])
     difference = differences(run, hf_reference(parity_folder, checkpoint, token_lists(), steps=STEPS))

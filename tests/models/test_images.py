@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from megascend.batch.images import SampleImages
 from megascend.batch.sample import Sample
 from megascend.checkpoint.hf_slices import read as read_slices
 from megascend.config import Adapters, Parallel, Recompute
-from megascend.distributed.launch import plain_environment
 from megascend.errors import CheckpointError, ConfigError, DataError, DistributedTestError
 from megascend.lora import peft_format
 from megascend.testing import run_distributed
@@ -33,6 +30,7 @@ from megascend.testing.parity import (
     train_case,
 )
 from support.covering import FIRST_STACK, first_stack_only
+from support.forked_programs import run_forked
 from support.lora_parity import (
     PeftTrajectory,
     adapter_differences,
@@ -40,7 +38,7 @@ from support.lora_parity import (
     peft_reference,
     train_adapter,
 )
-from support.picture_programs import ROOT, run_program
+from support.picture_programs import run_program
 from support.pictures import (
     TOKEN,
     TOWER,
@@ -479,14 +477,7 @@ def test_rotary_frequencies_of_the_tower_stay_fp32(parity_folder: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["single", "fsdp", "megatron"])
 def test_qwen2_5_vl_is_refused_by_name(engine: str, tmp_path: Path) -> None:
-    completed = subprocess.run(
-        [sys.executable, "-c", QWEN2_5_VL, engine, str(tmp_path)],
-        env=plain_environment() | {"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    completed = run_forked(QWEN2_5_VL, engine, tmp_path, timeout_s=200)
     assert completed.returncode == 0, completed.stderr[-4000:]
     assert completed.stdout.strip().startswith(
         "qwen2_5_vl is a multimodal model that megascend does not declare (its vision"

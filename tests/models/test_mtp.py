@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from megascend.memory.parameters import stages
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_checkpoint, first_of_equals
 from support.covering import first_stack_required
+from support.forked_programs import run_forked
 from support.prediction_head import (
     HEAD,
     LAYERS,
@@ -335,10 +334,7 @@ def test_head_that_is_not_trained_is_copied_or_left_out(
     engine: str, arch: str, parity_folder: Path, tmp_path: Path
 ) -> None:
     checkpoint = checkpoint_with_head(parity_folder, arch)
-    arguments = [engine, checkpoint, tmp_path]
-    completed = subprocess.run(
-        [sys.executable, ENGINES, *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+    completed = run_forked(ENGINES, engine, checkpoint, tmp_path, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
     report = json.loads(completed.stdout.splitlines()[-1])
     source = load_file(checkpoint / "model.safetensors")

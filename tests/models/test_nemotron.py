@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +37,7 @@ from megascend.testing.parity import (
     train_case,
 )
 from megascend.testing.tiny_models import tiny_config
+from support.forked_programs import run_forked
 from support.lora_parity import adapter_differences, case_adapter, peft_reference, train_adapter
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -219,8 +218,7 @@ def test_steps_have_no_limit_without_megatron(
     engine: str, small_steps: tuple[Path, Path], parity_folder: Path, tmp_path: Path
 ) -> None:
     result = tmp_path / "result.json"
-    command = [sys.executable, ENGINES, engine, small_steps[1], "2", result]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    completed = run_forked(ENGINES, engine, small_steps[1], 2, result, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
     run = TrainingCurve(**json.loads(result.read_text(encoding="utf-8")), logits=[])
     difference = differences(run, hf_reference(parity_folder, small_steps[0], token_lists(), steps=2))

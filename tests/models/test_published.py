@@ -6,35 +6,33 @@ where the Hub's count has them, they are counted here.
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import docs_tables
 from megascend.huggingface.architectures import transformers_config
-from megascend.huggingface.described import describe_checkpoint
-from megascend.huggingface.info import ModelInfo, ModelShape, inspect_checkpoint, linear_layers
+from megascend.huggingface.info import ModelInfo, ModelShape, linear_layers
 from megascend.memory.estimate import Estimate
 from megascend.memory.parameters import elements, stages
 from megascend.models import architecture_of, expert_layers, text_config
 from megascend.models.base import LatentAttention, LinearAttention, StateSpace, single_mixers
 from megascend.models.registry import BUILT_IN
 from megascend.topology.topology import Topology
-from support.described import published_plan
+from support.described import FOLDER, PublishedModel, describe_published, published_plan
+from support.described import PUBLISHED as INDEX
+from support.described import published_config as configuration
 
-FOLDER = Path(__file__).with_name("published")
-INDEX: dict[str, dict[str, Any]] = json.loads((FOLDER / "index.json").read_text(encoding="utf-8"))
 CARD_BYTES = 64 * 10**9
 """Of the smaller of the devices that the layouts are for: NPUs of 64 GB and GPUs of 80 GB."""
 WITH_MTP = {"deepseek-v3": 684_531_386_000 - 41_540_496, "glm-4.5": 358_337_791_296, "glm-4.5-air": 110_468_824_832}
 """The Hub's counts with the layer for multi-token prediction, DeepSeek's without the fp32 scales of its fp8 blocks."""
 WITH_MTP_BESIDE = {"qwen3.5-4b": 4_659_865_088, "qwen3.5-35b-a3b": 35_951_822_704}
 """The Hub's counts of models whose head for multi-token prediction shares the embedding."""
-
-
-def configuration(name: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def is_first_of_its_type(name: str) -> bool:
@@ -47,14 +45,15 @@ NAMES = [name if is_first_of_its_type(name) else pytest.param(name, marks=pytest
 
 
 @pytest.fixture(scope="module")
-def describe(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def describe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PublishedModel]:
+    """Describe each model once: building it and reading its headers takes seconds."""
     folder = tmp_path_factory.mktemp("described")
+    return functools.cache(lambda name: describe_published(name, folder / name))
 
-    def checkpoint(name: str) -> Path:
-        path = folder / name
-        return path if path.exists() else describe_checkpoint(path, configuration(name))
 
-    return checkpoint
+def test_table_of_the_documentation_is_current(describe: Any) -> None:
+    tables = {"published models": lambda: docs_tables.published_models(describe)}
+    assert not docs_tables.outdated(tables), "run: python scripts/docs_tables.py"
 
 
 def test_every_declared_family_has_a_published_configuration() -> None:
@@ -65,14 +64,12 @@ def test_every_declared_family_has_a_published_configuration() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_the_published_ones(name: str, describe: Any) -> None:
     entry = INDEX[name]
-    assert inspect_checkpoint(describe(name)).parameter_count == pytest.approx(
-        entry["parameters"], rel=entry["tolerance"]
-    )
+    assert describe(name).info.parameter_count == pytest.approx(entry["parameters"], rel=entry["tolerance"])
 
 
 @pytest.mark.parametrize("name", WITH_MTP_BESIDE)
 def test_difference_from_the_hubs_count_is_qwens_mtp_layer(name: str, describe: Any) -> None:
-    info = inspect_checkpoint(describe(name))
+    info = describe(name).info
     hidden, last = info.shape.hidden_size, f".layers.{info.shape.num_layers - 1}."
     layer = sum(_elements(header.shape) for tensor, header in info.tensors.items() if last in tensor)
     # A projection of two hidden states and three norms, beside a layer like the last one; the embedding is the model's.
@@ -95,7 +92,7 @@ def test_every_published_tower_is_listed() -> None:
 
 @pytest.mark.parametrize("name", WITH_PICTURES)
 def test_towers_are_read_and_planned(name: str, describe: Any) -> None:
-    info, (blocks, width, inner) = inspect_checkpoint(describe(name)), WITH_PICTURES[name]
+    info, (blocks, width, inner) = describe(name).info, WITH_PICTURES[name]
     images, layout = info.architecture.inputs, info.image_layout
     assert images is not None
     assert layout is not None
@@ -122,7 +119,7 @@ def test_towers_are_read_and_planned(name: str, describe: Any) -> None:
 
 @pytest.mark.parametrize("name", WITH_MTP)
 def test_difference_from_the_hubs_count_is_the_mtp_layer(name: str, describe: Any) -> None:
-    info = inspect_checkpoint(describe(name))
+    info = describe(name).info
     hidden, last = info.shape.hidden_size, f"layers.{info.shape.num_layers - 1}."
     layer = sum(_elements(header.shape) for tensor, header in info.tensors.items() if last in tensor)
     # A projection of two hidden states, three norms, and an embedding and an output layer of its own (DeepSeek-V3's report).
@@ -139,9 +136,9 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 def test_tensors_are_as_many_as_in_the_published_files(describe: Any) -> None:
     # DeepSeek-V3's main model without scales, OLMoE's and Nemotron 3 Nano's, by public audits of their files.
-    assert len(inspect_checkpoint(describe("deepseek-v3")).tensors) == 45_395
-    assert len(inspect_checkpoint(describe("olmoe-1b-7b-0924")).tensors) == 3_219
-    assert len(inspect_checkpoint(describe("nemotron-3-nano-30b-a3b")).tensors) == 6_243
+    assert len(describe("deepseek-v3").info.tensors) == 45_395
+    assert len(describe("olmoe-1b-7b-0924").info.tensors) == 3_219
+    assert len(describe("nemotron-3-nano-30b-a3b").info.tensors) == 6_243
 
 
 @pytest.mark.parametrize("name", [name for name in INDEX if INDEX[name]["layout"]])
@@ -154,17 +151,15 @@ def test_layout_is_accepted_and_fits(name: str, describe: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megatron_engine_supports_it(name: str, describe: Any) -> None:
-    config = text_config(transformers_config(describe(name)).to_dict())
+    config = text_config(transformers_config(describe(name).path).to_dict())
     assert architecture_of(config).unsupported(config) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_configuration_that_transformers_saves_means_the_same(name: str, describe: Any, tmp_path: Path) -> None:
-    transformers_config(describe(name)).save_pretrained(tmp_path)
+    transformers_config(describe(name).path).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    assert _meaning(saved, inspect_checkpoint(describe(name))) == _meaning(
-        configuration(name), inspect_checkpoint(describe(name))
-    )
+    assert _meaning(saved, describe(name).info) == _meaning(configuration(name), describe(name).info)
 
 
 def _meaning(config: dict[str, Any], info: ModelInfo) -> dict[str, Any]:

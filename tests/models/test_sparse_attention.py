@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +32,7 @@ from megascend.testing.parity import (
 )
 from megascend.testing.tiny_models import tiny_config
 from megascend.topology.topology import plan
+from support.forked_programs import run_forked
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 
@@ -220,8 +219,7 @@ def test_samples_of_a_batch_do_not_see_each_other_without_megatron(
 ) -> None:
     checkpoint, tokens, result = case_checkpoint(parity_folder, arch), token_lists(), tmp_path / "result.json"
     changed = [*tokens[:1], [token % 299 + 1 for token in tokens[1]], *tokens[2:]]
-    command = [sys.executable, ENGINES, engine, checkpoint, json.dumps([tokens, changed]), result]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    completed = run_forked(ENGINES, engine, checkpoint, json.dumps([tokens, changed]), result, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
     before, after = json.loads(result.read_text(encoding="utf-8"))
     assert before[1] != after[1]

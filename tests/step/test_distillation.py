@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from megascend.errors import DataError
 from megascend.testing import run_distributed
 from megascend.testing.parity import PROMPT, TINY_VOCABULARY, Case, case_backend, case_checkpoint, token_lists
 from support.covering import first_stack_only
+from support.forked_programs import run_forked, run_launched
 from support.gradients import Gradients, differences, reduced_gradients
 
 pytestmark = [pytest.mark.usefixtures("megatron_imported")]
@@ -109,16 +107,8 @@ def expected(parity_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         unmasked = torch.full((len(tokens) - 1, 1), -1)
         tensors[f"allowed.{index}"] = unmasked if sampled is None else sampled.long()
     save_file(tensors, job)
-    command = [
-        sys.executable,
-        PROGRAM,
-        case_checkpoint(parity_folder, "qwen3"),
-        job,
-        str(BETA),
-        str(TEMPERATURE),
-        result,
-    ]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    arguments = (case_checkpoint(parity_folder, "qwen3"), job, BETA, TEMPERATURE, result)
+    completed = run_forked(PROGRAM, *arguments, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
     return load_file(result)
 
@@ -175,12 +165,9 @@ with megascend.make_backend(engine, model=checkpoint, precision="fp32", platform
     if backend.rank == 0:
         torch.save(gradients, result)
 """
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     program, result = tmp_path / "program.py", tmp_path / "result.pt"
     program.write_text(code, encoding="utf-8")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [*launch, program, engine, checkpoint, result, Path(__file__).parent]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    completed = run_launched(program, ranks, engine, checkpoint, result, Path(__file__).parent)
     assert completed.returncode == 0, completed.stderr[-3000:]
     results = torch.load(result)
     for name in LOSSES:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from megascend.errors import DataError
 from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint, token_lists
 from support.covering import first_stack_only
+from support.forked_programs import run_forked
 
 pytestmark = [pytest.mark.usefixtures("megatron_imported")]
 PROGRAM = Path(__file__).with_name("replayed_routing.py")
@@ -69,8 +67,7 @@ def references(parity_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
         if not result.exists():
             tensors = {f"experts.{i}": experts.contiguous() for i, experts in enumerate(choices(arch))}
             save_file(tensors | {f"tokens.{i}": torch.tensor(ids) for i, ids in enumerate(token_lists())}, job)
-            command = [sys.executable, PROGRAM, case_checkpoint(parity_folder, arch), job, result]
-            completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            completed = run_forked(PROGRAM, case_checkpoint(parity_folder, arch), job, result, timeout_s=240)
             assert completed.returncode == 0, completed.stderr[-3000:]
         return json.loads(result.read_text(encoding="utf-8"))
 
@@ -139,18 +136,8 @@ for granularity in ("none", "full"):
     with open(result, "a", encoding="utf-8") as file:
         print(json.dumps(row), file=file)
 """
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        engine,
-        arch,
-        case_checkpoint(parity_folder, arch),
-        result,
-        Path(__file__).parent,
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    arguments = (engine, arch, case_checkpoint(parity_folder, arch), result, Path(__file__).parent)
+    completed = run_forked(code, *arguments, timeout_s=240)
     assert completed.returncode == 0, completed.stderr[-3000:]
     rows = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
     assert len(rows) == 2

@@ -21,6 +21,7 @@ PACKAGES = [
     *("typer", "typer.rich_utils"),
 ]
 """Third-party modules that megascend and mcore-bridge import."""
+PROCESS_VARIABLES = ("TORCHDYNAMO_DISABLE", "TORCHINDUCTOR_CACHE_DIR")
 COMMAND = "import runpy\nrunpy.run_module('megascend.cli.main', run_name='__main__', alter_sys=True)"
 
 _server = ProgramServer(PACKAGES)
@@ -29,10 +30,10 @@ _server = ProgramServer(PACKAGES)
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of a program with this process's import path and one thread.
 
-    Excludes variables that the bootstrap may have set in this process: another value would start another server.
+    Excludes variables that the bootstrap or torch may have set in this process: another value would start another server.
     """
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    variables = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    variables = {name: value for name, value in os.environ.items() if name not in PROCESS_VARIABLES}
     return variables | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | changes
 
 
@@ -42,6 +43,7 @@ def run_forked(
     directory: Path | None = None,
     timeout_s: float = 300.0,
     variables: Mapping[str, str] | None = None,
+    stdin: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, or a program passed as text (``python -c``), to its end and return its output.
 
@@ -49,10 +51,10 @@ def run_forked(
         arguments: ``sys.argv[1:]``.
         directory: working directory; default: the current one.
         variables: its environment; default: :func:`environment`.
+        stdin: its standard input.
     """
-    return _server.run(
-        program, arguments, environment() if variables is None else variables, timeout_s=timeout_s, directory=directory
-    )
+    variables = environment() if variables is None else variables
+    return _server.run(program, arguments, variables, stdin, timeout_s, directory=directory)
 
 
 def run_command(
@@ -60,6 +62,18 @@ def run_command(
     directory: Path | None = None,
     timeout_s: float = 300.0,
     variables: Mapping[str, str] | None = None,
+    stdin: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run ``megascend ARGUMENTS`` to its end and return its output. Arguments as of :func:`run_forked`."""
-    return run_forked(COMMAND, *arguments, directory=directory, timeout_s=timeout_s, variables=variables)
+    return run_forked(COMMAND, *arguments, directory=directory, timeout_s=timeout_s, variables=variables, stdin=stdin)
+
+
+def run_launched(
+    program: Path, ranks: int, *arguments: object, timeout_s: float = 300.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a script on ``ranks`` ranks: several under torchrun, one as :func:`run_forked` runs it."""
+    if ranks == 1:
+        return run_forked(program, *arguments, timeout_s=timeout_s)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launch, str(program), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment())

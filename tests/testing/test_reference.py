@@ -83,6 +83,22 @@ def test_forked_process_has_a_separate_program_server(monkeypatch: pytest.Monkey
     assert run_reference("import os; print(os.environ['MEGASCEND_A_TEST'])").stdout == "1\n"
 
 
+def test_process_is_kept_while_programs_have_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = "import os; print(os.getppid(), os.environ.get('TORCH_A_TEST'))"
+    first = run_reference(parent).stdout
+    monkeypatch.setenv("TORCH_A_TEST", "1")
+    second = run_reference(parent).stdout
+    assert second.split() == [second.split()[0], "1"]
+    assert second.split()[0] != first.split()[0]
+    monkeypatch.delenv("TORCH_A_TEST")
+    assert run_reference(parent).stdout == first
+    for value in ("2", "3"):
+        monkeypatch.setenv("TORCH_A_TEST", value)
+        assert run_reference(parent).stdout.split()[1] == value
+    # Two are kept: the others have ended.
+    assert not any(psutil.pid_exists(int(output.split()[0])) for output in (first, second))
+
+
 def test_fp64_reference_turns_fp32_casts_into_fp64() -> None:
     """Intercept every form of cast to fp32 that norms and routers use."""
     x = torch.rand(3, dtype=torch.float64)

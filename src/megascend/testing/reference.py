@@ -40,13 +40,16 @@ READ_AT_START = (
     *("OMP_", "MKL_", "ONEDNN_", "ATEN_", "TORCH", "CUDA", "NVTE_", "ASCEND", "SIMNPU", "HF_", "TRANSFORMERS_"),
 )
 """Beginnings of variables that an interpreter or a package reads once: a fork cannot be given others."""
+MAX_PROCESSES = 2
+"""Processes that a server keeps: one for most programs, and one for those with other variables in between."""
 
 
 class ProgramServer:
     """Runs programs one after the other, in forks of a process that it starts for the first one.
 
     It starts another one when a program needs other variables that are read at the start (:data:`READ_AT_START`), and in a
-    process that was forked from the caller's. What it has started ends with the caller.
+    process that was forked from the caller's. It keeps :data:`MAX_PROCESSES`, those that were used last. What it has started
+    ends with the caller.
 
     Args:
         imports: modules that are imported before every program, beside those of :data:`IMPORTED` that it imports itself.
@@ -55,8 +58,8 @@ class ProgramServer:
     def __init__(self, imports: Sequence[str] = ()) -> None:
         self._imports = list(imports)
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
-        self._environment: Mapping[str, str] = {}
+        # By variables, the one that was used last at the end.
+        self._processes: dict[frozenset[tuple[str, str]], subprocess.Popen[str]] = {}
         self._owner = 0
 
     def run(
@@ -105,10 +108,11 @@ class ProgramServer:
         return subprocess.CompletedProcess([str(program), *request["arguments"]], status, output, errors)
 
     def close(self) -> None:
-        """End the server's process. The next program starts another."""
-        process, self._process = self._process, None
-        if process is None:
-            return
+        """End the server's processes. The next program starts another."""
+        while self._processes:
+            self._end(self._processes.popitem()[1])
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
@@ -134,20 +138,26 @@ class ProgramServer:
             answer = process.stdout.readline()
         finally:
             if not answer:  # still busy, or dead
-                self.close()
+                self._processes.popitem()
+                self._end(process)
         if not answer:
             raise RuntimeError("the process that forks reference programs has ended")
         return int(answer)
 
     def _started(self, environment: Mapping[str, str]) -> subprocess.Popen[str]:
-        at_start = {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
-        if self._process is None or self._owner != os.getpid() or self._environment != at_start:
+        """Return a process with these variables, the last of those that are kept."""
+        if self._owner != os.getpid():
             self.close()
             # Registered again, so that it runs once, and in the process that started the server.
             atexit.unregister(self.close)
             atexit.register(self.close)
-            self._owner, self._environment = os.getpid(), at_start
-            self._process = subprocess.Popen(
+            self._owner = os.getpid()
+        at_start = frozenset(entry for entry in environment.items() if entry[0].startswith(READ_AT_START))
+        process = self._processes.pop(at_start, None)
+        if process is None:
+            if len(self._processes) == MAX_PROCESSES:
+                self._end(self._processes.pop(next(iter(self._processes))))
+            process = subprocess.Popen(
                 [sys.executable, "-c", Path(__file__).with_name("_program_server.py").read_text(encoding="utf-8")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -158,7 +168,8 @@ class ProgramServer:
                 encoding="utf-8",
                 errors="replace",
             )
-        return self._process
+        self._processes[at_start] = process
+        return process
 
 
 _SERVER = ProgramServer()

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +17,7 @@ from megascend import Adam, Adapters, Batching, Lora, Parallel
 from megascend.errors import CheckpointError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
+from megascend.testing.reference import run_reference
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "chat_template.jinja", "generation_config.json")
@@ -29,15 +26,14 @@ import json, sys, torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+path, tokens, result = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 options = {"output_loading_info": True, "dtype": "auto", "attn_implementation": "eager"}
-for line in sys.stdin:
-    path, tokens, result = json.loads(line)
-    model, info = AutoModelForCausalLM.from_pretrained(path, **options)
-    assert not any(info.values()), info
-    with torch.no_grad():
-        logits = [model.eval()(torch.tensor([ids[:-1]])).logits[0].float().contiguous() for ids in tokens]
-    save_file({str(i): entry for i, entry in enumerate(logits)}, result)
-    print(next(model.parameters()).dtype, flush=True)
+model, info = AutoModelForCausalLM.from_pretrained(path, **options)
+assert not any(info.values()), info
+with torch.no_grad():
+    logits = [model.eval()(torch.tensor([ids[:-1]])).logits[0].float().contiguous() for ids in tokens]
+save_file({str(i): entry for i, entry in enumerate(logits)}, result)
+print(next(model.parameters()).dtype)
 """
 
 
@@ -96,37 +92,14 @@ def train_and_export(checkpoint: Path, target: Path, layout: Layout, precision: 
     return run_distributed(on_rank, layout.world_size, init=False)[0]
 
 
-@pytest.fixture(scope="module")
-def transformers_alone(tmp_path_factory) -> Iterator[Callable[[Path], tuple[str, list[torch.Tensor]]]]:
-    """Load exports with plain transformers, in a process without megascend; yields a function to (dtype, logits)."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    folder = tmp_path_factory.mktemp("transformers")
-    errors = folder / "transformers.stderr"
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-c", LOAD],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env=environment | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
-    alarm = threading.Timer(300, process.kill)
-    alarm.start()
-
-    def load(path: Path) -> tuple[str, list[torch.Tensor]]:
-        result = folder / "logits.safetensors"
-        process.stdin.write(json.dumps([str(path), token_lists()[:3], str(result)]) + "\n")
-        process.stdin.flush()
-        dtype = process.stdout.readline().strip()
-        assert dtype, errors.read_text()[-3000:]
+def transformers_alone(path: Path) -> tuple[str, list[torch.Tensor]]:
+    """Load an export with plain transformers, in a process without megascend; return its dtype and logits."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "logits.safetensors"
+        completed = run_reference(LOAD, path, json.dumps(token_lists()[:3]), result)
+        assert completed.returncode == 0, completed.stderr[-3000:]
         logits = load_file(result)
-        return dtype, [logits[str(index)] for index in range(3)]
-
-    yield load
-    alarm.cancel()
-    process.kill()
-    process.wait()
+    return completed.stdout.strip(), [logits[str(index)] for index in range(3)]
 
 
 def largest_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -139,7 +112,7 @@ def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp_path, name, transformers_alone):
+def test_exported_models_give_the_same_logits_in_transformers(parity_folder, tmp_path, name):
     layout = LAYOUTS[name]
     checkpoint = case_checkpoint(parity_folder, layout.arch, **layout.overrides)
     before = load_file(checkpoint / "model.safetensors")
@@ -164,7 +137,7 @@ def test_an_export_without_training_is_the_checkpoint_bit_for_bit(parity_folder,
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_dtype_of_training_is_kept(parity_folder, tmp_path, precision, dtype, transformers_alone):
+def test_the_dtype_of_training_is_kept(parity_folder, tmp_path, precision, dtype):
     layout = LAYOUTS["TP2 x PP2"]
     checkpoint = case_checkpoint(parity_folder, "qwen3")
     actual = train_and_export(checkpoint, tmp_path / "out", layout, precision)
@@ -194,7 +167,7 @@ def test_tokenizer_and_companions_are_exported(with_companions, tmp_path):
     assert not list(tmp_path.glob(".*"))  # nothing temporary is left
 
 
-def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path, transformers_alone):
+def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path):
     target = tmp_path / "out"
     shutil.copytree(with_companions, target)
     (target / "model.safetensors").rename(target / "model-00001-of-00001.safetensors")
@@ -207,7 +180,7 @@ def test_an_export_replaces_an_earlier_one_whole(with_companions, tmp_path, tran
     assert not list(tmp_path.glob(".*"))
 
 
-def test_export_may_overwrite_the_source_checkpoint(with_companions, tmp_path, transformers_alone):
+def test_export_may_overwrite_the_source_checkpoint(with_companions, tmp_path):
     actual = train_and_export(with_companions, with_companions, LAYOUTS["TP2 x PP2"])
     _, expected = transformers_alone(with_companions)
     assert largest_difference(actual, expected) <= 1e-5
@@ -312,7 +285,7 @@ def test_other_tensors_than_the_sources_are_an_error_on_all_ranks(parity_folder,
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_merged_adapter_is_exported_under_the_sources_names(parity_folder, tmp_path, transformers_alone):
+def test_a_merged_adapter_is_exported_under_the_sources_names(parity_folder, tmp_path):
     from megascend.backends import MegatronBackend
 
     checkpoint = case_checkpoint(parity_folder, "glm4")
