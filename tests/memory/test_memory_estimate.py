@@ -174,6 +174,17 @@ def test_an_adapter_has_its_factors_four_times_in_fp32_and_a_copy():
     assert parameters.adapter.bytes(2, copied=True) == (16 + 6) * factors
 
 
+def test_gate_and_up_of_an_expert_have_one_a():
+    info = info_of(SIX_LAYERS_OF_30B_A3B)
+    topology = plan(Parallel(), 1, info.shape)
+    [parameters] = stages(
+        info.tensors, topology, 6, tied=False, lora=Lora(rank=16, targets=("gate_proj", "up_proj", "down_proj"))
+    )
+    factors = 6 * 128 * 16 * ((2048 + 2 * 768) + (768 + 2048))
+    assert parameters.adapter.bytes(2, copied=False) == 16 * factors
+    assert parameters.adapter.bytes(2, copied=True) == (16 + 6) * factors
+
+
 def test_there_is_no_estimate_for_engines_from_outside():
     config = RunConfig(**USUAL, engine="mine")
     info = info_of(QWEN3_1_7B)

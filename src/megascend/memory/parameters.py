@@ -346,20 +346,26 @@ def _adapter(
 
     ``fused``: fused projections have their factors stacked.
     """
-    factors = stacked = 0.0
     padded = -(-lora.rank // RANK_MULTIPLE) * RANK_MULTIPLE
-    layers: dict[str, list[tuple[float, float]]] = {}
+    slices: dict[str, list[tuple[float, float]]] = {}  # (outputs, inputs) by fused layer
     for name, header in tensors:
         if not is_target(name, header.shape, lora):
             continue
         count, rows, columns = (1.0, *header.shape) if topology is None else _local(name, header.shape, topology)
-        factors += count * lora.rank * (rows + columns)
         prefix, _, kind = name.removesuffix(".weight").rpartition(".")
+        if ".experts." in name and FUSED.get(kind) == "fc1":
+            # Gate and up of an expert have one A and one B, as in peft.
+            [(outputs, _)] = slices.get(f"{prefix}.fc1", [(0.0, 0.0)])
+            slices[f"{prefix}.fc1"] = [(outputs + count * rows, count * columns)]
+            continue
         key = f"{prefix}.{FUSED.get(kind, kind) if fused else kind}"
-        layers.setdefault(key, []).append((count * rows, count * columns))
-    for parts in layers.values():
+        slices.setdefault(key, []).append((count * rows, count * columns))
+    factors = stacked = 0.0
+    for parts in slices.values():
+        rows, columns = (sum(sizes) for sizes in zip(*parts, strict=True))
+        factors += lora.rank * (rows + columns)
         # A of each slice, and one B over the ranks and outputs of all slices.
-        stacked += padded * (sum(columns for _, columns in parts) + len(parts) * sum(rows for rows, _ in parts))
+        stacked += padded * (columns + len(parts) * rows)
     return AdapterSizes(factors, stacked)
 
 
