@@ -139,7 +139,8 @@ def require_finite(finite: Sequence[tuple[str, Tensor]]) -> None:
     """
     if not finite:
         return
-    flags = torch.stack([flag for _, flag in finite]).tolist()
+    device = finite[0][1].device  # a mapping of tensors may have several
+    flags = torch.stack([flag.to(device) for _, flag in finite]).tolist()
     names = dict.fromkeys(name for (name, _), flag in zip(finite, flags, strict=True) if not flag)
     if names:
         raise ManifestError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -174,12 +175,20 @@ def test_an_adapter_has_its_factors_four_times_in_fp32_and_a_copy():
     assert parameters.adapter.bytes(2, copied=True) == (16 + 6) * factors
 
 
-def test_gate_and_up_of_an_expert_have_one_a():
+@pytest.mark.parametrize(
+    "names", [{}, {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}], ids=["qwen", "mixtral"]
+)
+def test_gate_and_up_of_an_expert_have_one_a(names):
     info = info_of(SIX_LAYERS_OF_30B_A3B)
     topology = plan(Parallel(), 1, info.shape)
-    [parameters] = stages(
-        info.tensors, topology, 6, tied=False, lora=Lora(rank=16, targets=("gate_proj", "up_proj", "down_proj"))
-    )
+    tensors = {
+        name
+        if ".experts." not in name
+        else re.sub(r"\w+_proj", lambda match: names.get(match[0], match[0]), name): header
+        for name, header in info.tensors.items()
+    }
+    lora = Lora(rank=16, targets=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+    [parameters] = stages(tensors, topology, 6, tied=False, lora=lora)
     factors = 6 * 128 * 16 * ((2048 + 2 * 768) + (768 + 2048))
     assert parameters.adapter.bytes(2, copied=False) == 16 * factors
     assert parameters.adapter.bytes(2, copied=True) == (16 + 6) * factors

@@ -133,10 +133,17 @@ class Experts(torch.nn.Module):
         self.w13_weight = torch.nn.Parameter(torch.zeros(2, 4, 4, device=device))
         self.quant_method = Quantized()
 
-for device, eplb in (("meta", False), ("cpu", False), ("meta", True)):
+class Adapted(Quantized):
+    def __init__(self, backend):
+        self.old_quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend))
+
+adapted = [("meta", False, Adapted(backend)) for backend in ("TRITON", "FLASHINFER_TRTLLM")]
+for device, eplb, method in (("meta", False, None), ("cpu", False, None), ("meta", True, None), *adapted):
     config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=eplb))
+    experts = Experts(device)
+    experts.quant_method = method or experts.quant_method
     try:
-        check_reloadable(torch.nn.Sequential(Experts(device)), config)
+        check_reloadable(torch.nn.Sequential(experts), config)
         print(device, "taken")
     except UpdateError as error:
         print(device, error)
@@ -148,9 +155,11 @@ def test_unsupported_experts_raise_update_error() -> None:
     completed = subprocess.run(
         [vllm_python(), "-c", REFUSED], capture_output=True, text=True, env=environment, timeout=300
     )
-    lines = completed.stdout.strip().splitlines()[-3:]
+    lines = completed.stdout.strip().splitlines()[-5:]
     assert lines[0] == "meta taken", completed.stderr
     assert lines[1].startswith(
         "cpu 0 is an expert layer whose weights vLLM may reload wrongly (Quantized, backend None)"
     )
     assert lines[2].startswith("meta this engine balances experts between its workers (enable_eplb)")
+    assert lines[3] == "meta taken"
+    assert lines[4].startswith("meta 0: with --enable-lora a reload leaves experts as they are stored")

@@ -327,7 +327,7 @@ class Engine(ABC):
     def weight_state(self) -> dict[str, TensorSlices]:
         """Return this rank's slices of the model's tensors, replicas included, without optimizer state. Live tensors; local.
 
-        Empty for a frozen model.
+        Empty for a frozen model. The same object only as long as its slices are the model's: pushes keep views of them.
         """
         state = self.state(everything=True)
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -27,6 +28,8 @@ REPLICATED = (
     "latent_proj.weight",
 )
 """Matrices that are replicated on tensor parallel ranks."""
+EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
+"""End of the module of an expert's weight; transformers has one parameter of all experts for gate and up, and one for down."""
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}
 """Projections that Megatron fuses."""
 
@@ -353,7 +356,7 @@ def _adapter(
             continue
         count, rows, columns = (1.0, *header.shape) if topology is None else _local(name, header.shape, topology)
         prefix, _, kind = name.removesuffix(".weight").rpartition(".")
-        if ".experts." in name and FUSED.get(kind) == "fc1":
+        if adapted_name(name).endswith(".experts.gate_up_proj"):
             # Gate and up of an expert have one A and one B, as in peft.
             [(outputs, _)] = slices.get(f"{prefix}.fc1", [(0.0, 0.0)])
             slices[f"{prefix}.fc1"] = [(outputs + count * rows, count * columns)]
@@ -374,9 +377,18 @@ def _sum_of_adapters(adapters: Iterable[AdapterSizes]) -> AdapterSizes:
     return AdapterSizes(sum(entry.factors for entry in adapters), sum(entry.stacked for entry in adapters))
 
 
+def adapted_name(name: str) -> str:
+    """Return the module of a weight, or the parameter of all experts, as adapters name it."""
+    module = name.removesuffix(".weight")
+    match = EXPERT.search(module)
+    if match is None:
+        return module
+    return f"{module[: match.start()]}.experts.{'down_proj' if match[1] in ('down_proj', 'w2') else 'gate_up_proj'}"
+
+
 def is_target(name: str, shape: tuple[int, ...], lora: Lora) -> bool:
     """Check whether the adapter targets a weight of the model's layers."""
-    module = name.removesuffix(".weight")
+    module = adapted_name(name)
     if len(shape) < 2 or module.endswith(NO_TARGETS):
         return False
     return lora.targets == "all-linear" or any(f".{module}".endswith(f".{target}") for target in lora.targets)

@@ -105,7 +105,7 @@ class Device:
         # One stream and one pool of memory for all graphs: each stream has a workspace of its own for products, and memory of a
         # graph that is gone is not given to those of another pool.
         self.stream: Any = self.module.Stream() if kind == "cuda" else None
-        self.graph_pool: Any = torch.cuda.graph_pool_handle() if kind == "cuda" else None
+        self.graph_pool: Any = None
         self._graph: Any = None  # the last one; a pool whose last graph is gone takes no further graph
         # The power that products draw, and so the clock, depends on the numbers: zeros are too fast.
         self.pool = torch.empty(pool_elements, dtype=torch.bfloat16, device=self.device).normal_()
@@ -148,6 +148,8 @@ class Device:
 
     def _graph_seconds(self, function: Callable[[int], object], calls: int) -> float:
         # Not by torch.cuda.graph, which collects garbage each time: there are thousands of graphs.
+        if self._graph is None:  # after a capture that failed, too
+            self.graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             function(0)

@@ -21,6 +21,9 @@ KV_CACHE = "kv_cache"
 PREPARED_APART = ("MOONEP",)
 """Backends on accelerators whose experts keep the second step's result outside the layer's parameters."""
 
+UNCONVERTED = ("TRITON", "BATCHED_TRITON")
+"""Backends that read experts' weights as they are stored."""
+
 
 class Structure:
     """References held by a model's modules and their kernels: a reload replaces tensors and kernels."""
@@ -212,6 +215,12 @@ def check_reloadable(model: torch.nn.Module, vllm_config: Any) -> None:
             raise UpdateError(
                 f"this engine balances experts between its workers (enable_eplb), and a reload would put those of {name} where "
                 "they were at its start: start vLLM without it"
+            )
+        inner = getattr(method, "old_quant_method", None)
+        if inner is not None and _expert_backend(inner) not in UNCONVERTED:
+            raise UpdateError(
+                f"{name}: with --enable-lora a reload leaves experts as they are stored, and backend {_expert_backend(inner)} of "
+                f"{type(inner).__name__} reads them converted: start vLLM without it, or with --moe-backend triton"
             )
         on_cpu = any(parameter.device.type == "cpu" for parameter in layer.parameters())
         reloads = _rebuildable(method) or _in_fp8_blocks(method)

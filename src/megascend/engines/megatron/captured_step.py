@@ -5,6 +5,7 @@ Captured kernels read a micro batch by address: its tensors are static, and ever
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -91,8 +92,10 @@ class CudaCapture:
 
     def capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """Capture ``work``; see :class:`Capture`. Waits for the device."""
+        gc.collect()  # torch.cuda.graph may do so, which would free the last graph after it has been counted
         if not self._graphs:
             # A pool whose last graph is gone takes no further graph: torch fails with an internal assertion.
+            torch.cuda.empty_cache()
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # torch caches cuBLAS's workspace per stream. An older one is not in the graph's pool and could be freed while the graph

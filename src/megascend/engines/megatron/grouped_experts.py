@@ -326,6 +326,8 @@ def release_routing(chunks: Sequence[Any]) -> None:
     """
     for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
         dispatcher: Any = layer.token_dispatcher
+        if not isinstance(dispatcher, MoEAlltoAllTokenDispatcher):
+            continue
 
         def finish(*rows: Any, dispatcher: Any = dispatcher, upstream: Any = dispatcher.combine_postprocess) -> Any:
             output = upstream(*rows)

@@ -76,14 +76,14 @@ class WeightState:
 
     def __init__(self, chunks: Sequence[Any], groups: ProcessGroups) -> None:
         self._chunks, self._groups = chunks, groups
-        self._addresses: list[int] = []
+        self._places: list[tuple[Any, ...]] = []
         self._slices: dict[str, TensorSlices] = {}
 
     def slices(self) -> dict[str, TensorSlices]:
         """Return the slices by name; the same object while nothing has moved."""
         live = [tensor for chunk in self._chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
-        addresses = [tensor.data_ptr() for tensor in live]
-        if self._slices and addresses == self._addresses:
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in live]
+        if self._slices and places == self._places:
             return self._slices
         tensors = model_state(list(entries(self._chunks, self._groups)), everything=True)
         slices = {name: value for name, value in tensors.items() if isinstance(value, TensorSlices)}
@@ -91,7 +91,7 @@ class WeightState:
         views = [values for value in slices.values() for _, values in value.slices]
         # A copy would keep its numbers while the model trains.
         self._slices = slices if all(values.untyped_storage().data_ptr() in storages for values in views) else {}
-        self._addresses = addresses
+        self._places = places
         return slices
 
 
