@@ -148,7 +148,7 @@ def test_every_setting_of_a_run_file_has_a_comment_above(megascend, small_model:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("sfr", "MODEL"), "unknown task 'sfr'; known: sft, dpo, reward, pretrain, rl"),
+        (("sfr", "MODEL"), "unknown task 'sfr'; known: sft, dpo, reward, classification, pretrain, rl"),
         (("sft", "nowhere"), "nowhere: no model is there"),
         (("sft", "MODEL", "--device", "h101", "--cards", "2"), "--device h101: no device of this name is described"),
         (("sft", "MODEL", "--set", "lora.rnak=4"), "lora.rnak: unknown setting"),

@@ -29,6 +29,7 @@ COUNTERPARTS = {
     **dict.fromkeys(
         PREFERENCE_LOSSES, "objective says what is learned from rewards; preferences are data of megascend train"
     ),
+    "classification": "labels of texts are data of megascend train; rewards may be those of a classifier that it has trained",
     "loss": "set objective.loss, or objective.preset",
     "loss_settings": "the settings of a loss are those of objective",
 }
