@@ -152,7 +152,7 @@ FIRST = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of both tables. Put :data:`FIRST` first, and :data:`SPREAD` last, whose tests fill the gaps."""
-    whole_files = not config.getoption("lf") and not any("::" in argument for argument in config.args)
+    whole_files = not config.getoption("lf", False) and not any("::" in argument for argument in config.args)
     nightly.mark(items, whole_files)
     stack_differences.mark(items, whole_files)
 
