@@ -28,7 +28,7 @@ REPLICATED = (
     "latent_proj.weight",
 )
 """Matrices that are replicated on tensor parallel ranks."""
-EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)$")
+EXPERT = re.compile(r"\.experts\.(?:\d+\.)?(gate_proj|up_proj|down_proj|w1|w2|w3)$")
 """End of the module of an expert's weight; transformers has one parameter of all experts for gate and up, and one for down."""
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "fc1", "up_proj": "fc1"}
 """Projections that Megatron fuses."""
