@@ -12,7 +12,7 @@ import pytest
 from megascend.bootstrap import providers
 from megascend.bootstrap.ascend import findings
 from megascend.bootstrap.megatron_adaptor import packages
-from megascend.bootstrap.megatron_adaptor.unsupported import check_batching, check_model
+from megascend.bootstrap.megatron_adaptor.provider import check_batching, check_model
 from megascend.bootstrap.providers import ProviderSetup, create, names
 from megascend.bootstrap.versions import STACKS
 from megascend.config import Parallel

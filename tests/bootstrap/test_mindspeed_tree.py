@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megascend.bootstrap.mindspeed import prerequisites, tree
+from megascend.bootstrap.mindspeed import tree
 from megascend.bootstrap.versions import STACKS, installed_versions, nearest_stack, require_package, require_supported
 from megascend.cli import checks
 from megascend.errors import PlatformError, VersionError
@@ -73,7 +73,7 @@ def build(folder: Path, name: str) -> None:
 
 
 def look(stack: str) -> str:
-    (prerequisite,) = [entry for entry in prerequisites.PREREQUISITES if entry.name == "MindSpeed"]
+    (prerequisite,) = [entry for entry in tree.PREREQUISITES if entry.name == "MindSpeed"]
     return prerequisite.look(STACK[stack], {})
 
 
@@ -137,7 +137,7 @@ def test_installed_transformer_engine_is_identified_and_refused(
         monkeypatch.delitem(sys.modules, name)
     code, messages = TRANSFORMER_ENGINES[kind]
     write(path, {"transformer_engine/__init__.py": TRAP, "transformer_engine/pytorch/ops.py": code + TRAP})
-    (prerequisite,) = [entry for entry in prerequisites.PREREQUISITES if entry.name == "Transformer Engine"]
+    (prerequisite,) = [entry for entry in tree.PREREQUISITES if entry.name == "Transformer Engine"]
     with pytest.raises(PlatformError) as raised:
         prerequisite.look(STACK["0.16"], {})
     for part in (*messages, str(path / "transformer_engine" / "__init__.py")):
@@ -154,7 +154,7 @@ def test_doctor_names_the_prerequisite_whose_check_died(path: Path, monkeypatch:
     (check,) = checks.check_npu(60)
     assert (check.name, check.status, check.result) == ("torch_npu", "fail", "exit code -9")
     refuses = "def look(stack, environment): raise KeyError('a fault of ours')\n"
-    added = "from dataclasses import replace\nfrom megascend.bootstrap.mindspeed import prerequisites as p\n"
+    added = "from dataclasses import replace\nfrom megascend.bootstrap.mindspeed import tree as p\n"
     added += "p.PREREQUISITES = (*p.PREREQUISITES[1:2], replace(p.PREREQUISITES[3], look=look))\n"
     write(path, {"sitecustomize.py": refuses + added})
     (check,) = checks.check_npu(60)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megascend.errors import ConfigError
 from megascend.reference_fla.state_space import (
     CHUNK,
-    RMSNorm,
+    GatedRMSNorm,
     exact_in_fp32,
     mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
@@ -251,7 +251,7 @@ def test_norm_and_projection_of_a_layer(norm_before_gate: bool) -> None:
 
 
 def test_gated_norm_module_normalises_groups() -> None:
-    norm = RMSNorm(6, eps=0.5, group_size=3, norm_before_gate=False, dtype=torch.float64)
+    norm = GatedRMSNorm(6, eps=0.5, group_size=3, norm_before_gate=False, dtype=torch.float64)
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]], dtype=torch.float64)
     groups = x.view(2, 3)
     expected = (groups / (groups.square().mean(-1, keepdim=True) + 0.5).sqrt()).view(1, 6)

@@ -338,36 +338,10 @@ def train_steps(
     """
     config, backend = run.config, run.backend
     number = steps_done = backend.step_count
-
-    def progress() -> dict[str, Any]:
-        return training.progress() | {INPUTS: inputs.state_dict()}
-
-    saves = CheckpointPolicy(
-        backend,
-        config,
-        run.event_log,
-        progress,
-        directory.take_over,
-        lambda: not directory.waiting,
-        lambda: training.best_step,
-    )
-    trackers = Trackers(
-        config.tracker_options,
-        config.output,
-        config.model_dump(mode="json"),
-        steps_done,
-        lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
-    )
+    saves = checkpoint_policy(training, run, directory, inputs)
     # The peak while loading is not the peak of training.
     backend.platform.reset_peak_memory()
-    with RunLog(
-        config.output,
-        config.steps,
-        trackers,
-        enabled=run.main_rank,
-        steps_done=steps_done,
-        waiting=lambda: directory.waiting,
-    ) as log:
+    with run_log(run, directory) as log:
         steps = range(steps_done + 1, config.steps + 1)
         profiler = StepProfiler(config.profile, config.output, backend.platform, backend.rank, steps)
         training.start_loop(log)
@@ -403,11 +377,7 @@ def train_steps(
         except Exception as error:
             # Neither an incomplete step is saved, nor one that other ranks may still be in.
             complete = not in_step or backend.step_count == number
-            # A checkpoint is a collective, and after an error of this rank alone the others are in another one.
-            shared = isinstance(error, training.shared_errors) or getattr(error, "on_all_ranks", False)
-            everywhere = backend.world_size == 1 or shared
-            last = not isinstance(error, (CheckpointError, NonFiniteError))
-            if complete and everywhere and last and backend.step_count > steps_done:
+            if complete and backend.step_count > steps_done and can_save_after(error, training, backend):
                 saves.save_last(backend.step_count)
             raise
         profiler.finish()
@@ -416,6 +386,53 @@ def train_steps(
             directory.take_over()
     saves.finish(number)
     return saves, log.rows, number
+
+
+def checkpoint_policy(
+    training: Training[AnyConfig], run: Run[AnyConfig], directory: OutputDirectory, inputs: RunInputs
+) -> CheckpointPolicy:
+    """Build the policy of a run's checkpoints, which save the training's progress and the run's inputs beside the model."""
+
+    def progress() -> dict[str, Any]:
+        return training.progress() | {INPUTS: inputs.state_dict()}
+
+    return CheckpointPolicy(
+        run.backend,
+        run.config,
+        run.event_log,
+        progress,
+        directory.take_over,
+        lambda: not directory.waiting,
+        lambda: training.best_step,
+    )
+
+
+def run_log(run: Run[AnyConfig], directory: OutputDirectory) -> RunLog:
+    """Build the log of a run's steps, which also feeds its trackers."""
+    config, steps_done = run.config, run.backend.step_count
+    trackers = Trackers(
+        config.tracker_options,
+        config.output,
+        config.model_dump(mode="json"),
+        steps_done,
+        lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
+    )
+    return RunLog(
+        config.output,
+        config.steps,
+        trackers,
+        enabled=run.main_rank,
+        steps_done=steps_done,
+        waiting=lambda: directory.waiting,
+    )
+
+
+def can_save_after(error: Exception, training: Training[AnyConfig], backend: Backend) -> bool:
+    """Check whether all ranks can save a checkpoint after ``error``, which neither a checkpoint nor the weights caused."""
+    # A checkpoint is a collective, and after an error of this rank alone the others are in another one.
+    shared = isinstance(error, training.shared_errors) or getattr(error, "on_all_ranks", False)
+    everywhere = backend.world_size == 1 or shared
+    return everywhere and not isinstance(error, (CheckpointError, NonFiniteError))
 
 
 # --- the model ---

@@ -24,7 +24,7 @@ DECODE_SHARE = 0.7
 
 
 @dataclass(frozen=True)
-class EnginePool:
+class PlannedEngines:
     """Inference engines on some devices.
 
     Attributes:
@@ -43,7 +43,7 @@ class EnginePool:
 class Split:
     """Devices of engines and trainer, and the seconds in which each does its part of a step."""
 
-    engines: EnginePool
+    engines: PlannedEngines
     trainer: Candidate
     generation_s: float
 
@@ -73,7 +73,7 @@ def touched_share(sizes: ModelSizes, sequences: int) -> float:
 
 def engines_on(
     info: ModelInfo, sizes: ModelSizes, devices: int, length: int, batch: int, hardware: Hardware
-) -> EnginePool | None:
+) -> PlannedEngines | None:
     """Return the engines of some devices; None if the weights do not fit.
 
     Args:
@@ -94,7 +94,7 @@ def engines_on(
     sequences = int(max(1, min(fitting, math.ceil(batch / count))))
     read = weights - experts * (1 - touched_share(sizes, sequences)) + sequences * cached / 2
     step_s = read / (tensor * hardware.bytes_per_s * DECODE_SHARE)
-    return EnginePool(devices, tensor, sequences, count * sequences / step_s)
+    return PlannedEngines(devices, tensor, sequences, count * sequences / step_s)
 
 
 def splits(model: PlannedModel, request: PlanRequest, hardware: Hardware) -> list[Split]:

@@ -63,7 +63,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         "mamba_ssm": {"__version__": "2.0.0"},
         "mamba_ssm.ops": {},
         "mamba_ssm.ops.triton": {},
-        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": state_space.RMSNorm},
+        "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": state_space.GatedRMSNorm},
         "mamba_ssm.ops.triton.ssd_combined": {
             "mamba_chunk_scan_combined": state_space.mamba_chunk_scan_combined,
             "mamba_split_conv1d_scan_combined": state_space.mamba_split_conv1d_scan_combined,

@@ -29,7 +29,7 @@ CHUNK = 64
 NO_LIMIT = (0.0, float("inf"))
 
 
-class RMSNorm(torch.nn.Module):
+class GatedRMSNorm(torch.nn.Module):
     """RMSNorm over groups of features, of inputs that a gate multiplies."""
 
     def __init__(

@@ -107,7 +107,7 @@ def model_of_run(directory: Path) -> str | None:
 
 
 @dataclass(frozen=True)
-class Record:
+class CheckpointRecord:
     """Metadata of a checkpoint, stored as JSON beside its directory.
 
     Attributes:
@@ -154,7 +154,7 @@ class Checkpoints:
         self.root, self._clock = root, clock
         make_directory(root)
 
-    def commit(self, tenant: str, record: Record) -> Record:
+    def commit(self, tenant: str, record: CheckpointRecord) -> CheckpointRecord:
         """Write the record of a complete checkpoint directory, which publishes it; fill in its size."""
         directory = record.path.directory(self.root, tenant)
         # The size is stored, since quotas and listings ask for it often, and a checkpoint does not change once it is published.
@@ -162,7 +162,7 @@ class Checkpoints:
         self._write(tenant, sized)
         return sized
 
-    def find(self, tenant: str, path: CheckpointPath, *, public: bool = False) -> tuple[Record, Path]:
+    def find(self, tenant: str, path: CheckpointPath, *, public: bool = False) -> tuple[CheckpointRecord, Path]:
         """Find a tenant's checkpoint and its directory.
 
         Args:
@@ -186,7 +186,7 @@ class Checkpoints:
                 return record, path.directory(self.root, owner)
         raise RequestRefusedError(f"no such checkpoint: {path}", 404)
 
-    def list_records(self, tenant: str, model: str | None = None) -> list[Record]:
+    def list_records(self, tenant: str, model: str | None = None) -> list[CheckpointRecord]:
         """List a tenant's checkpoints, optionally of one model, newest first."""
         return sorted(self._records(tenant, model), key=lambda record: -record.saved)
 
@@ -194,7 +194,7 @@ class Checkpoints:
         """Sum the bytes of a tenant's checkpoints."""
         return sum(record.size for record in self._records(tenant, None))
 
-    def change(self, tenant: str, path: CheckpointPath, **values: Any) -> Record:
+    def change(self, tenant: str, path: CheckpointPath, **values: Any) -> CheckpointRecord:
         """Update fields of a checkpoint's record: ``public``, ``expires``."""
         record = replace(self.find(tenant, path)[0], **values)
         self._write(tenant, record)
@@ -224,7 +224,7 @@ class Checkpoints:
         _record_file(directory).unlink(missing_ok=True)
         shutil.rmtree(directory, ignore_errors=True)
 
-    def _records(self, tenant: str, model: str | None, *, expired: bool = False) -> Iterator[Record]:
+    def _records(self, tenant: str, model: str | None, *, expired: bool = False) -> Iterator[CheckpointRecord]:
         runs = [run_directory(self.root, tenant, model)] if model is not None else (self.root / tenant).glob("s-*")
         for run in runs:
             name = model_of_run(run)
@@ -237,11 +237,11 @@ class Checkpoints:
                     if record is not None:
                         yield record
 
-    def _read(self, tenant: str, path: CheckpointPath, *, expired: bool = False) -> Record | None:
+    def _read(self, tenant: str, path: CheckpointPath, *, expired: bool = False) -> CheckpointRecord | None:
         directory = path.directory(self.root, tenant)
         try:
             values = json.loads(_record_file(directory).read_text("utf-8"))
-            record = Record(**{**values, "path": path})
+            record = CheckpointRecord(**{**values, "path": path})
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, TypeError) as error:
@@ -250,7 +250,7 @@ class Checkpoints:
         over = record.expires is not None and record.expires < self._clock()
         return None if (over and not expired) or not directory.is_dir() else record
 
-    def _write(self, tenant: str, record: Record) -> None:
+    def _write(self, tenant: str, record: CheckpointRecord) -> None:
         file = _record_file(record.path.directory(self.root, tenant))
         # Durable: the client is told that the checkpoint is saved, which a power cut must not take back.
         with replacing(file, durable=True) as temporary:

@@ -13,7 +13,7 @@ from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, parse_adam
 from megascend.serve.api.wire import TrainAnswer, TrainRequest, number_of
-from megascend.serve.checkpoints import CheckpointPath, Kind, Record, sampler_name
+from megascend.serve.checkpoints import CheckpointPath, CheckpointRecord, Kind, sampler_name
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of, with_recorded
 from megascend.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, Load, OptimizerStep, Save
@@ -84,9 +84,9 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         # A failed future and not a refusal: the request has a number, which must have its turn.
         return service.enqueue_failure(model, number, request, ConfigError(str(error)))
 
-    def record() -> Record:
+    def record() -> CheckpointRecord:
         now, ttl, lora = time.time(), options.ttl_seconds, model.lora
-        return Record(
+        return CheckpointRecord(
             path, service.base.names[0], lora.rank, lora.train_attn, lora.train_mlp, lora.train_unembed, now,
             None if ttl is None else now + ttl, optimizer=kind == "weights", user_metadata=options.user_metadata,
             request=number,
@@ -166,7 +166,7 @@ def _load_new(service: Service, session: Session, body: Mapping[str, Any]) -> Fu
     return service.new_model(session, options.model_seq_id, record.lora, options.user_metadata, command, "load_weights")
 
 
-def _check_optimizer(options: LoadWeights, record: Record) -> None:
+def _check_optimizer(options: LoadWeights, record: CheckpointRecord) -> None:
     if options.optimizer and not record.optimizer:
         raise ConfigError(
             f"{record.path} was saved for sampling and has no optimizer state; load it without, or save_state"

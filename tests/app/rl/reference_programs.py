@@ -18,7 +18,7 @@ import torch
 
 import megascend
 from megascend.app.rl.learn import learn, step_samples
-from megascend.app.rl.reference import Reference
+from megascend.app.rl.reference import ReferenceModel
 from megascend.config.rl import Objective, ReferenceSettings
 from megascend.rollout.group import TrajectoryGroup
 from megascend.testing import run_distributed
@@ -27,7 +27,7 @@ from megascend.testing import run_distributed
 def learned(backend: Any, groups: list[TrajectoryGroup], case: tuple[Any, Any, int], adapter: str | None) -> Any:
     """Return the figures of a step, and what must be as it was."""
     objective, settings, steps = Objective(**case[0]), ReferenceSettings(**case[1]), case[2]
-    reference = Reference(backend, settings)
+    reference = ReferenceModel(backend, settings)
     for _ in range(steps):
         learn(backend, groups, Objective(), adapter)
         backend.optimizer_step()

@@ -19,7 +19,7 @@ import torch
 
 import megascend
 from megascend.app.rl.learn import step_samples
-from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, Reference, check_reference, with_kl
+from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, ReferenceModel, check_reference, with_kl
 from megascend.app.rl.set_up import check_objective
 from megascend.batch.losses import LossInputs, resolve
 from megascend.cli.dry_run_text import Style, report_rl
@@ -399,7 +399,7 @@ def test_rewards_of_responses_that_are_left_out_are_penalised_too() -> None:
     backend: Any = SimpleNamespace(
         engine=SimpleNamespace(trainable=SimpleNamespace(frozen=True)), gather_by_data_rank=lambda values: [values]
     )
-    reference = Reference(backend, ReferenceSettings(penalty="reward", coefficient=0.5))
+    reference = ReferenceModel(backend, ReferenceSettings(penalty="reward", coefficient=0.5))
     penalised = reference.penalise(groups, samples, samples, policy, base)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = [trajectory.reward for group in penalised for trajectory in group.trajectories]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megascend.app.rl.reference import KL_WEIGHTS, Divergence, Reference
+from megascend.app.rl.reference import KL_WEIGHTS, Divergence, ReferenceModel
 from megascend.app.rl.step_advantages import response_length, step_advantages
 from megascend.batch.candidates import id_rows
 from megascend.batch.losses import Loss, resolve
@@ -51,7 +51,7 @@ def learn(
     objective: Objective,
     adapter: str | None = None,
     measured: bool = True,
-    reference: Reference | None = None,
+    reference: ReferenceModel | None = None,
     teacher: TeacherScores | None = None,
 ) -> LearnResult:
     """Accumulate the gradients of one batch of groups. Collective; every rank passes the same groups.

@@ -68,7 +68,7 @@ class Divergence:
         return self.sum_k3 / self.tokens if self.tokens else math.nan
 
 
-class Reference:
+class ReferenceModel:
     """Reference model of a run, on the ranks and in the layout of the policy.
 
     With adapters it is the frozen model without them. Otherwise its weights are in host memory, and take the policy's place on

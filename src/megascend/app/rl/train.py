@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from megascend.app.rl.engines import EngineUpdates
-    from megascend.app.rl.reference import Reference
+    from megascend.app.rl.reference import ReferenceModel
     from megascend.app.rl.rollout_log import RolloutLog
     from megascend.app.rl.rollouts import SharedRollouts
     from megascend.app.rl.servers import EngineServers
@@ -142,7 +142,7 @@ class ReinforcementLearning(Training[RlConfig]):
         self._version = 0
         self._since = 0.0
         self._records: RolloutLog | None = None
-        self._reference: Reference | None = None
+        self._reference: ReferenceModel | None = None
         self._evaluated: list[tuple[int, list[TrajectoryGroup]]] = []  # not yet recorded
 
     def check(self, config: RlConfig, launch: Launch) -> None:
@@ -201,12 +201,12 @@ class ReinforcementLearning(Training[RlConfig]):
 
     def after_build(self, run: Run[RlConfig]) -> None:
         """Keep the weights of the reference, which are not those of a checkpoint, and load a teacher of the trainer's."""
-        from megascend.app.rl.reference import Reference
+        from megascend.app.rl.reference import ReferenceModel
         from megascend.app.rl.teacher import TrainerTeacher
         from megascend.app.teacher_model import TeacherModel
 
         if run.config.reference is not None:
-            self._reference = Reference(run.backend, run.config.reference)
+            self._reference = ReferenceModel(run.backend, run.config.reference)
         teacher = run.config.teacher
         if teacher is not None and teacher.engine == TRAINER and teacher.model is not None:
             model = TeacherModel(run.backend, teacher.model, "teacher.model")

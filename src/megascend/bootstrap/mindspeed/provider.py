@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megascend.bootstrap import ascend
 from megascend.bootstrap.ascend import import_errors, quietly
-from megascend.bootstrap.mindspeed import arguments, feature, prerequisites, tree, verification
+from megascend.bootstrap.mindspeed import arguments, feature, tree, verification
 from megascend.bootstrap.providers import Finding, PatchProvider, ProviderSetup
 from megascend.changes import changed
 from megascend.errors import ImportOrderError, VersionError
@@ -84,7 +84,7 @@ class MindSpeed(PatchProvider):
     # --- phase one ---
 
     def before_megatron(self) -> list[str]:
-        ascend.check(prerequisites.PREREQUISITES, self._stack)
+        ascend.check(tree.PREREQUISITES, self._stack)
         mindspeed, parallel = tree.find(), self.setup.parallel
         assert mindspeed is not None, "checked by its prerequisite"
         self._defaults = default_arguments()
@@ -156,7 +156,7 @@ class MindSpeed(PatchProvider):
     # --- queries ---
 
     def findings(self, before_each: Callable[[str], object] = lambda name: None) -> list[Finding]:
-        return ascend.findings(prerequisites.PREREQUISITES, self._stack, before_each=before_each)
+        return ascend.findings(tree.PREREQUISITES, self._stack, before_each=before_each)
 
     def versions(self) -> dict[str, str]:
         try:

@@ -1,4 +1,4 @@
-"""Identify the MindSpeed on the path from its files, without importing it.
+"""Identify the MindSpeed on the path from its files, without importing it; prerequisites of its import.
 
 From core_r0.17.0 on, ``import mindspeed`` imports MegatronAdaptor, which patches Megatron-Core at once. So a tree is identified
 by its files: the version in ``mindspeed/__init__.py``, in ``setup.py`` next to the package or in pip's metadata, and the imports
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -17,8 +17,10 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
+from megascend.bootstrap import ascend
+from megascend.bootstrap.ascend import Prerequisite
 from megascend.bootstrap.versions import STACKS, Stack
-from megascend.errors import VersionError
+from megascend.errors import PlatformError, VersionError
 
 PACKAGE = "mindspeed"
 BRANCHES = {"0.16": "core_r0.16.0", "0.15": "core_r0.15.3"}
@@ -45,6 +47,20 @@ OLDER = {
 }
 """Descriptions of stated versions (major and minor) that are not equal to the branch's."""
 
+HOW_MINDSPEED = (
+    "git clone -b {branch} MindSpeed from its repository (it is not on PyPI), pip install --no-deps -e it, or put the "
+    "checkout on PYTHONPATH; see docs/npu.md"
+)
+
+# Hard imports that MindSpeed does not declare: (module, who needs it, what to do, in which stacks).
+UNDECLARED = (
+    ("scipy", "MindSpeed", "pip install scipy", ("0.15", "0.16")),
+    ("torchair", "MindSpeed", "it comes with torch_npu's wheel: reinstall torch_npu", ("0.15", "0.16")),
+    ("triton", "MindSpeed", "pip install triton-ascend", ("0.16",)),
+    ("einops", "MindSpeed", "pip install einops", ("0.15", "0.16")),
+    ("acl", "MindSpeed", "it comes with CANN: source its set_env.sh, which extends PYTHONPATH", ("0.15", "0.16")),
+)
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -52,7 +68,7 @@ class Tree:
 
     Attributes:
         folder: folder of the package ``mindspeed``.
-        stated: versions stated in its files; more than one if ``__init__.py`` chooses between several.
+        stated_versions: those stated in its files; more than one if ``__init__.py`` chooses between several.
         imports: third-party packages that ``import mindspeed`` would import.
     """
 
@@ -181,3 +197,51 @@ def _foreign_imports(module: ast.Module) -> Iterator[str]:
             package = name.partition(".")[0]
             if package != PACKAGE and package not in sys.stdlib_module_names:
                 yield package
+
+
+def _check_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
+    mindspeed, branch = find(), branch_of(stack)
+    instructions = HOW_MINDSPEED.format(branch=branch)
+    if mindspeed is None:
+        raise PlatformError(f"platform 'npu' needs MindSpeed ({branch}), which is not installed: {instructions}")
+    version = mindspeed.version_for(stack)
+    if version is None:
+        supported = " and ".join(BRANCHES.values())
+        raise VersionError(
+            f"MindSpeed {mindspeed.name} is on the path ({mindspeed.folder / '__init__.py'}); stack {stack.name} needs branch "
+            f"{branch}. {mindspeed.needs}Supported branches: {supported}. To get it: {instructions}"
+        )
+    return f"{version} ({mindspeed.folder})"
+
+
+def _check_undeclared_imports(stack: Stack, environment: Mapping[str, str]) -> str:
+    return ascend.check_undeclared([row[:3] for row in UNDECLARED if stack.name in row[3]])
+
+
+def _check_transformer_engine(stack: Stack, environment: Mapping[str, str]) -> str:
+    """Check that no Transformer Engine is installed: it would be imported instead of MindSpeed's dummy, and crash."""
+    spec = find_spec("transformer_engine")
+    if spec is None:
+        return "none is installed, as it must be"
+    if spec.origin is not None and ascend.is_for_npu(Path(spec.origin).parent):
+        raise PlatformError(
+            f"TransformerEngineNPU is installed as transformer_engine ({spec.origin}). It belongs to MegatronAdaptor, with "
+            "stack 0.18 or 0.19 and provider megatron_adaptor; this stack's MindSpeed would import it instead of its own layers: "
+            "pip uninstall transformer-engine"
+        )
+    raise PlatformError(
+        f"CUDA's Transformer Engine is installed ({spec.origin}). MindSpeed would import it instead of its own layers, and "
+        "it cannot run on an NPU host: pip uninstall transformer-engine transformer-engine-torch transformer-engine-cu12"
+    )
+
+
+PREREQUISITES = (
+    ascend.TORCH_NPU,
+    ascend.CANN,
+    ascend.TORCH_PAIR,
+    Prerequisite("MindSpeed", _check_mindspeed),
+    Prerequisite("MindSpeed's imports", _check_undeclared_imports),
+    Prerequisite("Transformer Engine", _check_transformer_engine),
+    ascend.MEGATRON,
+)
+"""Prerequisites in the order of checking: the failure of one explains those of later ones."""

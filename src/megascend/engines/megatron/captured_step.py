@@ -213,7 +213,7 @@ def write(static: Tensor, values: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class StepWork:
+class StepFunctions:
     """Functions that a step consists of, and the capturer.
 
     Attributes:
@@ -267,13 +267,13 @@ class CapturedStep:
         self,
         shape: StepShape,
         stacked: StackedAdapters | None,
-        work: StepWork,
+        functions: StepFunctions,
         counts: StepCounts,
         with_room: RunWithRoom,
         device: torch.device,
     ) -> None:
         self._shape, self.stacked = shape, stacked
-        self._model, self._counts, self._with_room = work, counts, with_room
+        self._functions, self._counts, self._with_room = functions, counts, with_room
         self.static = StaticBatch(shape, device)
         self.captured = False
         self._has_run = self._refused = False
@@ -326,9 +326,9 @@ class CapturedStep:
 
     def _forward_outputs(self) -> tuple[Tensor, ...]:
         """Run the forward pass; for cross entropy return the loss and log-probabilities."""
-        head, batch = self._model.head, self.static.batch
-        with self._model.mode(self._shape.kind in ("forward", "hidden")):
-            hidden = self._model.hidden_states(batch)
+        head, batch = self._functions.head, self.static.batch
+        with self._functions.mode(self._shape.kind in ("forward", "hidden")):
+            hidden = self._functions.hidden_states(batch)
         if self._shape.kind == "hidden":
             return (hidden,)
         if self._shape.kind == "cross_entropy":
@@ -344,9 +344,9 @@ class CapturedStep:
         torch.autograd.backward(outputs, coefficients[: len(outputs)])
 
     def _try_to_capture(self) -> None:
-        capture = self._model.capture
+        capture = self._functions.capture
         try:
-            with self._model.uncached():
+            with self._functions.uncached():
                 # The loss between the two passes is computed outside, on the original micro batch: hence two graphs.
                 forward, outputs = capture.capture(self._work)
                 backward = None
@@ -355,7 +355,7 @@ class CapturedStep:
         # torch.OutOfMemoryError is one of these: such a step stays eager.
         except RuntimeError as error:
             logger.warning("%s could not be captured as a CUDA graph: %s", self._shape, error)
-            self._model.drop_unfinished()  # gradients in the capture's memory, which were never computed
+            self._functions.drop_unfinished()  # gradients in the capture's memory, which were never computed
             self._refused = True
             return
         self._static_outputs = tuple(output.detach() for output in outputs)  # releases autograd's graph

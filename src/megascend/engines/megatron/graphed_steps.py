@@ -23,7 +23,7 @@ from megascend.batch.step_shapes import StepKind, StepShape, step_shape
 from megascend.config import CudaGraphs
 from megascend.diagnostics.hang_monitor import HangMonitor
 from megascend.engines.base import OnOutput, Output
-from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, StepWork, write
+from megascend.engines.megatron.captured_step import Capture, CapturedStep, StepCounts, StepFunctions, write
 from megascend.engines.megatron.output_head import OutputHead
 from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.lora.grouped import kernel_of
@@ -91,7 +91,7 @@ class GraphedSteps:
     ) -> None:
         self._eager, self._head, self._evaluating, self._capture = eager, head, evaluating, capture
         self._adapters, self._monitor, self._settings, self._device = adapters, monitor, settings, device
-        self._work = StepWork(forward, head, self._mode, uncached, drop_unfinished, capture)
+        self._functions = StepFunctions(forward, head, self._mode, uncached, drop_unfinished, capture)
         self._stacks = None if adapters is None else adapters.keep_stacks(MAX_STACKS, self._drop_those_of)
         self._steps: OrderedDict[StepShape, CapturedStep] = OrderedDict()
         self._counts = StepCounts()
@@ -237,7 +237,7 @@ class GraphedSteps:
             # Least recently used first.
             while len(self._steps) >= self._settings.max_count:
                 self._drop(next(iter(self._steps)))
-            step = CapturedStep(shape, self._stacked, self._work, self._counts, self._with_room, self._device)
+            step = CapturedStep(shape, self._stacked, self._functions, self._counts, self._with_room, self._device)
             self._steps[shape] = step
         self._steps.move_to_end(shape)
         assert step.stacked is self._stacked, "captured work would read the factors of other adapters"

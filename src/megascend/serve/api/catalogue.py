@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from megascend.serve.api.bodies import KeepFor, WeightsInfo
 from megascend.serve.api.guard import Json
 from megascend.serve.api.reading import read_json
-from megascend.serve.checkpoints import CheckpointPath, Record
+from megascend.serve.checkpoints import CheckpointPath, CheckpointRecord
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.service import Service
 from megascend.serve.tenancy import Model
@@ -88,7 +88,7 @@ def _iso_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
 
 
-def _checkpoint(record: Record) -> dict[str, Any]:
+def _checkpoint(record: CheckpointRecord) -> dict[str, Any]:
     return {
         "checkpoint_id": record.path.checkpoint_id,
         "checkpoint_type": "training" if record.path.kind == "weights" else "sampler",

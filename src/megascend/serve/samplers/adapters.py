@@ -9,7 +9,7 @@ from typing import Any
 
 from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.serve.api.bodies import SampleBody
-from megascend.serve.checkpoints import CheckpointPath, Record
+from megascend.serve.checkpoints import CheckpointPath, CheckpointRecord
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.pictures import ModelInput
 from megascend.serve.samplers.messages import SampleAnswer, prompt_of, sample_request_of, targets_of
@@ -164,7 +164,7 @@ class Samplers:
             )
 
     def _submit_load(
-        self, tenant: str, key: tuple[str, float], loaded: _LoadedAdapter, record: Record, directory: str
+        self, tenant: str, key: tuple[str, float], loaded: _LoadedAdapter, record: CheckpointRecord, directory: str
     ) -> None:
         # The requests behind a failed load fail with it; the next request tries again.
         def then(succeeded: bool) -> None:
