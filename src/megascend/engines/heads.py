@@ -160,7 +160,7 @@ def _register_token_classifier(config_class: Any) -> None:
     )
     from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
-    classifier = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
+    classifier: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
     if not issubclass(classifier, GenericForSequenceClassification):
         raise ConfigError(
             f"engines single and fsdp: transformers has no token classifier of {config_class.model_type}, and its "

@@ -64,8 +64,9 @@ def classifier_class(config: Mapping[str, Any], unit: ClassifierUnit) -> str | N
     )
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in mapping:
         return None
+    classifier: Any = mapping[CONFIG_MAPPING[kind]]
     # Named like the language model, which may be another architecture's: Kimi-K2 is a DeepseekV3ForCausalLM.
-    language_model = next(iter(config.get("architectures") or []), mapping[CONFIG_MAPPING[kind]].__name__)
+    language_model = next(iter(config.get("architectures") or []), classifier.__name__)
     return f"{str(language_model).rpartition('For')[0]}For{unit.capitalize()}Classification"
 
 
