@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 
 from megascend.config import Classification
 from megascend.engines.heads import model_class
-from megascend.errors import ConfigError
+from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface import scalar_head
 from megascend.huggingface.architectures import ClassifierUnit, classifier_class
 from megascend.huggingface.files import TensorHeader
@@ -46,6 +46,28 @@ def test_architecture_without_a_classifier_is_refused(head: Any) -> None:
     config["architectures"] = ["OlmoeForSequenceClassification"]
     with pytest.raises(ConfigError, match="'olmoe'"):
         scalar_head.find("scalar", config, {"score.weight": TensorHeader("F32", (1, 4))}, Path("olmoe"))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"0": "a", "1": "a"},
+        {"0": "a"},
+        {"0": "a", "1": "b", "2": "c"},
+        {"0": "a", "1": ""},
+        {"0": "a", "2": "b"},
+        ["a", "b"],
+    ],
+)
+def test_names_that_are_not_one_for_each_row_are_refused(names: Any) -> None:
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForSequenceClassification"], "id2label": names}
+    weight = {"score.weight": TensorHeader("F32", (2, 4))}
+    with pytest.raises(CheckpointError, match=r"id2label is .*'a'.*, and score\.weight has 2 rows: name each row"):
+        scalar_head.find(Classification(), config, weight, Path("model"))
+    config["id2label"] = {"0": "a", "1": "b"}
+    head = scalar_head.find(Classification(), config, weight, Path("model"))
+    assert head is not None
+    assert head.labels == ("a", "b")
 
 
 def test_export_names_the_class_that_transformers_loads() -> None:

@@ -112,7 +112,7 @@ def read_settings(adapter: Path) -> tuple[Lora, int]:
 
 
 def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | Classification:
-    """Return the kind of an adapter's head of so many labels: as recorded with it, in its run, or in the model's configuration."""
+    """Return the kind of an adapter's head of so many labels: as recorded with it, in its run, or with the model."""
     import yaml
 
     from megascend.config import Classification

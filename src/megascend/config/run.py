@@ -457,6 +457,10 @@ class RunConfig(TrainerConfig):
             raise ValueError(f"generation and {name} are both set: {model}, not answers")
         if self.validation is not None and self.validation.tasks is not None:
             raise ValueError(f"validation.tasks and {name} are both set: {model}, not answers")
+        if self.classification is not None and self.data.train_on_prompt:
+            raise ValueError(
+                "data.train_on_prompt: true has no meaning for a classifier, which learns labels: leave it out"
+            )
         return self
 
     @property

@@ -178,14 +178,19 @@ def _classifier(
     return replace(head, labels=settings.labels or head.labels, problem_type=problem)
 
 
-def _label_names(config: Mapping[str, Any], rows: int) -> tuple[str, ...]:
-    """Return the names of a stored head's rows: those of ``id2label``, or transformers' defaults."""
+def _label_names(config: Mapping[str, Any], rows: int, model_dir: Path) -> tuple[str, ...]:
+    """Return the names of a stored head's rows: those of ``id2label``, or transformers' defaults without it."""
     names = config.get("id2label")
-    if not isinstance(names, dict):
+    if names is None:
         return default_labels(rows)
-    by_row = {str(row): str(name) for row, name in names.items()}
+    by_row = {str(row): str(name) for row, name in names.items()} if isinstance(names, dict) else {}
     labels = tuple(by_row.get(str(row), "") for row in range(rows))
-    return labels if len(by_row) == rows == len({*labels} - {""}) else default_labels(rows)
+    if not len(by_row) == rows == len({*labels} - {""}):
+        raise CheckpointError(
+            f"{model_dir / 'config.json'}: id2label is {names!r:.200}, and {WEIGHT} has {rows} row{'s' * (rows > 1)}: name each "
+            f"row, from 0 to {rows - 1}, once and unlike the others, or remove id2label"
+        )
+    return labels
 
 
 def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path) -> ScalarHead:
@@ -204,7 +209,8 @@ def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHe
     # transformers would ignore the bias, and so give other scores than the model was trained for.
     if bias and unit == "sequence":
         raise CheckpointError(f"{model_dir} has {BIAS}, which transformers' {classes[0]} has no place for")
-    return ScalarHead(unit, bias, _dropout(config) if unit == "token" else 0.0, labels=_label_names(config, shape[0]))
+    labels = _label_names(config, shape[0], model_dir)
+    return ScalarHead(unit, bias, _dropout(config) if unit == "token" else 0.0, labels=labels)
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
