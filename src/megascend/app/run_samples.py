@@ -19,6 +19,7 @@ from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.config.data import DataSource
 from megascend.data.findings import Findings, joined
+from megascend.data.labels import LabelSet
 from megascend.data.order import Batches, batches
 from megascend.data.pictures import PictureProcessor
 from megascend.data.prepare import (
@@ -107,6 +108,21 @@ def copies(learned: SampleStore | JoinedStores, held_out: SampleStore | JoinedSt
     )
 
 
+def unlike_labels(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet) -> tuple[str, ...]:
+    """Return a remark on samples of a classifier that are the same but for their labels, if there are any."""
+    _, contents = np.unique(np.concatenate([store.digests for store in stores]), return_inverse=True)
+    names, classes = np.unique(np.concatenate([store.classes for store in stores]), axis=0, return_inverse=True)
+    combinations = np.unique(np.stack([contents, classes.reshape(-1)], 1), axis=0)
+    several = np.bincount(combinations[:, 0]) > 1
+    if not several.any():
+        return ()
+    first, second = (names[label] for label in combinations[several[combinations[:, 0]], 1][:2])
+    return (
+        f"warning: {int(several.sum()):,} text{'s' * bool(several.sum() > 1)} with unlike labels, in "
+        f"{int(several[contents].sum()):,} samples: one has {labels.describe(first)!r} and {labels.describe(second)!r}",
+    )
+
+
 def source_names(sources: Sequence[DataSource]) -> list[str]:
     """Return a short name for each source: that of its file or folder, or its path where two have the same."""
     names = [source.path.name for source in sources]
@@ -167,6 +183,8 @@ class RunSamples:
             parts = all_samples(learned), all_samples(held_out[0])
         else:
             parts = hold_out(learned, config.validation.fraction, config.seed)
+        if limits.labels is not None:
+            remarks += unlike_labels([learned, *held_out], limits.labels)
         for part, subject in zip(parts, ("training samples", "held-out samples"), strict=True):
             if limits.labels is not None and part is not None:
                 remarks += tuple(limits.labels.remarks(part.classes, subject))

@@ -128,10 +128,12 @@ class LabelSet:
         return f"'label' must be {self._description} (classification.labels), found {name!r:.60}{advice}"
 
     def describe(self, label: Any) -> str:
-        """Return the label of a sample as text."""
+        """Return the label of a sample as text, or that of a row of a store."""
         if isinstance(label, int):
             return self.names[label]
         values = [float(value) for value in label]
+        if self.problem_type == "single_label_classification":
+            return self.names[int(values[0])]
         if self.problem_type == "regression":
             return ", ".join(f"{value:g}" for value in values)
         return ", ".join(name for name, value in zip(self.names, values, strict=True) if value) or "no label"
