@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.app.run_samples import RunSamples, unlike_labels
+from megascend.app.objectives import Measurement
+from megascend.app.run_samples import RunSamples, padding_remark, unlike_labels
 from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig, Schedule
@@ -84,6 +86,20 @@ def test_copies_with_unlike_labels_are_held_out_together_and_reported(
     assert message in remark
     write_store(tmp_path / "t", documents[:4], Findings(), scored=True)
     assert unlike_labels([SampleStore(tmp_path / "t")], LabelSet(("bad", "good"), problem_type)) == ()
+
+
+def test_padding_token_other_than_the_tokenizers_is_reported() -> None:
+    tokenizer: Any = byte_tokenizer(256)
+    limits = SampleLimits(9, scored=True, padding=7)
+    (remark,) = padding_remark(tokenizer, limits)
+    assert f"pad_token_id is 7 in config.json, and {tokenizer.pad_token_id} (" in remark
+    assert padding_remark(tokenizer, replace(limits, padding=tokenizer.pad_token_id)) == ()
+    assert padding_remark(tokenizer, SampleLimits(9)) == ()
+
+
+def test_outcomes_are_counted_beyond_those_of_float32() -> None:
+    part = Measurement(1.0, 1.0, outcomes=((2.0**24, 1.0, 0.0),))
+    assert (part + Measurement(1.0, 1.0, outcomes=((1.0, 0.0, 0.0),))).outcomes == ((2.0**24 + 1, 1.0, 0.0),)
 
 
 def test_held_out_copies_of_learned_documents_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

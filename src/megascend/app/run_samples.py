@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -123,6 +123,17 @@ def unlike_labels(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet
     )
 
 
+def padding_remark(tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> tuple[str, ...]:
+    """Return a remark if the tokenizer pads with another token than transformers passes over at the end of a scored sample."""
+    padding: Any = tokenizer.pad_token_id
+    if not limits.scored or limits.padding is None or padding in (None, limits.padding):
+        return ()
+    return (
+        f"warning: pad_token_id is {limits.padding} in config.json, and {padding} ({tokenizer.pad_token!r}) in the tokenizer: in "
+        "batches that it pads, transformers reads scores at a padding token: set pad_token_id to the tokenizer's",
+    )
+
+
 def source_names(sources: Sequence[DataSource]) -> list[str]:
     """Return a short name for each source: that of its file or folder, or its path where two have the same."""
     names = [source.path.name for source in sources]
@@ -168,7 +179,7 @@ class RunSamples:
         if problems:
             raise joined(problems)
         check_one_kind(sources, stores)
-        remarks = tuple(line for store in stores for line in store.remarks)
+        remarks = tuple(line for store in stores for line in store.remarks) + padding_remark(tokenizer, limits)
         longest = max(int(store.lengths.max()) for store in stores)
         kinds = tuple(store.kinds for store in stores[: len(training)])
         learned, *held_out = [
@@ -362,7 +373,7 @@ class StreamedSamples(RunSamples):
         ]
         check_one_kind([*sources[:1], *validation], [learned, *stores])
         held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))
-        remarks = tuple(line for part in (*files, *stores) for line in part.remarks)
+        remarks = tuple(line for part in (*files, *stores) for line in part.remarks) + padding_remark(tokenizer, limits)
         all_files = tuple(file for part in files for file in part.files)
         return cls(learned, held_out, limits.length, remarks, open_stream, stream.kind, all_files)
 

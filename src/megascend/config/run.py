@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self, TypedDict
 
 from megascend.config.data import (
+    LABEL_METRICS,
     PREFERENCE_LOSSES,
     BradleyTerry,
     Classification,
@@ -444,6 +445,18 @@ class RunConfig(TrainerConfig):
         if self.loss_settings and (sections or self.loss in (None, "cross_entropy")):
             remedy = f"set them in {sections[0]}" if sections else "the loss is cross_entropy, which has none"
             raise ValueError(f"loss_settings are of a loss that is a function of yours or of a plug-in: {remedy}")
+        return self
+
+    @model_validator(mode="after")
+    def _metric_of_labels(self) -> RunConfig:
+        if self.validation is None or not self.validation.of_labels:
+            return self
+        setting = f"validation.metric: {self.validation.metric}"
+        if self.classification is None:
+            raise ValueError(f"{setting} is a metric of classifiers, and classification is not set")
+        problem_type = self.classification.problem_type
+        if self.validation.metric not in LABEL_METRICS[problem_type]:
+            raise ValueError(f"{setting}, and {problem_type} has {', '.join(('loss', *LABEL_METRICS[problem_type]))}")
         return self
 
     @model_validator(mode="after")
