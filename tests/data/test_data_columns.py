@@ -339,7 +339,10 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
     ),
     "loss is a word": ({"messages": [USER, ANSWER | {"loss": "yes"}]}, "a number from 0 on, found 'yes'"),
     "loss of 400 digits": ({"messages": [USER, ANSWER | {"loss": 10**400}]}, "a number from 0 on, found 1000"),
-    "weight of 400 digits": ({"token_ids": [1, 2], "weights": [1, 10**400]}, "'weights' must be 2 finite numbers"),
+    "weight of 400 digits": (
+        {"token_ids": [1, 2], "weights": [1, 10**400]},
+        "'weights' must be 2 numbers of at least 0",
+    ),
     "log-probability of 400 digits": (
         {"token_ids": [1, 2], "top_ids": [[1], [2]], "top_logprobs": [[-1], [-(10**400)]]},
         "'top_ids' and 'top_logprobs'",

@@ -144,7 +144,7 @@ def _parse_tokens(values: Mapping[str, Any], source: str) -> Document:
     )
     if not numbers or len(weights) != len(tokens):
         raise DataError(
-            f"{source}: 'weights' must be {len(tokens)} finite numbers (of float32) of at least 0, one for each token, "
+            f"{source}: 'weights' must be {len(tokens)} numbers of at least 0 (of float32), one for each token, "
             f"found {weights!r:.60}"
         )
     # The first token is never predicted.
