@@ -235,7 +235,7 @@ def test_adapter_with_its_head_trains_as_in_peft(
 
 @pytest.mark.nightly
 def test_metric_of_labels_ends_a_run_without_improvement(megascend, folder: Path) -> None:
-    """Without a learning rate nothing changes: the third measurement is the second without an improvement."""
+    """Train with learning rate 0: the third measurement is the second without an improvement."""
     settings = ["engine=single", "steps=9", "optimizer.lr=0", "validation.every=1", "validation.patience=2"]
     rows = train(megascend, folder, SINGLE, "patient", [*settings, "validation.metric=macro_f1"])
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -93,7 +93,7 @@ CLASSES = replace(LIMITS, scored=True, padding=9, labels=LabelSet(("a", "b"), "s
 
 
 def test_cut_classified_sample_ends_with_a_token_that_is_not_padding(folder: Path) -> None:
-    """As transformers reads it: the last token that is not padding."""
+    """Keep the token that transformers reads: the last that is not padding."""
     write(folder / "data.jsonl", *({"token_ids": ids, "label": 0} for ids in ([5, 6, 9, 9, 7], [5, 9, 6, 9])))
     store = samples_of(folder, replace(CLASSES, length=3), on_too_long="truncate")
     assert [sample.input_ids.tolist() for sample in store] == [[5, 6], [5, 9, 6]]

@@ -113,13 +113,13 @@ def unlike_labels(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet
     _, contents = np.unique(np.concatenate([store.digests for store in stores]), return_inverse=True)
     names, classes = np.unique(np.concatenate([store.classes for store in stores]), axis=0, return_inverse=True)
     combinations = np.unique(np.stack([contents, classes.reshape(-1)], 1), axis=0)
-    several = np.bincount(combinations[:, 0]) > 1
-    if not several.any():
+    ambiguous = np.bincount(combinations[:, 0]) > 1
+    if not ambiguous.any():
         return ()
-    first, second = (names[label] for label in combinations[several[combinations[:, 0]], 1][:2])
+    first, second = (names[label] for label in combinations[ambiguous[combinations[:, 0]], 1][:2])
     return (
-        f"warning: {int(several.sum()):,} text{'s' * bool(several.sum() > 1)} with unlike labels, in "
-        f"{int(several[contents].sum()):,} samples: one has {labels.describe(first)!r} and {labels.describe(second)!r}",
+        f"warning: {int(ambiguous.sum()):,} text{'s' * bool(ambiguous.sum() > 1)} with unlike labels, in "
+        f"{int(ambiguous[contents].sum()):,} samples: one has {labels.describe(first)!r} and {labels.describe(second)!r}",
     )
 
 

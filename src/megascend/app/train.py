@@ -335,7 +335,7 @@ class SupervisedTraining(Training[RunConfig]):
             counts.validation_loss = validation_loss
             if validation.metric == "loss":
                 counts.measured(validation_loss, number, validation.min_delta)
-            elif validation.of_labels:
+            elif validation.needs_labels:
                 value = figures[f"validation_{validation.metric}"]
                 counts.measured(value, number, validation.min_delta, higher_is_better=True)
         scorer = self._task_scorer

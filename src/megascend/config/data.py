@@ -313,7 +313,7 @@ class Validation(Section):
                     "validation.tasks, TASK/METRIC"
                 )
             return self
-        if self.of_labels:
+        if self.needs_labels:
             if not self.holds_out:
                 raise ValueError(
                     f"validation.metric: {self.metric} needs held-out samples: set path, split or fraction"
@@ -326,7 +326,7 @@ class Validation(Section):
         return self
 
     @property
-    def of_labels(self) -> bool:
+    def needs_labels(self) -> bool:
         """True if the metric is one of classifiers."""
         return self.metric in {name for names in LABEL_METRICS.values() for name in names}
 

@@ -449,7 +449,7 @@ class RunConfig(TrainerConfig):
 
     @model_validator(mode="after")
     def _metric_of_labels(self) -> RunConfig:
-        if self.validation is None or not self.validation.of_labels:
+        if self.validation is None or not self.validation.needs_labels:
             return self
         setting = f"validation.metric: {self.validation.metric}"
         if self.classification is None:
