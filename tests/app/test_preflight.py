@@ -72,7 +72,12 @@ import pickle, sys
 from megascend.app.preflight import check_run
 from megascend.config import RunConfig
 folder = {str(tmp_path)!r}
-config = RunConfig(model=folder + "/model", output=folder + "/out", data={{"path": folder + "/data.jsonl"}})
+config = RunConfig(
+    model=folder + "/model",
+    output=folder + "/out",
+    data={{"path": folder + "/data.jsonl"}},
+    classification={{"num_labels": 2}},
+)
 plan = check_run(config, 2, overwrite=False)
 print(pickle.loads(pickle.dumps(plan)) == plan, plan.topology.data, "torch" in sys.modules)
 """

@@ -1,3 +1,7 @@
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -49,3 +53,23 @@ def test_causal_sample_carries_adapter_and_pair():
 def test_a_sample_that_cannot_be_trained_on_is_refused(make, message):
     with pytest.raises(DataError, match=message):
         make()
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), torch.tensor(3), np.array(3)])
+def test_label_may_be_a_scalar_of_numpy_or_torch(value: Any) -> None:
+    label = Sample.scored([1, 2], label=value).label
+    assert (type(label), label) == (int, 3)
+
+
+@pytest.mark.parametrize("value", [[0.5, 1.0, 2.0], torch.tensor([0.5, 1.0, 2.0]), np.array([0.5, 1.0, 2.0])])
+def test_label_of_floats_has_a_length_of_its_own(value: Any) -> None:
+    sample = replace(Sample.scored([1, 2], label=value), adapter="a")
+    assert torch.equal(sample.label, torch.tensor([0.5, 1.0, 2.0]))
+    assert "label" not in sample.token_fields()
+    assert "label" in sample.loss_fields
+
+
+@pytest.mark.parametrize("value", [0.5, np.float32(0.5), torch.tensor(0.5)])
+def test_label_that_is_one_float_is_refused(value: Any) -> None:
+    with pytest.raises(DataError, match=r"label is 0\.5; it must be an integer, or a list of floats"):
+        Sample.scored([1, 2], label=value)

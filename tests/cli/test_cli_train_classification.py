@@ -231,3 +231,12 @@ def test_adapter_with_its_head_trains_as_in_peft(
     expected = json.loads(reference(TRAINED, kind, folder / kind, tmp_path / "weights", folder / initial / "adapter"))
     trained = load_file(folder / name / "adapter" / "adapter_model.safetensors")
     assert_trained_alike(rows, trained, expected, tmp_path / "weights")
+
+
+@pytest.mark.nightly
+def test_metric_of_labels_ends_a_run_without_improvement(megascend, folder: Path) -> None:
+    """Train with learning rate 0: the third measurement is the second without an improvement."""
+    settings = ["engine=single", "steps=9", "optimizer.lr=0", "validation.every=1", "validation.patience=2"]
+    rows = train(megascend, folder, SINGLE, "patient", [*settings, "validation.metric=macro_f1"])
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert len({row["validation_macro_f1"] for row in rows}) == 1

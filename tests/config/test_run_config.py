@@ -41,6 +41,12 @@ def test_an_override_takes_the_place_of_the_files_alternative(tmp_path):
         ("{tasks: {names: [t]}, keep_best: true}", "metric: loss needs held-out samples"),
         ("{path: v, metric: t/acc}", "t/acc is a metric of tasks, and validation.tasks is not set"),
         ("{tasks: {names: [t]}, metric: acc}", "acc must be loss or TASK/METRIC"),
+        ("{path: v, metric: accuracy}", "accuracy is a metric of classifiers, and classification is not set"),
+        (
+            "{path: v, metric: exact_match}\nclassification: {}",
+            "single_label_classification has loss, accuracy, macro_f1",
+        ),
+        ("{tasks: {names: [t]}, metric: accuracy}\nclassification: {}", "accuracy needs held-out samples"),
         ("{tasks: {names: [t]}}\nbradley_terry: {}", "validation.tasks and bradley_terry are both set"),
     ],
 )

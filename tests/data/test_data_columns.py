@@ -338,6 +338,15 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
         r"messages\[0\]: only the assistant's messages can carry loss",
     ),
     "loss is a word": ({"messages": [USER, ANSWER | {"loss": "yes"}]}, "a number from 0 on, found 'yes'"),
+    "loss of 400 digits": ({"messages": [USER, ANSWER | {"loss": 10**400}]}, "a number from 0 on, found 1000"),
+    "weight of 400 digits": (
+        {"token_ids": [1, 2], "weights": [1, 10**400]},
+        "'weights' must be 2 numbers of at least 0",
+    ),
+    "log-probability of 400 digits": (
+        {"token_ids": [1, 2], "top_ids": [[1], [2]], "top_logprobs": [[-1], [-(10**400)]]},
+        "'top_ids' and 'top_logprobs'",
+    ),
     "loss below 0": ({"messages": [USER, ANSWER | {"weight": -1}]}, "a number from 0 on, found -1"),
     "loss and weight": (
         {"messages": [USER, ANSWER | {"weight": 1, "loss": False}]},

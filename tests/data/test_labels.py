@@ -75,6 +75,7 @@ def test_label_is_an_id_or_a_number_for_each(labels: LabelSet, value: Any, expec
         (NUMBER, "high", "must be a finite number"),
         (NUMBER, float("inf"), "must be a finite number"),
         (NUMBER, 1e39, "must be a finite number"),
+        (NUMBER, 10**400, "must be a finite number"),
         (NUMBER, [1, 2], "must be a finite number"),
         (NUMBERS, 1, "must be 3 finite numbers"),
         (NUMBERS, [1, 2, None], "must be 3 finite numbers"),
@@ -105,6 +106,8 @@ def test_other_values_are_refused_by_name(labels: LabelSet, value: Any, message:
         ),
         (SINGLE, [[0], [1], [2]], ["labels of the samples: bad 1, fair 1, good 1"]),
         (NUMBER, [[0.5], [2]], ["labels of the samples: 0.5 to 2"]),
+        (SINGLE, [[0]], ["labels of the samples: bad 1", "warning: none of the samples has fair, good"]),
+        (NUMBER, [[0.5]], ["labels of the samples: 0.5 to 0.5"]),
         (NUMBER, [[1], [1]], ["", "warning: all labels of the samples are the same"]),
     ],
 )

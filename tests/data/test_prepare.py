@@ -16,6 +16,7 @@ from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data
 from megascend.data import prepare
 from megascend.data.files import read_documents
+from megascend.data.labels import LabelSet
 from megascend.data.order import fingerprint_of
 from megascend.data.prepare import prepare_samples, write_prepared
 from megascend.data.samples import SampleLimits, build_samples
@@ -86,6 +87,32 @@ def test_scored_pairs_keep_all_tokens_but_padding_at_the_end(folder: Path) -> No
     store = samples_of(folder, limits, on_too_long="truncate")
     assert [sample.input_ids.tolist() for sample in store] == texts[:2]
     assert store.remarks[-1].endswith("left out: both sides of the pair are the same tokens")
+
+
+CLASSES = replace(LIMITS, scored=True, padding=9, labels=LabelSet(("a", "b"), "single_label_classification"))
+
+
+def test_cut_classified_sample_ends_with_a_token_that_is_not_padding(folder: Path) -> None:
+    """Keep the token that transformers reads: the last that is not padding."""
+    write(folder / "data.jsonl", *({"token_ids": ids, "label": 0} for ids in ([5, 6, 9, 9, 7], [5, 9, 6, 9])))
+    store = samples_of(folder, replace(CLASSES, length=3), on_too_long="truncate")
+    assert [sample.input_ids.tolist() for sample in store] == [[5, 6], [5, 9, 6]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        ({"weights": [1, 1, 0.5]}, "weights"),
+        ({"prompt_length": 2}, "prompt_length"),
+        ({"top_ids": [[1], [2], [3]], "top_logprobs": [[-1], [-1], [-1]]}, "top_ids"),
+    ],
+)
+def test_columns_of_single_tokens_are_refused_for_a_classifier(folder: Path, columns: Any, name: str) -> None:
+    write(folder / "data.jsonl", {"token_ids": [5, 6, 7], "label": 0} | columns)
+    with pytest.raises(DataError, match=f"'{name}'.* have no meaning for a classifier"):
+        samples_of(folder, CLASSES)
+    columns = {"token_ids": "token_ids", "label": "label"}
+    assert samples_of(folder, CLASSES, columns=columns)[0].input_ids.tolist() == [5, 6, 7]
 
 
 def test_pairs_are_stored_as_pairs(folder: Path) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from megascend.app.run_samples import RunSamples
+from megascend.app.objectives import Measurement
+from megascend.app.run_samples import RunSamples, padding_remark, unlike_labels
 from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Lora, RunConfig, Schedule
 from megascend.config.training import learning_rate
 from megascend.data.findings import Findings
+from megascend.data.labels import LabelSet
 from megascend.data.samples import SampleLimits
 from megascend.data.store import SampleStore, all_samples, hold_out, write_store
 from megascend.distributed import objects
@@ -55,6 +59,47 @@ def test_copies_of_a_document_are_held_out_together(tmp_path: Path) -> None:
     assert set(learned) == set(range(4)) - set(held_out)
     with pytest.raises(DataError, match=r"0\.9 of 4 different documents leaves nothing to learn"):
         hold_out(SampleStore(tmp_path / "s"), 0.9, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("problem_type", "numbers", "message"),
+    [
+        ("single_label_classification", [0, 1], "2 texts with unlike labels, in 6 samples: one has 'bad' and 'good'"),
+        ("multi_label_classification", [[0.0, 1.0], [1.0, 1.0]], "one has 'good' and 'bad, good'"),
+        ("regression", [[0.5, 1.0], [0.5, 2.0]], "one has '0.5, 1' and '0.5, 2'"),
+    ],
+)
+def test_copies_with_unlike_labels_are_held_out_together_and_reported(
+    tmp_path: Path, problem_type: Any, numbers: list[Any], message: str
+) -> None:
+    labels = [number if isinstance(number, int) else torch.tensor(number) for number in numbers]
+    # Texts 0 and 1 have both labels, 2 and 3 one.
+    documents = [(n, [Sample.scored([n % 4, 7], label=labels[n // 4 % 2 if n % 4 < 2 else 0])]) for n in range(12)]
+    write_store(tmp_path / "s", documents, Findings(), scored=True)
+    samples = SampleStore(tmp_path / "s")
+    for seed in range(4):
+        learned, held_out = hold_out(samples, 0.5, seed=seed)
+        first, second = ({int(sample.input_ids[0]) for sample in side} for side in (learned, held_out))
+        assert len(first) == len(second) == 2
+        assert not first & second
+    (remark,) = unlike_labels([samples], LabelSet(("bad", "good"), problem_type))
+    assert message in remark
+    write_store(tmp_path / "t", documents[:4], Findings(), scored=True)
+    assert unlike_labels([SampleStore(tmp_path / "t")], LabelSet(("bad", "good"), problem_type)) == ()
+
+
+def test_padding_token_other_than_the_tokenizers_is_reported() -> None:
+    tokenizer: Any = byte_tokenizer(256)
+    limits = SampleLimits(9, scored=True, padding=7)
+    (remark,) = padding_remark(tokenizer, limits)
+    assert f"pad_token_id is 7 in config.json, and {tokenizer.pad_token_id} (" in remark
+    assert padding_remark(tokenizer, replace(limits, padding=tokenizer.pad_token_id)) == ()
+    assert padding_remark(tokenizer, SampleLimits(9)) == ()
+
+
+def test_outcomes_are_counted_beyond_those_of_float32() -> None:
+    part = Measurement(1.0, 1.0, outcomes=((2.0**24, 1.0, 0.0),))
+    assert (part + Measurement(1.0, 1.0, outcomes=((1.0, 0.0, 0.0),))).outcomes == ((2.0**24 + 1, 1.0, 0.0),)
 
 
 def test_held_out_copies_of_learned_documents_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megascend.config import Adam, Adapters, Lora, Schedule
-from megascend.errors import ConfigError
+from megascend.errors import CheckpointError, ConfigError
 from megascend.lora.layout import shape_groups
 from megascend.lora.optimizer import update
 from megascend.lora.registry import AdapterRegistry, AdapterSettings, check_name
@@ -55,6 +55,25 @@ def test_odd_names_are_refused(name):
 @pytest.mark.parametrize("name", ["a", "7", "tenant-1", "org.model_v2", "A" * 100])
 def test_plain_names_are_taken(name):
     check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem_type", "message"),
+    [
+        (("a", "b"), "single_label_classification", None),
+        (("LABEL_0", "LABEL_1"), None, None),
+        (("b", "a"), "single_label_classification", "its head are b, a, and the model's labels are a, b"),
+        (("a", "b", "c"), None, "its head are a, b, c"),
+        (("a", "b"), "regression", "trained for problem_type regression, and the model is for single_label"),
+    ],
+)
+def test_adapter_of_other_labels_is_refused(labels, problem_type, message):
+    settings = make_registry(labels=("a", "b"), problem_type="single_label_classification").settings
+    if message is None:
+        settings.check_labels(labels, problem_type)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            settings.check_labels(labels, problem_type)
 
 
 def test_refusals_name_the_setting_and_change_nothing():

@@ -109,9 +109,10 @@ class Measurement:
 
     def __add__(self, other: Measurement) -> Measurement:
         totals = {name: total + other.totals[name] for name, total in self.totals.items()}
-        outcomes = torch.tensor(self.outcomes) + torch.tensor(other.outcomes)
+        # float32 counts to 2^24.
+        first, second = (torch.tensor(rows, dtype=torch.float64) for rows in (self.outcomes, other.outcomes))
         return Measurement(
-            self.total + other.total, self.count + other.count, totals, tuple(map(tuple, outcomes.tolist()))
+            self.total + other.total, self.count + other.count, totals, tuple(map(tuple, (first + second).tolist()))
         )
 
 
@@ -511,7 +512,7 @@ class ClassificationObjective(TokenObjective):
         # A rank without samples has no sums; the names are the same on all others.
         names = list(dict.fromkeys(name for part in parts for name in part))
         totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-        table = sum(torch.tensor(table) for table in tables if table)
+        table = sum(torch.tensor(table, dtype=torch.float64) for table in tables if table)
         rows = tuple(map(tuple, table.tolist())) if isinstance(table, torch.Tensor) else ()
         return Measurement(totals.pop(LOSS), sum(counts), totals, rows)
 

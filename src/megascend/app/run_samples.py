@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from megascend.batch.sample import Sample
 from megascend.config import RunConfig
 from megascend.config.data import DataSource
 from megascend.data.findings import Findings, joined
+from megascend.data.labels import LabelSet
 from megascend.data.order import Batches, batches
 from megascend.data.pictures import PictureProcessor
 from megascend.data.prepare import (
@@ -107,6 +108,32 @@ def copies(learned: SampleStore | JoinedStores, held_out: SampleStore | JoinedSt
     )
 
 
+def unlike_labels(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet) -> tuple[str, ...]:
+    """Return a remark on samples of a classifier that are the same but for their labels, if there are any."""
+    _, contents = np.unique(np.concatenate([store.digests for store in stores]), return_inverse=True)
+    names, classes = np.unique(np.concatenate([store.classes for store in stores]), axis=0, return_inverse=True)
+    combinations = np.unique(np.stack([contents, classes.reshape(-1)], 1), axis=0)
+    ambiguous = np.bincount(combinations[:, 0]) > 1
+    if not ambiguous.any():
+        return ()
+    first, second = (names[label] for label in combinations[ambiguous[combinations[:, 0]], 1][:2])
+    return (
+        f"warning: {int(ambiguous.sum()):,} text{'s' * bool(ambiguous.sum() > 1)} with unlike labels, in "
+        f"{int(ambiguous[contents].sum()):,} samples: one has {labels.describe(first)!r} and {labels.describe(second)!r}",
+    )
+
+
+def padding_remark(tokenizer: PreTrainedTokenizerBase, limits: SampleLimits) -> tuple[str, ...]:
+    """Return a remark if the tokenizer pads with another token than transformers passes over at the end of a scored sample."""
+    padding: Any = tokenizer.pad_token_id
+    if not limits.scored or limits.padding is None or padding in (None, limits.padding):
+        return ()
+    return (
+        f"warning: pad_token_id is {limits.padding} in config.json, and {padding} ({tokenizer.pad_token!r}) in the tokenizer: in "
+        "batches that it pads, transformers reads scores at a padding token: set pad_token_id to the tokenizer's",
+    )
+
+
 def source_names(sources: Sequence[DataSource]) -> list[str]:
     """Return a short name for each source: that of its file or folder, or its path where two have the same."""
     names = [source.path.name for source in sources]
@@ -152,7 +179,7 @@ class RunSamples:
         if problems:
             raise joined(problems)
         check_one_kind(sources, stores)
-        remarks = tuple(line for store in stores for line in store.remarks)
+        remarks = tuple(line for store in stores for line in store.remarks) + padding_remark(tokenizer, limits)
         longest = max(int(store.lengths.max()) for store in stores)
         kinds = tuple(store.kinds for store in stores[: len(training)])
         learned, *held_out = [
@@ -167,6 +194,8 @@ class RunSamples:
             parts = all_samples(learned), all_samples(held_out[0])
         else:
             parts = hold_out(learned, config.validation.fraction, config.seed)
+        if limits.labels is not None:
+            remarks += unlike_labels([learned, *held_out], limits.labels)
         for part, subject in zip(parts, ("training samples", "held-out samples"), strict=True):
             if limits.labels is not None and part is not None:
                 remarks += tuple(limits.labels.remarks(part.classes, subject))
@@ -344,7 +373,7 @@ class StreamedSamples(RunSamples):
         ]
         check_one_kind([*sources[:1], *validation], [learned, *stores])
         held_out = None if not stores else all_samples(stores[0] if len(stores) == 1 else JoinedStores(stores))
-        remarks = tuple(line for part in (*files, *stores) for line in part.remarks)
+        remarks = tuple(line for part in (*files, *stores) for line in part.remarks) + padding_remark(tokenizer, limits)
         all_files = tuple(file for part in files for file in part.files)
         return cls(learned, held_out, limits.length, remarks, open_stream, stream.kind, all_files)
 

@@ -335,6 +335,9 @@ class SupervisedTraining(Training[RunConfig]):
             counts.validation_loss = validation_loss
             if validation.metric == "loss":
                 counts.measured(validation_loss, number, validation.min_delta)
+            elif validation.needs_labels:
+                value = figures[f"validation_{validation.metric}"]
+                counts.measured(value, number, validation.min_delta, higher_is_better=True)
         scorer = self._task_scorer
         if validation is not None and scorer is not None and (number % validation.tasks_interval == 0 or last):
             scores = self._measure_tasks(scorer, number)

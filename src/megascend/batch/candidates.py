@@ -35,7 +35,7 @@ class Candidates:
         self.ids = id_rows(self.ids, "candidates.ids")
         try:
             logprobs = torch.as_tensor(self.logprobs, dtype=torch.float32, device="cpu").detach()
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise DataError(f"candidates.logprobs cannot become a tensor: {error}") from None
         if logprobs.shape != self.ids.shape:
             raise DataError(
@@ -86,7 +86,7 @@ def id_rows(values: Any, name: str) -> Tensor:
     """
     try:
         ids = torch.as_tensor(values, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DataError(f"{name} cannot become a tensor: {error}") from None
     if ids.dim() != 2 or not ids.shape[1] or ids.is_floating_point() or ids.dtype == torch.bool:
         raise DataError(f"{name} must be integers of shape [length, K], got {ids.dtype} {list(ids.shape)}")

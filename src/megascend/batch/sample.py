@@ -100,8 +100,8 @@ class Sample:
             raise DataError(f"all per-token fields of a sample must have one length, got {lengths}")
         if len(self) == 0:
             raise DataError("a sample must hold at least one token")
-        if self.label is not None and not isinstance(self.label, int):
-            self.label = _vector(self.label, "label", torch.float32)
+        if self.label is not None:
+            self.label = _label(self.label)
         if self.images is not None and not isinstance(self.images, SampleImages | PictureSources):
             raise DataError(f"images must be a megascend.SampleImages, got {type(self.images).__name__}")
 
@@ -117,7 +117,7 @@ class Sample:
         tensors = {
             name: value
             for name, value in values.items()
-            if isinstance(value, Tensor) and name not in ("routed_experts", "allowed", "teacher_states")
+            if isinstance(value, Tensor) and name not in ("routed_experts", "allowed", "teacher_states", "label")
         }
         return tensors | self.extra
 
@@ -202,6 +202,18 @@ class Sample:
         return cls(tokens, tokens, torch.ones(len(tokens)) if weights is None else weights, **fields)
 
 
+def _label(value: Any) -> int | Tensor:
+    """Convert ``label`` to an integer, also from a scalar of numpy or torch, or to a vector of float32 on the CPU."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    if isinstance(number, int):
+        return int(number)
+    if isinstance(number, float):
+        raise DataError(
+            f"label is {number}; it must be an integer, or a list of floats, one for each label of the head"
+        )
+    return _vector(value, "label", torch.float32)
+
+
 def _states(values: Any) -> Tensor:
     """Check ``teacher_states``; their dtype, that of the teacher's output layer, is kept."""
     if not isinstance(values, Tensor) or values.dim() != 2 or not values.is_floating_point():
@@ -214,7 +226,7 @@ def _routing(values: Any) -> Tensor:
     """Convert ``routed_experts`` to int16 [length, layers, k] on the CPU."""
     try:
         tensor = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DataError(f"routed_experts cannot become a tensor: {error}") from None
     if tensor.dim() != 3 or tensor.is_floating_point() or tensor.dtype == torch.bool:
         raise DataError(
@@ -227,7 +239,7 @@ def _vector(values: Any, name: str, dtype: torch.dtype, unused: Tensor | None = 
     """Convert ``values`` to a one-dimensional CPU tensor; floats must be finite, except where ``unused``: there they become 0."""
     try:
         tensor = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DataError(f"{name} cannot become a tensor: {error}") from None
     if tensor.dim() != 1:
         raise DataError(f"{name} must be one-dimensional, got shape {tuple(tensor.shape)}")

@@ -52,6 +52,8 @@ def export_command(
         raise ConfigError(f"{out} cannot be written: {problem}")
     source = find_checkpoint(model)
     settings: dict[str, Any] = {"model": source, "precision": dtype.value}
+    if (stored := stored_head(source)) is not None:
+        settings["head"] = stored
     merged = ""
     if adapter is not None:
         from megascend.config import Adapters
@@ -110,31 +112,50 @@ def read_settings(adapter: Path) -> tuple[Lora, int]:
 
 
 def head_of(adapter: Path, rows: int, model: Path) -> Literal["reward_model"] | Classification:
-    """Return the kind of an adapter's head of so many labels; their names are in the settings of its run, if it lies in one."""
+    """Return the kind of an adapter's head of so many labels: as recorded with it, in its run, or with the model."""
     import yaml
 
     from megascend.config import Classification
+    from megascend.config.data import default_labels
     from megascend.errors import CheckpointError
     from megascend.huggingface.files import read_config
+    from megascend.lora.adapter_io import read_head
 
-    run_file, settings = adapter.parent / "config.yaml", {}
+    recorded = read_head(adapter)
+    if recorded is not None:
+        labels, problem_type = recorded
+        if len(labels) != rows:
+            raise CheckpointError(
+                f"{adapter} records {len(labels)} labels ({', '.join(labels)}), and its head has {rows} rows: copy it again"
+            )
+        if problem_type is None:
+            return "reward_model"
+        names: dict[str, Any] = {"num_labels": rows} if labels == default_labels(rows) else {"labels": labels}
+        return Classification(problem_type=problem_type, **names)
+    # A relative path may not name the run's directory.
+    run_file = adapter.resolve().parent / "config.yaml"
     if run_file.is_file():
         values = yaml.safe_load(run_file.read_text(encoding="utf-8"))
         settings = (values.get("classification") if isinstance(values, dict) else None) or {}
-    if settings:
-        head = Classification.model_validate(settings)
-        if head.label_names is not None and len(head.label_names) != rows:
-            raise CheckpointError(
-                f"{run_file} names {len(head.label_names)} labels ({', '.join(head.label_names)}), and the head of {adapter} has "
-                f"{rows} rows: does the adapter belong to this run?"
-            )
-        return head if head.label_names is not None else head.model_copy(update={"num_labels": rows})
-    if rows == 1:
+        if not settings and rows == 1:
+            return "reward_model"
+        if settings:
+            head = Classification.model_validate(settings)
+            if head.label_names is not None and len(head.label_names) != rows:
+                raise CheckpointError(
+                    f"{run_file} names {len(head.label_names)} labels ({', '.join(head.label_names)}), and the head of "
+                    f"{adapter} has {rows} rows: does the adapter belong to this run?"
+                )
+            return head if head.label_names is not None else head.model_copy(update={"num_labels": rows})
+    problem_type = read_config(model).get("problem_type")
+    unknown = f"neither {adapter} nor a run's directory above it tells what its head of {rows} label{'s' * (rows > 1)} learned"
+    if rows == 1 and problem_type is None:
+        typer.secho(f"{unknown}: exported as a reward model, without problem_type", fg=typer.colors.YELLOW, err=True)
         return "reward_model"
-    problem_type = read_config(model).get("problem_type") or "single_label_classification"
+    problem_type = problem_type or "single_label_classification"
     typer.secho(
-        f"{adapter} does not lie in its run's directory, which has the names of its {rows} labels: exported with those of "
-        f"{model}, or as LABEL_0 to LABEL_{rows - 1}, and problem_type: {problem_type}",
+        f"{unknown}: exported with the names of {model}, or as {' to '.join(dict.fromkeys(('LABEL_0', f'LABEL_{rows - 1}')))}, "
+        f"and problem_type: {problem_type}",
         fg=typer.colors.YELLOW,
         err=True,
     )
@@ -152,6 +173,22 @@ def other_base(adapter: Path, model: Path) -> str | None:
     base = Path(base_name)
     same = base.resolve() == model.resolve() if base.is_dir() else base.name == model.resolve().name
     return None if same else base_name
+
+
+def stored_head(model: Path) -> Literal["scalar"] | Classification | None:
+    """Return the kind of a checkpoint's scalar head by its configuration; None for a language model."""
+    from megascend.config import Classification
+    from megascend.huggingface.files import read_config, tensor_headers
+    from megascend.huggingface.scalar_head import WEIGHT
+
+    header, config = tensor_headers(model).get(WEIGHT), read_config(model)
+    if header is None:
+        return None
+    rows, problem_type = header.shape[0], config.get("problem_type")
+    if rows == 1 and problem_type in (None, "regression"):
+        return "scalar"
+    # transformers' pipelines read several labels without a problem type so, too.
+    return Classification(num_labels=rows, problem_type=problem_type or "single_label_classification")
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -225,6 +225,12 @@ DATA_COLUMNS = (
 """Columns of data files that are read."""
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 """transformers' names for what a sequence classifier learns, and of the losses that it learns it with."""
+LABEL_METRICS: dict[ProblemType, tuple[str, ...]] = {
+    "single_label_classification": ("accuracy", "macro_f1"),
+    "multi_label_classification": ("accuracy", "exact_match", "macro_f1"),
+    "regression": (),
+}
+"""Metrics of held-out samples of a classifier of which higher is better."""
 PREFERENCE_LOSSES = ("dpo", "orpo", "simpo", "kto", "bradley_terry")
 """Losses with a section of a run file of their own."""
 
@@ -267,8 +273,8 @@ class Validation(Section):
     at_start: bool = Field(False, description="also measure before the first step")
     metric: str = Field(
         "loss",
-        description="what keep_best, patience and min_delta compare: loss, or a metric of tasks as TASK/METRIC, such as "
-        "arc_easy/acc_norm, or TASK/METRIC/FILTER",
+        description="what keep_best, patience and min_delta compare: loss; of classification also accuracy, macro_f1, or "
+        "exact_match of several labels; or a metric of tasks as TASK/METRIC, such as arc_easy/acc_norm, or TASK/METRIC/FILTER",
     )
     keep_best: bool = Field(
         False,
@@ -307,11 +313,22 @@ class Validation(Section):
                     "validation.tasks, TASK/METRIC"
                 )
             return self
+        if self.needs_labels:
+            if not self.holds_out:
+                raise ValueError(
+                    f"validation.metric: {self.metric} needs held-out samples: set path, split or fraction"
+                )
+            return self
         if self.tasks is None:
             raise ValueError(f"validation.metric: {self.metric} is a metric of tasks, and validation.tasks is not set")
         if "/" not in self.metric:
             raise ValueError(f"validation.metric: {self.metric} must be loss or TASK/METRIC, such as arc_easy/acc_norm")
         return self
+
+    @property
+    def needs_labels(self) -> bool:
+        """True if the metric is one of classifiers."""
+        return self.metric in {name for names in LABEL_METRICS.values() for name in names}
 
     @property
     def holds_out(self) -> bool:

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self, TypedDict
 
 from megascend.config.data import (
+    LABEL_METRICS,
     PREFERENCE_LOSSES,
     BradleyTerry,
     Classification,
@@ -447,6 +448,18 @@ class RunConfig(TrainerConfig):
         return self
 
     @model_validator(mode="after")
+    def _metric_of_labels(self) -> RunConfig:
+        if self.validation is None or not self.validation.needs_labels:
+            return self
+        setting = f"validation.metric: {self.validation.metric}"
+        if self.classification is None:
+            raise ValueError(f"{setting} is a metric of classifiers, and classification is not set")
+        problem_type = self.classification.problem_type
+        if self.validation.metric not in LABEL_METRICS[problem_type]:
+            raise ValueError(f"{setting}, and {problem_type} has {', '.join(('loss', *LABEL_METRICS[problem_type]))}")
+        return self
+
+    @model_validator(mode="after")
     def _language_model_for_answers(self) -> RunConfig:
         if self.head == "lm":
             return self
@@ -457,6 +470,10 @@ class RunConfig(TrainerConfig):
             raise ValueError(f"generation and {name} are both set: {model}, not answers")
         if self.validation is not None and self.validation.tasks is not None:
             raise ValueError(f"validation.tasks and {name} are both set: {model}, not answers")
+        if self.classification is not None and self.data.train_on_prompt:
+            raise ValueError(
+                "data.train_on_prompt: true has no meaning for a classifier, which learns labels: leave it out"
+            )
         return self
 
     @property

@@ -25,6 +25,7 @@ from megascend.data.findings import Findings
 from megascend.data.messages import (
     CALLS,
     EMPTY_ANSWER,
+    LARGEST_NUMBER,
     RESULTS,
     conversation_or_text,
     decoded,
@@ -50,8 +51,6 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "token_ids": (("token_ids",), ("prompt_length", "weights", "top_ids", "top_logprobs", "label")),
 }
 """Columns that each form must have, and those that it may have."""
-LARGEST_MARGIN = 3.4028234e38
-"""Largest number of float32, in which losses are computed."""
 CHAT_COLUMNS = ("tools", "chat_template_kwargs")
 TOP = ("top_ids", "top_logprobs")
 PICTURES = ("images", "image")
@@ -140,10 +139,13 @@ def _parse_tokens(values: Mapping[str, Any], source: str) -> Document:
     prompt, weights = values.get("prompt_length", 0), decoded(values.get("weights", [1.0] * len(tokens)))
     if type(prompt) is not int or not 0 <= prompt < len(tokens):
         raise DataError(f"{source}: 'prompt_length' must be in [0, {len(tokens)}), found {prompt!r:.60}")
-    numbers = isinstance(weights, list) and all(type(weight) in (int, float) and weight >= 0 for weight in weights)
+    numbers = isinstance(weights, list) and all(
+        type(weight) in (int, float) and 0 <= weight <= LARGEST_NUMBER for weight in weights
+    )
     if not numbers or len(weights) != len(tokens):
         raise DataError(
-            f"{source}: 'weights' must be {len(tokens)} numbers of at least 0, one for each token, found {weights!r:.60}"
+            f"{source}: 'weights' must be {len(tokens)} numbers of at least 0 (of float32), one for each token, "
+            f"found {weights!r:.60}"
         )
     # The first token is never predicted.
     weights = [0.0] * max(prompt, 1) + [float(weight) for weight in weights[max(prompt, 1) :]]
@@ -266,7 +268,7 @@ def _parse_pair(values: Mapping[str, Any], source: str) -> Document:
     sides = {name: from_sharegpt(values[name], f"{source}: {name}") for name in ("chosen", "rejected")}
     lists = [isinstance(side, list) for side in sides.values()]
     margin = _number(values.get("margin"))
-    if margin is not None and (type(margin) not in (int, float) or not abs(margin) <= LARGEST_MARGIN):
+    if margin is not None and (type(margin) not in (int, float) or not abs(margin) <= LARGEST_NUMBER):
         raise DataError(
             f"{source}: 'margin' must be a finite number (of float32), the least difference of the rewards of both sides, found "
             f"{margin!r:.60}; if it is something else, choose the columns to read with data.columns"

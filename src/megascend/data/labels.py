@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,11 +12,9 @@ from typing import Any
 import numpy as np
 
 from megascend.config.data import ProblemType
-from megascend.data.messages import decoded
+from megascend.data.messages import LARGEST_NUMBER, decoded
 from megascend.errors import DataError
 
-LARGEST = 3.4028234e38
-"""Largest number of float32, in which losses are computed."""
 LIST_LIMIT = 12
 """Most labels that are listed in a message."""
 
@@ -112,7 +109,9 @@ class LabelSet:
                 column = json.loads(column)
         values: list[Any] = column if isinstance(column, list) else [column]
         if len(values) != count or not all(
-            type(number) in (int, float) and math.isfinite(number) and abs(number) <= LARGEST for number in values
+            # False for NaN too; an integer may be too large to become a float.
+            type(number) in (int, float) and abs(number) <= LARGEST_NUMBER
+            for number in values
         ):
             expected = "a finite number" if count == 1 else f"{count} finite numbers"
             raise DataError(f"'label' must be {expected} (of float32), found {value!r:.60}")
@@ -128,10 +127,12 @@ class LabelSet:
         return f"'label' must be {self._description} (classification.labels), found {name!r:.60}{advice}"
 
     def describe(self, label: Any) -> str:
-        """Return the label of a sample as text."""
+        """Return the label of a sample as text, or that of a row of a store."""
         if isinstance(label, int):
             return self.names[label]
         values = [float(value) for value in label]
+        if self.problem_type == "single_label_classification":
+            return self.names[int(values[0])]
         if self.problem_type == "regression":
             return ", ".join(f"{value:g}" for value in values)
         return ", ".join(name for name, value in zip(self.names, values, strict=True) if value) or "no label"
@@ -146,7 +147,9 @@ class LabelSet:
         total = len(labels)
         if self.problem_type == "regression":
             low, high = labels.min(0), labels.max(0)
-            same = [name for name, first, last in zip(self.names, low, high, strict=True) if first == last]
+            same = [
+                name for name, first, last in zip(self.names, low, high, strict=True) if first == last and total > 1
+            ]
             ranges = [f"{first:g} to {last:g}" for first, last in zip(low, high, strict=True)]
             lines = [f"labels of the {subject}: {_abbreviated(ranges)}"]
             return lines + (
@@ -157,7 +160,8 @@ class LabelSet:
         counts = np.bincount(ids, minlength=len(self.names)) if single else labels.sum(0).astype(np.int64)
         by_name = dict(zip(self.names, counts.tolist(), strict=True))
         lines = [f"labels of the {subject}: {_abbreviated([f'{name} {count:,}' for name, count in by_name.items()])}"]
-        if constant := [name for name, count in by_name.items() if count == total]:
+        # One sample has the same label as all.
+        if total > 1 and (constant := [name for name, count in by_name.items() if count == total]):
             lines.append(
                 f"warning: all {total:,} {subject} have {_abbreviated(constant)}: there is nothing to tell apart"
             )

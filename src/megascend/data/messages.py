@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
@@ -14,6 +13,8 @@ from megascend.errors import DataError
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys for the assistant's reasoning in data sets; templates read the first or the second."""
+LARGEST_NUMBER = 3.4028234e38
+"""Largest number of float32, in which losses are computed."""
 LOSS = ("loss", "weight")
 """Keys for the loss weight of a message."""
 
@@ -231,7 +232,8 @@ def _loss_weight(message: Message, label: str) -> float | None:
     weights = [message[key] for key in LOSS if message.get(key) is not None]
     if not weights:
         return None
-    if any(not isinstance(value, (bool, int, float)) or not math.isfinite(value) or value < 0 for value in weights):
+    # False for NaN too; an integer may be too large to become a float.
+    if not all(isinstance(value, (bool, int, float)) and 0 <= value <= LARGEST_NUMBER for value in weights):
         raise DataError(f"{label}: 'loss' and 'weight' are true, false or a number from 0 on, found {weights[0]!r:.60}")
     if len({float(value) for value in weights}) > 1:
         raise DataError(f"{label}: 'loss' says {weights[0]!r} and 'weight' says {weights[1]!r}: leave one out")

@@ -161,6 +161,13 @@ class Encoder:
         label, pictures = labels.parse(document.class_label), None
         if document.loss_weights is not None:
             raise DataError("'loss' and 'weight' have no meaning for a classifier: leave them out")
+        # The first token is never a target: 0 by default.
+        if document.candidates is not None or any(weight != 1 for weight in (document.token_weights or ())[1:]):
+            columns = "'weights' and 'prompt_length'" if document.candidates is None else "'top_ids' and 'top_logprobs'"
+            raise DataError(
+                f"{columns} have no meaning for a classifier: leave them out, or choose the columns to read with data.columns: "
+                "{token_ids: token_ids, label: label}"
+            )
         if document.messages is not None:
             kind = "conversation"
             tokens, _, pictures = self._conversation(document, document.messages, None, learn_all=True)
@@ -394,8 +401,7 @@ class Encoder:
             raise DataError(
                 "no assistant turn to learn from, or none whose loss counts; add one, or set data.train_on_prompt: true"
             )
-        while self._limits.scored and len(tokens) > 1 and tokens[-1] == self._limits.padding:
-            tokens, weights = tokens[:-1], weights[:-1]
+        tokens, weights = self._without_padding(tokens, weights)
         targets, limit = self._limits.targets, self._limits.length
         length = len(tokens) - targets
         if length <= limit:
@@ -407,7 +413,7 @@ class Encoder:
             )
         rest = tokens[limit:]
         # limit + 1 ids give `limit` inputs with a target each.
-        tokens, weights = tokens[: limit + targets], weights[: limit + targets]
+        tokens, weights = self._without_padding(tokens[: limit + targets], weights[: limit + targets])
         cuts_picture = pictures is not None and self._pictures is not None and self._pictures.layout.token in rest
         # Truncation may cut off everything that is learned.
         if self._on_too_long == "skip" or cuts_picture or not self._learns(weights):
@@ -418,6 +424,12 @@ class Encoder:
         self._findings.remark(f"cut to {limit} tokens (data.on_too_long: truncate)", source)
         candidates = None if candidates is None else candidates[: limit + targets]
         return self._sample(tokens, weights, pictures, candidates)
+
+    def _without_padding(self, tokens: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
+        """Return tokens and weights of a scored sample up to the last token that is not padding."""
+        while self._limits.scored and len(tokens) > 1 and tokens[-1] == self._limits.padding:
+            tokens, weights = tokens[:-1], weights[:-1]
+        return tokens, weights
 
     def _learns(self, weights: Sequence[float]) -> bool:
         """Return True if something is learned of tokens with these weights: the first one is never a target."""

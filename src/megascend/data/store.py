@@ -66,8 +66,9 @@ class SampleStore(Sequence[Sample]):
         self.scored: bool = about["scored"]
         # One row per sample: start of its tokens, their number, number of the document, NO_PAIR or a kind of those
         # above, first picture, number of pictures, first number in the candidates' files, candidates of a target, the
-        # bits of the margin in float64, which is NaN without one, and a digest of all that was written of the sample.
-        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 10)
+        # bits of the margin in float64, which is NaN without one, a digest of all that was written of the sample, and one of
+        # that without a classifier's label.
+        self._index = np.fromfile(path / INDEX, dtype=np.int64).reshape(-1, 11)
         self._margins = np.ascontiguousarray(self._index[:, 8]).view(np.float64)
         # One row per picture: PATH or CONTENT, start and length in the file, digest of the picture, its size and time of change.
         self._picture_index = np.fromfile(path / PICTURE_INDEX, dtype=np.int64).reshape(-1, 6)
@@ -97,7 +98,8 @@ class SampleStore(Sequence[Sample]):
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
-        start, count, document, side, picture, pictures, slot, width, margin_bits, digest = self._index[index].tolist()
+        row = self._index[index].tolist()
+        start, count, document, side, picture, pictures, slot, width, margin_bits, digest, _ = row
         stored, slots = slice(start, start + count), slice(slot, slot + (count - self._unpredicted) * width)
         arrays = (
             self._tokens[stored],
@@ -192,8 +194,10 @@ class SampleStore(Sequence[Sample]):
 
     @property
     def digests(self) -> np.ndarray:
-        """Return a digest of each sample's content, int64 [samples]; 0 of one that has another document's completion."""
-        return np.where(self._index[:, 3] == MISMATCHED, 0, self._index[:, 9])
+        """Return a digest of each sample's content without a classifier's label, int64 [samples]; 0 of one that has another
+        document's completion.
+        """
+        return np.where(self._index[:, 3] == MISMATCHED, 0, self._index[:, 10])
 
     @property
     def source_numbers(self) -> np.ndarray:
@@ -295,8 +299,9 @@ def write_store(
                     label = np.asarray([sample.label] if label_ids else sample.label, dtype=np.float32)
                     label_width = len(label)
                     labels.write(label.tobytes())
-                digest = _sample_digest([token_array, weight_array, *top, picture_digests, label], side, margin_bits)
-                row = [start, len(ids), number, side, pictures, added, slots, width, margin_bits, digest]
+                content = [token_array, weight_array, *top, picture_digests]
+                digests = [_sample_digest(arrays, side, margin_bits) for arrays in ([*content, label], content)]
+                row = [start, len(ids), number, side, pictures, added, slots, width, margin_bits, *digests]
                 index.write(np.asarray(row, dtype=np.int64).tobytes())
                 start += len(ids)
                 pictures += added

@@ -11,7 +11,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -397,12 +397,13 @@ def adapter_settings(spec: EngineSpec, info: ModelInfo, device: torch.device) ->
     """Return what the adapters of an engine with these settings share."""
     assert spec.adapters is not None
     spec.optimizer.check_for_adapters()
-    head = fresh_weights(info.scalar_head, info.shape.hidden_size, spec.seed).get(WEIGHT)
-    if head is None and info.scalar_head is not None:
+    settings = AdapterSettings(spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device)
+    if (scalar_head := info.scalar_head) is None:
+        return settings
+    head = fresh_weights(scalar_head, info.shape.hidden_size, spec.seed).get(WEIGHT)
+    if head is None:
         head = read_tensor(spec.model, WEIGHT)
-    return AdapterSettings(
-        spec.adapters, spec.optimizer, spec.schedule, spec.seed, DTYPES[spec.precision], device, head
-    )
+    return replace(settings, head=head, labels=scalar_head.labels, problem_type=scalar_head.problem_type)
 
 
 def refuse_quantised_base(spec: EngineSpec, engine: str) -> None:

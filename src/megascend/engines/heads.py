@@ -129,6 +129,7 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int | None = None
     """
     from transformers import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForTokenClassification,
@@ -141,11 +142,36 @@ def model_class(config: Any, head: ScalarHead | None, outputs: int | None = None
         return AutoModelForImageTextToText if takes_pictures else AutoModelForCausalLM
     # A sequence classifier is the token classifier without a bias, with the same names, whose forward pass keeps one token
     # of a sequence: all scalar heads use the token classifier.
+    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        _register_token_classifier(type(config))
     config.num_labels = head.outputs if outputs is None else outputs
     config.classifier_dropout = head.dropout
     config.token_classification_bias = head.bias  # transformers 5.23; for older ones see without_bias()
     config.tie_word_embeddings = False
     return AutoModelForTokenClassification
+
+
+def _register_token_classifier(config_class: Any) -> None:
+    """Register a token classifier of an architecture of which transformers has the sequence classifier only, in this process."""
+    from transformers import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        AutoModelForTokenClassification,
+        PreTrainedModel,
+    )
+    from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+
+    classifier: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
+    if not issubclass(classifier, GenericForSequenceClassification):
+        raise ConfigError(
+            f"engines single and fsdp: transformers has no token classifier of {config_class.model_type}, and its "
+            f"{classifier.__name__} is not the generic one, from which one could be made; use engine megatron"
+        )
+    # The first base is the generic classifier; the next is that of all models of the architecture.
+    base = next(entry for entry in classifier.__mro__[1:] if issubclass(entry, PreTrainedModel))
+    name = classifier.__name__.replace("ForSequenceClassification", "ForTokenClassification")
+    token_classifier = type(name, (GenericForTokenClassification, base), {"config_class": config_class})
+    # exist_ok: else transformers 5 ignores classes for its own configurations silently.
+    AutoModelForTokenClassification.register(config_class, token_classifier, exist_ok=True)
 
 
 def plain_slice(config: Any, head: ScalarHead | None) -> Any:

@@ -1,4 +1,4 @@
-"""The scalar head of a reward model, classifier or critic: a number per label and token instead of logits. Pure.
+"""The scalar head of a reward model, classifier or critic: a number per label and token instead of logits.
 
 transformers calls it ``score`` in its classes for sequence and token classification. Those of tokens have a bias and a dropout
 before the layer, and their checkpoints are critics'; those of sequences are reward models' (one label) and classifiers'.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megascend.config.data import Classification, ProblemType, default_labels
 from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.architectures import ClassifierUnit, classifier_class
 from megascend.huggingface.exported import OUTPUT, abbreviated
 from megascend.huggingface.files import TensorHeader
 
@@ -26,14 +27,13 @@ HeadKind = NamedHead | Classification
 head of a sequence classifier with its labels: the checkpoint's where it has one, else a new one.
 """
 
-Unit = Literal["sequence", "token"]
-
 WEIGHT, BIAS = "score.weight", "score.bias"
 DEFAULT_DROPOUT = 0.1
 """transformers', where a token classifier's configuration names none."""
 
 _CLASS = re.compile(r"^(?P<model>\w+)For(?P<task>\w+)$")
-_TASKS: dict[str, Unit] = {"SequenceClassification": "sequence", "TokenClassification": "token"}
+_TASKS: dict[str, ClassifierUnit] = {"SequenceClassification": "sequence", "TokenClassification": "token"}
+_PURPOSES: dict[ClassifierUnit, str] = {"sequence": "classifiers and reward models", "token": "critics"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ScalarHead:
         problem_type: transformers' name for what a classifier learns; None for reward models and critics.
     """
 
-    unit: Unit
+    unit: ClassifierUnit
     bias: bool
     dropout: float = 0.0
     std: float | None = None
@@ -76,6 +76,19 @@ def find(
     head: HeadKind, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path
 ) -> ScalarHead | None:
     """Return the scalar head of a backend's model; None for a causal language model. ``tensors``: of the checkpoint."""
+    scalar_head = _find(head, config, tensors, model_dir)
+    if scalar_head is not None and classifier_class(config, scalar_head.unit) is None:
+        title = f"{scalar_head.unit.capitalize()}Classification"
+        raise ConfigError(
+            f"{model_dir}: transformers has no ...For{title} of model_type {config.get('model_type')!r}, so that nothing could "
+            f"load what would be trained; {_PURPOSES[scalar_head.unit]} need a model for which it has one, such as qwen3 or llama"
+        )
+    return scalar_head
+
+
+def _find(
+    head: HeadKind, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path
+) -> ScalarHead | None:
     if not isinstance(head, Classification) and head not in get_args(NamedHead):
         raise ConfigError(
             f"head must be one of {', '.join(get_args(NamedHead))}, or a megascend.Classification, got {head!r}"
@@ -118,7 +131,7 @@ def find(
 
 
 def _fresh(head: HeadKind, config: Mapping[str, Any]) -> ScalarHead:
-    unit: Unit = "token" if head == "new_token_classifier" else "sequence"
+    unit: ClassifierUnit = "token" if head == "new_token_classifier" else "sequence"
     return ScalarHead(unit, bias=unit == "token", std=float(config.get("initializer_range") or 0.02))
 
 
@@ -165,14 +178,19 @@ def _classifier(
     return replace(head, labels=settings.labels or head.labels, problem_type=problem)
 
 
-def _label_names(config: Mapping[str, Any], rows: int) -> tuple[str, ...]:
-    """Return the names of a stored head's rows: those of ``id2label``, or transformers' defaults."""
+def _label_names(config: Mapping[str, Any], rows: int, model_dir: Path) -> tuple[str, ...]:
+    """Return the names of a stored head's rows: those of ``id2label``, or transformers' defaults without it."""
     names = config.get("id2label")
-    if not isinstance(names, dict):
+    if names is None:
         return default_labels(rows)
-    by_row = {str(row): str(name) for row, name in names.items()}
+    by_row = {str(row): str(name) for row, name in names.items()} if isinstance(names, dict) else {}
     labels = tuple(by_row.get(str(row), "") for row in range(rows))
-    return labels if len(by_row) == rows == len({*labels} - {""}) else default_labels(rows)
+    if not len(by_row) == rows == len({*labels} - {""}):
+        raise CheckpointError(
+            f"{model_dir / 'config.json'}: id2label is {names!r:.200}, and {WEIGHT} has {rows} row{'s' * (rows > 1)}: name each "
+            f"row, from 0 to {rows - 1}, once and unlike the others, or remove id2label"
+        )
+    return labels
 
 
 def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader], model_dir: Path) -> ScalarHead:
@@ -191,7 +209,8 @@ def _stored(name: str, config: Mapping[str, Any], tensors: Mapping[str, TensorHe
     # transformers would ignore the bias, and so give other scores than the model was trained for.
     if bias and unit == "sequence":
         raise CheckpointError(f"{model_dir} has {BIAS}, which transformers' {classes[0]} has no place for")
-    return ScalarHead(unit, bias, _dropout(config) if unit == "token" else 0.0, labels=_label_names(config, shape[0]))
+    labels = _label_names(config, shape[0], model_dir)
+    return ScalarHead(unit, bias, _dropout(config) if unit == "token" else 0.0, labels=labels)
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
@@ -258,12 +277,7 @@ def exported_config(config: Mapping[str, Any], head: ScalarHead | None, model_di
     config = {name: value for name, value in config.items() if name not in ("num_labels", "_num_labels")}
     if not head.fresh:
         return config | changed
-    classes: Collection[Any] = config.get("architectures") or []
-    match = _CLASS.match(str(next(iter(classes), "")))
-    if match is None:
-        raise CheckpointError(f"export: architectures={list(classes)} in config.json do not tell the model's class")
-    task = {unit: task for task, unit in _TASKS.items()}[head.unit]
-    changed["architectures"] = [f"{match['model']}For{task}"]
+    changed["architectures"] = [classifier_class(config, head.unit)]
     if head.unit == "token":
         changed |= {"classifier_dropout": head.dropout}
     return config | changed

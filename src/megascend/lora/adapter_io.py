@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megascend.config import Lora
+from megascend.config.data import ProblemType
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.files import weight_files
 from megascend.io.atomic import is_replaceable, replacing_directory
@@ -42,6 +43,8 @@ class SavedAdapter:
     Attributes:
         values: unsharded factors by projection.
         moments: Adam's first and second moment, as ``values``, or None if only weights were saved (by peft, for example).
+        labels: labels of its scalar head's rows; None without a head, or if they are not recorded (by peft, for example).
+        problem_type: what its head learns; None for reward models.
         taken, step_count, skipped_in_a_row, loss_scale, good_steps: as in Adapter; zero without ``moments``.
     """
 
@@ -53,6 +56,8 @@ class SavedAdapter:
     skipped_in_a_row: int = 0
     loss_scale: float | None = None
     good_steps: int = 0
+    labels: tuple[str, ...] | None = None
+    problem_type: ProblemType | None = None
 
 
 COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps")
@@ -68,6 +73,8 @@ def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]
                 first, second = saved.moments
                 save_file(flatten(first, "exp_avg.") | flatten(second, "exp_avg_sq."), temporary / OPTIMIZER)
             state: dict[str, Any] = {"format": FORMAT, "lora": saved.lora.model_dump(mode="json")}
+            if saved.labels is not None:
+                state["head"] = {"labels": saved.labels, "problem_type": saved.problem_type}
             # Digests show a later change by peft, whose files have none.
             state["sha256"] = {file.name: digest(file, hashlib.sha256) for file in sorted(temporary.iterdir())}
             state |= {name: getattr(saved, name) for name in COUNTERS} if saved.moments is not None else {}
@@ -110,11 +117,12 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
                     "to load only the weights"
                 )
         settings = Lora(**state["lora"])
+        head = _head_of(state)
         if (settings.rank, settings.alpha, settings.rslora) != (lora.rank, lora.alpha, lora.rslora):
             raise ValueError(f"{STATE} has rank {settings.rank} and alpha {settings.alpha:g}, {CONFIG} has others")
         # Saved with optimizer=False: weights and settings only.
         if not optimizer or ("taken" not in state and not (path / OPTIMIZER).exists()):
-            return SavedAdapter(settings, values)
+            return SavedAdapter(settings, values, **head)
         tensors = load_file(path / OPTIMIZER)
         moments = (unflatten(tensors, "exp_avg."), unflatten(tensors, "exp_avg_sq."))
         counters = {name: state[name] for name in COUNTERS}
@@ -126,7 +134,28 @@ def read(path: Path, *, optimizer: bool) -> SavedAdapter:
         shapes = {name: (factors.a.shape, factors.b.shape) for name, factors in moment.items()}
         if shapes != {name: (factors.a.shape, factors.b.shape) for name, factors in values.items()}:
             raise CheckpointError(f"{path / OPTIMIZER} does not belong to {path / WEIGHTS}")
-    return SavedAdapter(settings, values, moments, **counters)
+    return SavedAdapter(settings, values, moments, **counters, **head)
+
+
+def _head_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return labels and problem type of an adapter's head; nothing if they are not recorded."""
+    if (head := state.get("head")) is None:
+        return {}
+    labels, problem_type = tuple(head["labels"]), head["problem_type"]
+    if not all(isinstance(label, str) for label in labels) or problem_type not in (None, *get_args(ProblemType)):
+        raise ValueError(f"{STATE} has the head {head}")
+    return {"labels": labels, "problem_type": problem_type}
+
+
+def read_head(path: Path) -> tuple[tuple[str, ...], ProblemType | None] | None:
+    """Return labels and problem type of a saved adapter's head, if they are recorded."""
+    try:
+        head = _head_of(json.loads((path / STATE).read_text(encoding="utf-8")))
+    except FileNotFoundError:  # peft writes none
+        return None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path}: the adapter's state is damaged: {error}") from error
+    return (head["labels"], head["problem_type"]) if head else None
 
 
 def flatten(factors: Mapping[str, Factors], prefix: str) -> dict[str, torch.Tensor]:

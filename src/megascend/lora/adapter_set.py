@@ -183,10 +183,14 @@ class AdapterSet:
         factors = gather(vectors, adapter, self._shape_groups, self._groups)
         if factors is None:
             return None
+        settings = self.registry.settings
+        saved = SavedAdapter(
+            adapter.lora, factors[0], labels=settings.labels or None, problem_type=settings.problem_type
+        )
         if not optimizer:
-            return SavedAdapter(adapter.lora, factors[0])
+            return saved
         counters = {counter: getattr(adapter, counter) for counter in COUNTERS}
-        return SavedAdapter(adapter.lora, factors[0], (factors[1], factors[2]), **counters)
+        return replace(saved, moments=(factors[1], factors[2]), **counters)
 
     def save(self, name: str, path: Path, base_model: str, *, optimizer: bool) -> None:
         """Write an adapter; see ``MegatronBackend.save_adapter``. Collective."""
@@ -218,6 +222,11 @@ class AdapterSet:
             saved = read(path, optimizer=optimizer)
             if self._groups.rank == 0:  # it reads base weights from disk, once is enough
                 check_base_weights(path, self._model_dir)
+            if saved.labels is not None:
+                try:
+                    self.registry.settings.check_labels(saved.labels, saved.problem_type)
+                except CheckpointError as error:
+                    raise CheckpointError(f"adapter {path}: {error}") from None
             missing = [name for name in saved.values if name not in self.registry.projections]
             if missing:
                 raise CheckpointError(

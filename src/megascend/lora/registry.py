@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from megascend.config import Adam, Adapters, Lora, Schedule
-from megascend.errors import ConfigError
+from megascend.config.data import ProblemType, default_labels
+from megascend.errors import CheckpointError, ConfigError
+from megascend.huggingface.exported import abbreviated
 from megascend.lora.adapter import Adapter
 from megascend.lora.layout import ShapeGroup, flat_layout, shape_groups
 from megascend.lora.target_modules import HEAD, FusedSlice, RefusedTargets, TargetModule, matches, restrict
@@ -31,6 +33,8 @@ class AdapterSettings:
         dtype: dtype of the model; with float16 adapters scale their loss.
         device: device of the model and of the adapters' values.
         head: float32 [labels, h], the weight that the scalar head of every adapter starts with; None for language models.
+        labels: labels of the head's rows; empty for language models.
+        problem_type: what a classifier's head learns.
     """
 
     limits: Adapters
@@ -40,6 +44,23 @@ class AdapterSettings:
     dtype: torch.dtype
     device: torch.device
     head: Tensor | None = None
+    labels: tuple[str, ...] = ()
+    problem_type: ProblemType | None = None
+
+    def check_labels(self, labels: tuple[str, ...], problem_type: ProblemType | None) -> None:
+        """Raise CheckpointError if an adapter's head, of these labels, is not one of this model's."""
+        # Rows without names fit any names, as those of a model's head do.
+        unnamed = default_labels(len(labels))
+        if len(labels) != len(self.labels) or (self.labels != labels and unnamed not in (self.labels, labels)):
+            raise CheckpointError(
+                f"the rows of its head are {abbreviated([*labels]) or 'none'}, and the model's labels are "
+                f"{abbreviated([*self.labels]) or 'none'}: give the model the adapter's labels, in their order"
+            )
+        # A reward model's single number is a regression's, too.
+        if problem_type not in (None, self.problem_type or "regression"):
+            raise CheckpointError(
+                f"its head was trained for problem_type {problem_type}, and the model is for {self.problem_type or 'rewards'}"
+            )
 
 
 class AdapterRegistry(Mapping[str, Adapter]):

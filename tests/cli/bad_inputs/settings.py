@@ -53,6 +53,9 @@ KEYS = {
     "misspelt in a section": settings(
         "parallel.tensr=2", says="parallel.tensr: unknown setting (value 2) | did you mean parallel.tensor?"
     ),
+    "a prompt that is learned beside labels": settings(
+        "loss=classification", "data.train_on_prompt=true", says="data.train_on_prompt: true | no meaning for a classifier"
+    ),
     "a head": settings("head=scalar", says="head: 'scalar' | not of run files | bradley_terry | docs/data.md"),
     "below a number": settings("steps.every=1", says="--set steps.every=1 | 'steps' is not a section"),
     "a section that is a number": settings("optimizer=3", says="optimizer: a section of settings | 3"),
