@@ -321,8 +321,9 @@ def test_engine_restarted_unnoticed_gives_no_sample_of_its_first_weights(
     companions = [MortalEngine(folder / "model", name="sound", seed=1)][: engines - 1]
     assert run(config, mortal, *companions).steps == 6
     assert max(row["mismatch_max"] for row in rows(config)) < EXACT
-    # One update is repeated, or it gets one more; an offer of complete weights is one that it can take.
-    assert mortal.calls.count("begin_update") == (7 if call == "begin_update" else 8)
+    # One update is repeated, or it gets one more. A lost offer of complete weights is one that it can take, if it is not asked
+    # for its version meanwhile.
+    assert mortal.calls.count("begin_update") in ((7, 8) if call == "begin_update" else (8,))
 
 
 def test_run_without_any_engine_waits_for_one(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
