@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ from megascend.engines.offloaded_adam import OffloadedAdam
 from megascend.engines.weight_settings import MainParameter, WeightSettings
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo
-
-_logger = logging.getLogger(__name__)
 
 BY_WEIGHT = "megascend_weight_settings"
 """Key of the :class:`WeightSettings` in a parameter group of Megatron's Adam."""
