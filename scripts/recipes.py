@@ -33,6 +33,7 @@ class Recipe:
     length: int
     batch: int
     lora: int | None = None
+    overrides: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -45,6 +46,7 @@ RECIPES = (
     Recipe("sft", "qwen3-8b", 8, "h100", 8192, 64),
     Recipe("dpo", "glm-4-9b-0414", 8, "h200", 4096, 64),
     Recipe("sft", "qwen3-vl-8b", 8, "h100", 8192, 64),
+    Recipe("sft", "qwen3-30b-a3b", 1, "h100", 16384, 16, lora=16, overrides=("base_weights=fp8",)),
     Recipe("sft", "qwen3-30b-a3b", 2, "h100", 8192, 32, lora=16),
     Recipe("sft", "glm-4.5-air", 8, "h100", 8192, 64, lora=16),
     Recipe("sft", "qwen3.5-35b-a3b", 8, "ascend-910b", 4096, 64, lora=16),
@@ -65,7 +67,7 @@ def main() -> None:
         hardware = load(recipe.device)
         data = Path("data/prompts.jsonl" if recipe.task == "rl" else "data/train.jsonl")
         model = json.loads((PUBLISHED / "index.json").read_text(encoding="utf-8"))[recipe.model]["model"]
-        overrides = [f"model=models/{model.rpartition('/')[2]}"]
+        overrides = [f"model=models/{model.rpartition('/')[2]}", *recipe.overrides]
         if recipe.task == "rl":
             overrides.append("rollout.reward=data/reward.py:reward")
         request = RunFileRequest(

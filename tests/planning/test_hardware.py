@@ -89,17 +89,18 @@ def test_described_devices_are_plausible(name: str) -> None:
     assert device.measured == (device.warning is None)
 
 
-def test_only_h200_is_measured() -> None:
-    assert [name for name in names() if load(name).measured] == ["h200"]
+def test_h100_and_h200_are_measured() -> None:
+    assert [name for name in names() if load(name).measured] == ["h100", "h200"]
 
 
-def test_measured_large_products_are_those_of_the_calibration() -> None:
-    # h200-measured.json: 8192 x 2048 x 6144, and the sustained rate that the program saw at its end.
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_measured_large_products_are_those_of_the_calibration(name: str) -> None:
+    # NAME-measured.json: 8192 x 2048 x 6144, and the sustained rate that the program saw at its end.
     content = json.loads(
-        (Path(load.__wrapped__.__code__.co_filename).parent / "devices/h200-measured.json").read_text()
+        (Path(load.__wrapped__.__code__.co_filename).parent / f"devices/{name}-measured.json").read_text()
     )
     [row] = [row for row in content["products"] if row[:3] == [8192, 2048, 6144]]
-    seconds = load("h200").product(8192, 2048, 6144, "forward")
+    seconds = load(name).product(8192, 2048, 6144, "forward")
     assert seconds == pytest.approx(row[3] * 1e-6 / UNDER_LOAD)
 
 
