@@ -357,40 +357,8 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
     figures["swap"] = "kernel" if f"{SWAP_KERNEL}=1" in arguments.variable else "copies"
     figures["window_s"] = arguments.window
     print(f"== {shape}, {config['num_hidden_layers']} layers, {nbytes / 1e9:.2f} GB", flush=True)
-    with Server(directory, work, arguments, device) as server:
-        engine = server.client()
-        with (
-            Load(engine, server.process.address, config, arguments) as load,
-            contextlib.closing(Delivery(transport=arguments.transport, device=own_device, timeout_s=120.0)) as delivery,
-        ):
-            time.sleep(arguments.warm_up)
-            rounds, undisturbed = [], []
-            for version in range(1, arguments.times + 3):
-                undisturbed.append(load.rate(arguments.window))
-                for tensor in weights.values():
-                    tensor.mul_(1.001)
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                rounds.append(push(delivery, engine, weights, version, load, arguments.window))
-                time.sleep(arguments.window)
-            figures["first"], figures["rounds"] = rounds[0], rounds[2:]
-            figures["undisturbed"] = statistics.median(undisturbed[1:])
-            info = asyncio.run(engine.info())
-            figures["reload_reason"] = info["reload_reason"]
-            report_pushes(figures)
-            if "reload" not in arguments.skip:
-                figures["disk"] = []
-                for _ in range(arguments.times):
-                    start = time.perf_counter()
-                    write_checkpoint(directory, config, weights)
-                    saved = time.perf_counter()
-                    server.post("/pause?mode=keep")
-                    server.post("/collective_rpc", {"method": "reload_weights"})
-                    server.post("/resume")
-                    end = time.perf_counter()
-                    figures["disk"].append({"whole": end - start, "pause": end - saved})
-            load.check()
-        asyncio.run(engine.close())
+    if not {"push", "reload"} <= set(arguments.skip):
+        measure_busy_engine(figures, weights, directory, work, arguments)
     if "nccl" in arguments.skip:
         reason = "--skip nccl"
     elif device != "cuda" or torch.cuda.device_count() < 1 + arguments.tensor:
@@ -404,12 +372,60 @@ def measure(shape: str, arguments: argparse.Namespace, device: str, work: Path) 
         try:
             with Server(directory, work, arguments, device, plain=True) as server:
                 figures["own nccl"] = own_nccl(server, arguments, specs)
+            for seconds in figures["own nccl"]:
+                print_own("vLLM's NCCL", nbytes, seconds, seconds)
         except (MegascendError, RuntimeError, subprocess.TimeoutExpired) as error:
             reason = str(error)  # the other figures are worth their keep
     if reason:
         print(f"vLLM's own NCCL transfer is not measured: {reason}", flush=True)
     shutil.rmtree(directory)
     return figures
+
+
+def measure_busy_engine(
+    figures: dict[str, Any],
+    weights: dict[str, Tensor],
+    directory: Path,
+    work: Path,
+    arguments: argparse.Namespace,
+) -> None:
+    """Add to ``figures`` what pushes and reloads cost an engine that generates."""
+    device = weights["model.norm.weight"].device
+    with Server(directory, work, arguments, figures["device"]) as server:
+        engine = server.client()
+        with (
+            Load(engine, server.process.address, configuration(figures["shape"], arguments.layers), arguments) as load,
+            contextlib.closing(Delivery(transport=arguments.transport, device=device, timeout_s=120.0)) as delivery,
+        ):
+            time.sleep(arguments.warm_up)
+            if "push" not in arguments.skip:
+                rounds, undisturbed = [], []
+                for version in range(1, arguments.times + 3):
+                    undisturbed.append(load.rate(arguments.window))
+                    for tensor in weights.values():
+                        tensor.mul_(1.001)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize()
+                    rounds.append(push(delivery, engine, weights, version, load, arguments.window))
+                    time.sleep(arguments.window)
+                figures["first"], figures["rounds"] = rounds[0], rounds[2:]
+                figures["undisturbed"] = statistics.median(undisturbed[1:])
+                figures["reload_reason"] = asyncio.run(engine.info())["reload_reason"]
+                report_pushes(figures)
+            if "reload" not in arguments.skip:
+                figures["disk"] = []
+                for _ in range(arguments.times):
+                    start = time.perf_counter()
+                    write_checkpoint(directory, configuration(figures["shape"], arguments.layers), weights)
+                    saved = time.perf_counter()
+                    server.post("/pause?mode=keep")
+                    server.post("/collective_rpc", {"method": "reload_weights"})
+                    server.post("/resume")
+                    end = time.perf_counter()
+                    figures["disk"].append({"whole": end - start, "pause": end - saved})
+                    print_own("file, reload", figures["bytes"], end - start, end - saved)
+            load.check()
+        asyncio.run(engine.close())
 
 
 def report_pushes(figures: dict[str, Any]) -> None:
@@ -438,14 +454,9 @@ def report_pushes(figures: dict[str, Any]) -> None:
     )
 
 
-def report_own(figures: dict[str, Any]) -> None:
-    """Print the rows of vLLM's own ways, in the table's columns."""
-    for seconds in figures.get("own nccl", ()):
-        speed = figures["bytes"] / seconds / 1e9
-        print(f"| vLLM's NCCL | {seconds:.3f} | | | | | {1e3 * seconds:.0f} | {speed:.1f} | | |")
-    for row in figures.get("disk", ()):
-        speed = figures["bytes"] / row["whole"] / 1e9
-        print(f"| file, reload | {row['whole']:.3f} | | | | | {1e3 * row['pause']:.0f} | {speed:.1f} | | |", flush=True)
+def print_own(way: str, nbytes: int, seconds: float, pause: float) -> None:
+    """Print a row of one of vLLM's own ways, in the table's columns."""
+    print(f"| {way} | {seconds:.3f} | | | | | {1e3 * pause:.0f} | {nbytes / seconds / 1e9:.1f} | | |", flush=True)
 
 
 def machine(release: tuple[int, int]) -> dict[str, Any]:
@@ -467,7 +478,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=float, default=5.0, help="seconds of load before the first push (default: 5)")
     parser.add_argument("--tensor", type=int, default=1, help="GPUs of vLLM, the last ones (default: 1)")
     parser.add_argument("--transport", default="auto", help="weight transport (default: auto)")
-    parser.add_argument("--skip", nargs="*", default=[], choices=("nccl", "reload"), help="of vLLM's own ways")
+    parser.add_argument("--skip", nargs="*", default=[], choices=("push", "nccl", "reload"), help="ways not to measure")
     parser.add_argument(
         "--vllm-option", action="append", default=[], help="of vLLM's; repeated: --vllm-option=--seed=1"
     )
@@ -499,7 +510,6 @@ def main() -> None:
                 if arguments.json:
                     stored = machine(arguments.release) | {"shapes": results}
                     arguments.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
-            report_own(results[-1])
     if any("failed" in result for result in results):
         raise SystemExit(1)
 

@@ -2,7 +2,6 @@
 
     python scripts/bench_weightsync.py                   # two GPUs: NCCL, CUDA IPC; one GPU: CUDA IPC; none: Gloo, shared memory
     python scripts/bench_weightsync.py --gb 8 --bucket-mb 256 --json figures.json
-    python scripts/bench_weightsync.py --vllm-python PYTHON ...    # to a real vLLM that generates: all of bench_engine.py
 
 Tensors have Qwen3's shapes in bfloat16 and are on the trainer's device. For every transport:
 
@@ -290,11 +289,6 @@ def measure_local(device: str, arguments: argparse.Namespace) -> dict[str, float
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    if any(argument.split("=", 1)[0] == "--vllm-python" for argument in sys.argv[1:]):
-        from bench_engine import main as bench_engine  # needs megascend, and this file does not
-
-        bench_engine()
-        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, help="size of the model in 10^9 bytes (default: 8 with a GPU, 0.2 without)")
     parser.add_argument("--bucket-mb", type=int, nargs="*", help="MiB of a bucket (default: 256, 512; on a CPU 16)")
