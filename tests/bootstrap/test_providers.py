@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from megascend import changes
 from megascend.bootstrap import providers
+from megascend.bootstrap.patches import CLIPPING
 from megascend.bootstrap.providers import (
     PatchProvider,
     ProviderEntry,
@@ -125,6 +129,35 @@ def test_cuda_sets_max_connections_unless_the_user_has(monkeypatch) -> None:
     assert provider.setup.platform.has_transformer_engine_kernels
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
     assert provider.before_megatron() == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
+
+
+APPLIER, NORM, SCALE = "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale"
+
+
+@pytest.mark.parametrize(
+    ("applier", "functions", "replaced"),
+    [
+        ("local", (APPLIER, NORM, SCALE), True),
+        ("local", (APPLIER, NORM), False),
+        ("Apex", (APPLIER, NORM, SCALE), False),
+    ],
+    ids=["loops over tensors", "an engine without the functions", "Apex"],
+)
+def test_loops_of_gradient_clipping_are_replaced_by_transformer_engine(monkeypatch, applier, functions, replaced):
+    monkeypatch.setattr(changes, "_ledger", {})
+    utils, clipping = ModuleType("utils"), ModuleType("clip_grads")
+    vars(utils).update(local_multi_tensor_applier="local")
+    before = {APPLIER: applier, "l2_norm_impl": "a norm", "multi_tensor_scale_impl": "a product"}
+    vars(clipping).update(before, multi_tensor_scale_tensor_impl=None)
+    engine = ModuleType("optimizers")
+    vars(engine).update({name: f"TE's {name}" for name in functions})
+    monkeypatch.setitem(sys.modules, "megatron.core.utils", utils)
+    monkeypatch.setitem(sys.modules, CLIPPING, clipping)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", engine)
+    TransformerEngine(setup("cuda")).when_imported()[CLIPPING]()
+    expected = dict(zip(before, (f"TE's {APPLIER}", f"TE's {NORM}", f"TE's {SCALE}"), strict=True))
+    assert {name: getattr(clipping, name) for name in before} == (expected if replaced else before)
+    assert clipping.multi_tensor_scale_tensor_impl is None
 
 
 # --- a provider from outside the package, in a separate process ---

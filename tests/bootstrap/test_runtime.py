@@ -143,6 +143,11 @@ assert _reduce.__module__ == 'megascend.bootstrap.patches'
 assert _gather_along_first_dim.__module__ == 'megascend.bootstrap.reference.gloo'
 from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
 assert maybe_move_tensor_to_cpu.__module__ == 'megascend.bootstrap.reference.cuda_redirect'
+from megatron.core.optimizer import clip_grads
+from transformer_engine.pytorch import optimizers  # without multi_tensor_scale_tensor, as before 2.14
+assert clip_grads.multi_tensor_applier is optimizers.multi_tensor_applier
+assert clip_grads.l2_norm_impl is optimizers.multi_tensor_l2norm
+assert clip_grads.multi_tensor_scale_impl is optimizers.multi_tensor_scale
 runtime.load_megatron()
 for line in runtime.changes:
     name = line.split(':')[0]

@@ -1,8 +1,10 @@
-"""Patches of upstream packages for all platforms, applied at the first import of the patched module.
+"""Patches of upstream packages, applied at the first import of the patched module; for all platforms, unless they say otherwise.
 
 - megatron-core's ``_reduce`` returns wrong numbers without an error before 0.19; ``tests/test_upstream_faults.py`` has the test.
 - From 0.18 on, megatron-core compiles a C++ extension in the first backward pass of a rank that recomputes norms or activations.
 - megatron-core 0.19 adds a norm to queries that latent attention does not compress; no published model has it.
+- From 0.17 on, megatron-core clips gradients one by one with a Transformer Engine before 2.14, and waits for the device for the
+  norm of each. Providers of Transformer Engine and its reference patch it.
 - transformers reads all 1,700 files in the folder of its models twice, a fifth of all files that a training process opens at
   its start: it caches the result by the folder's path for ``transformers``, and by a file's path for ``transformers.models``.
 """
@@ -101,6 +103,36 @@ def patch_latent_norms() -> None:
 
     without_query_norm.__megascend__ = True  # type: ignore[attr-defined]
     patch(resolver, "_resolve_mla_qk_layernorm", without_query_norm, "no norm of queries that are not compressed")
+
+
+CLIPPING = "megatron.core.optimizer.clip_grads"
+
+
+def patch_gradient_clipping() -> list[str]:
+    """Let gradient clipping use Transformer Engine's functions on lists of tensors. Idempotent.
+
+    Megatron-Core imports four of them in one statement, ``multi_tensor_scale_tensor`` of 2.14 among them, and without it replaces
+    all four by loops over tensors. Versions that import three, and functions of Apex, are unchanged.
+    """
+    clipping, utils = import_module(CLIPPING), import_module("megatron.core.utils")
+    if clipping.multi_tensor_applier is not utils.local_multi_tensor_applier:
+        return []
+    try:
+        from transformer_engine.pytorch.optimizers import (  # type: ignore[reportMissingImports]
+            multi_tensor_applier,
+            multi_tensor_l2norm,
+            multi_tensor_scale,
+        )
+    except ImportError:
+        return []
+    # Without a multi_tensor_scale_tensor_impl Megatron-Core reads the norm once, and scales by a number, as 0.16 does.
+    for name, function in (
+        ("multi_tensor_applier", multi_tensor_applier),
+        ("l2_norm_impl", multi_tensor_l2norm),
+        ("multi_tensor_scale_impl", multi_tensor_scale),
+    ):
+        patch(clipping, name, function, "Transformer Engine's, for all gradients at once")
+    return []
 
 
 IMPORT_UTILS = "transformers.utils.import_utils"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from megascend.bootstrap.patches import CLIPPING, patch_gradient_clipping
 from megascend.errors import ConfigError, PlatformError, VersionError
 from megascend.surroundings import is_installed
 
@@ -285,6 +286,9 @@ class TransformerEngine(PatchProvider):
             )
         self.setup.platform.has_transformer_engine_kernels = True
         return one_connection(os.environ)
+
+    def when_imported(self) -> dict[str, Callable[[], list[str]]]:
+        return {CLIPPING: patch_gradient_clipping}
 
 
 def one_connection(environment: MutableMapping[str, str]) -> list[str]:

@@ -256,7 +256,8 @@ def bootstrap(
     - at the import of their modules: transformers reads the folder of its models once (see
       :mod:`megascend.bootstrap.patches`); ``megatron.core.tensor_parallel.mappings._reduce`` also reduces tensors that are not
       contiguous, ``megatron.core.tensor_parallel.random._get_share_storage`` compiles nothing, Megatron-Core 0.19's latent
-      attention has no norm of queries that are not compressed, and the provider's patches (:meth:`PatchProvider.when_imported`).
+      attention has no norm of queries that are not compressed, and the provider's patches (:meth:`PatchProvider.when_imported`):
+      those of ``transformer_engine`` and ``reference`` make Megatron-Core's gradient clipping use Transformer Engine's functions.
     - when a megascend engine loads Megatron: a warnings filter for the modules in ``QUIET_MODULES``, log filters for
       ``QUIET_MESSAGES``, and mcore-bridge's logger set to warnings; a few imports of upstream modules that training does not
       need are deferred until first use (see :mod:`megascend.bootstrap.deferred_imports`).

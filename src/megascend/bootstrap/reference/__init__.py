@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from megascend import reference_fla, reference_te
+from megascend.bootstrap.patches import CLIPPING, patch_gradient_clipping
 from megascend.bootstrap.providers import PatchProvider, one_connection
 
 
@@ -29,11 +30,12 @@ class Reference(PatchProvider):
         return changes + reference_te.install() + cuda_redirect.install() + gloo.install()
 
     def when_imported(self) -> dict[str, Callable[[], list[str]]]:
+        patches: dict[str, Callable[[], list[str]]] = {CLIPPING: patch_gradient_clipping}
         if self.setup.platform.device_type == "cuda":
-            return {}
+            return patches
         from megascend.bootstrap.reference import cuda_redirect, gloo, training_device
 
-        patches: dict[str, Callable[[], list[str]]] = {gloo.MAPPINGS: gloo.add_uneven_splits}
+        patches[gloo.MAPPINGS] = gloo.add_uneven_splits
         for module in cuda_redirect.MOE_MODULES:
             patches[module] = functools.partial(cuda_redirect.patch_moe_device_check, module)
         for module in training_device.MODULES:
