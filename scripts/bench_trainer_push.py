@@ -6,7 +6,8 @@
     $R ... --tensor 2 --vllm-option=--gpu-memory-utilization=0.3                                   # two GPUs, shared
 
 The trainer uses the first GPUs, vLLM the last ``--tensor``. The model has random weights; the trainer takes a step at ``--lr`` on
-random tokens before every push. The table has a row for each push after the second of its mode; its columns are those of
+random tokens before every push. Every step of the run and every phase of a push is logged when it begins, with the seconds since
+the start. The table has a row for each push after the second of its mode; its columns are those of
 bench_engine.py, and "payload", the bytes handed to the transport relative to complete weights. After the last push of each mode,
 log-probabilities of vLLM and of the trainer are compared; on GPUs both compute in bf16.
 """
@@ -17,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import shutil
 import statistics
@@ -37,6 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sharded": {"sharded": True},
     "changes": {"mode": "delta", "full_every": 1000},
 }
+log = logging.getLogger("bench_trainer_push")
 PROBE = [(7 * index + index * index // 3) % 2000 + 3 for index in range(64)]
 
 
@@ -73,6 +76,7 @@ def measure(
                 if backend.groups.device.type == "cuda":
                     torch.cuda.synchronize()
                 version += 1
+                log.info("mode %s: push of version %d", mode, version)
                 before, start = load.tokens() if load else 0, time.perf_counter()
                 pushed = sync.push(version)
                 row = {"whole": time.perf_counter() - start, **pushed.seconds, **pushed.parts}
@@ -90,6 +94,17 @@ def measure(
         if load:
             report(mode, figures[mode], arguments.nbytes)
     return figures
+
+
+def show_progress(*, detailed: bool) -> None:
+    """Log to stderr with the seconds since the start; ``detailed``: the steps of the run, and the phases of pushes."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(relativeCreated)9d ms %(name)s: %(message)s"))
+    for name, level in ((log.name, logging.INFO), ("megascend.weightsync", logging.DEBUG)):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(level if detailed else logging.WARNING)
+        logger.propagate = False
 
 
 def report(mode: str, values: dict[str, Any], nbytes: int) -> None:
@@ -138,6 +153,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     arguments = parser.parse_args()
     device, main_rank = vllm_device(arguments.vllm_python), os.environ.get("RANK", "0") == "0"
+    show_progress(detailed=main_rank)
     megascend.bootstrap(device)
     config = configuration(arguments.shape, arguments.layers)
     arguments.vocabulary = config["vocab_size"]
@@ -145,6 +161,7 @@ def main() -> None:
     server = load = engine = None
     with contextlib.ExitStack() as stack:
         if main_rank:
+            log.info("writing a checkpoint of %s", arguments.shape)
             own_device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
             weights = tensors(config, own_device, torch.bfloat16 if device == "cuda" else torch.float32)
             arguments.nbytes = sum(tensor.nbytes for tensor in weights.values())
@@ -154,6 +171,7 @@ def main() -> None:
             del weights
         while not (work / "model" / "complete").exists():  # there are no process groups yet
             time.sleep(0.2)
+        log.info("building the trainer")
         backend = megascend.MegatronBackend(
             work / "model",
             megascend.Parallel(
@@ -165,10 +183,12 @@ def main() -> None:
             timeout_s=600,
         )
         stack.callback(backend.close)
+        log.info("the first step")
         train(backend, 0, arguments.vocabulary, arguments.length)  # all of its memory is allocated
         if device == "cuda":
             torch.cuda.empty_cache()  # vLLM measures free memory
         if main_rank:
+            log.info("starting vLLM")
             server = stack.enter_context(Server(work / "model", work, arguments, device))
             engine = server.client()
             load = stack.enter_context(Load(engine, server.process.address, config, arguments))

@@ -15,7 +15,8 @@ from megascend.kernels import linear_logprobs
 from megascend.memory import activations
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.parameters import stages
-from megascend.memory.sizes import Kernels, ModelSizes, TeacherSizes, Workload
+from megascend.memory.sizes import Kernels, LayerKey, ModelSizes, TeacherSizes, Workload
+from megascend.models.base import LinearAttention
 from megascend.topology.topology import plan
 
 GIB = 2**30
@@ -143,6 +144,33 @@ def test_recomputation_keeps_the_inputs_of_layers():
     assert entries < full.items["activations"] < 1.2 * entries
     assert usual.items["activations"] > 10 * entries
     assert full.tensors < usual.tensors
+
+
+@pytest.mark.parametrize(("tensor", "expert_tensor"), [(1, 1), (4, 1), (4, 4)])
+def test_recomputing_an_activation_frees_the_rows_of_a_rank(tensor: int, expert_tensor: int):
+    parallel = {"tensor": tensor, "expert": 4 // expert_tensor, "expert_tensor": expert_tensor}
+    plain, recomputed = (
+        estimated(SIX_LAYERS_OF_30B_A3B, 8192, 4, parallel=parallel, recompute=recompute)
+        for recompute in ({}, {"granularity": "selective", "modules": ["moe_act"]})
+    )
+    # Every token is computed by eight experts, each on one rank, or by all ranks, each with its part of the expert.
+    rows, width = 8 * 8192 // tensor * expert_tensor, 768 // expert_tensor
+    freed = plain.items["activations"] - recomputed.items["activations"]
+    assert freed == pytest.approx(6 * 2 * rows * width, rel=1e-6)
+
+
+def test_recomputing_attention_frees_nothing_of_layers_without_softmax():
+    info = info_of(QWEN3_4B)
+    sizes = replace(ModelSizes.of(info, QWEN3_4B), linear=LinearAttention((True,), 16, 32, 128, 128, 4))
+    config = RunConfig(**USUAL | {"precision": "fp32"})
+    workload = Workload(8192, 1, packed=False)
+    kind = activations.LayerKind.of(config, workload, "fused")
+    topology = plan(Parallel(), 1, info.shape)
+    softmax, linear = (
+        activations.layer_bytes(sizes, topology, kind, LayerKey(False, linear, "")) for linear in (False, True)
+    )
+    assert softmax.probabilities > 4 * 32 * 8192
+    assert linear.probabilities == 0
 
 
 def test_states_are_shared_by_data_parallel_ranks():

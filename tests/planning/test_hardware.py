@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,7 @@ def test_calibration_replaces_the_measurements(tmp_path: Path) -> None:
     device = calibrated(load("ascend-910b"), path)
     assert (device.measured, device.warning, device.memory) == (True, None, 10**9)
     assert Measurements.from_calibration(tables, PEAK, BYTES).products["forward"](5, 5, 5) == pytest.approx(2e6 / PEAK)
+    for us in (0.0, -1.0, math.nan):
+        path.write_text(json.dumps(tables | {"element-wise": [[1, us]]}))
+        with pytest.raises(ConfigError, match=f"has a time of {us} us: measure again"):
+            calibrated(load("ascend-910b"), path)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -497,9 +498,10 @@ def test_a_single_rank_sends_differences_to_engines_that_describe_nothing(parity
                 third = sync.push(3)
                 fourth = sync.push(4)
                 backend.export_hf(tmp_path / "after")
-            return first, second, third, fourth
+                base = weakref.ref(next(iter(sync._shards._history.contents.values())))
+            return first, second, third, fourth, base() is None
 
-        ((first, second, third, fourth),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
+        ((first, second, third, fourth, released),) = run_distributed(on_rank, 1, init=False, timeout_s=120)
         trained = load_file(tmp_path / "after" / "model.safetensors")
         for engine in served:
             (worker,) = engine.weights()[0]
@@ -507,6 +509,7 @@ def test_a_single_rank_sends_differences_to_engines_that_describe_nothing(parity
     assert [push.base for push in (first, second, third, fourth)] == [None, 1, None, 3]
     assert second.share < 0.3
     assert fourth.share < 0.05, "nothing has changed"
+    assert released, "a closed WeightSync keeps no copy of the weights"
 
 
 def test_wrong_settings_are_refused(parity_folder):

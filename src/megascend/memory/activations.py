@@ -80,11 +80,19 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Saved bytes of one layer per token of a context parallel rank; ``entry``: its input, which recomputation saves."""
+    """Saved bytes of one layer per token of a context parallel rank.
+
+    Attributes:
+        entry: its input, which recomputation saves.
+        probabilities: of ``attention``, what recomputing ``core_attn`` frees.
+        activation: of ``mlp``, what recomputing ``moe_act`` frees: the activation of the rows that arrive at the rank's experts.
+    """
 
     attention: float
     mlp: float
     entry: float
+    probabilities: float = 0.0
+    activation: float = 0.0
 
     @property
     def total(self) -> float:
@@ -95,9 +103,10 @@ class LayerBytes:
 def layer_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind, key: LayerKey) -> LayerBytes:
     """Return the bytes that one layer of a kind saves without recomputation."""
     sequence_shards = topology.tensor if topology.sequence_parallel else 1
-    attention = mlp = 0.0
+    attention = mlp = probabilities = activation = 0.0
     if key.mixer in ("", *SINGLE_MIXERS):
         mlp = _experts(sizes, topology, kind) if key.with_experts else _mlp(sizes, topology, kind)
+        activation = kind.bytes * sizes.topk * sizes.expert_ffn / sequence_shards if key.with_experts else 0.0
     if key.mixer in SINGLE_MIXERS:
         pass
     elif key.mixer == LINEAR and sizes.state_space is not None:
@@ -110,7 +119,10 @@ def layer_bytes(sizes: ModelSizes, topology: Topology, kind: LayerKind, key: Lay
         attention += _adapted(kind, slices=5)
     else:
         attention = _attention(sizes, topology, kind)
-    return LayerBytes(attention, mlp, kind.bytes * sizes.hidden / sequence_shards)
+        # Sparse attention computes its scores again without any setting.
+        sparse = sizes.latent is not None and sizes.indexed is not None
+        probabilities = 0.0 if sparse else probability_bytes(sizes, topology, kind)
+    return LayerBytes(attention, mlp, kind.bytes * sizes.hidden / sequence_shards, probabilities, activation)
 
 
 def norm_bytes(width: float, kind: LayerKind) -> float:

@@ -13,7 +13,6 @@ from megascend.memory.activations import (
     head_bytes,
     layer_bytes,
     norm_bytes,
-    probability_bytes,
     sparse_attention_temporaries,
 )
 from megascend.memory.parameters import (
@@ -310,16 +309,15 @@ def _saved(
     norm = kind.bytes * sizes.hidden / (topology.tensor if topology.sequence_parallel else 1)
     for layer, with_experts in zip(layers, layers_with_experts, strict=True):
         attention, mlp = layer.attention, layer.mlp
-        if "core_attn" in recompute.modules and attention:
-            probabilities = probability_bytes(sizes, topology, kind)
-            recomputed, attention = max(recomputed, probabilities), attention - probabilities
+        if "core_attn" in recompute.modules:
+            recomputed, attention = max(recomputed, layer.probabilities), attention - layer.probabilities
         if ("moe" if with_experts else "mlp") in recompute.modules and mlp:
             recomputed, mlp = (
                 max(recomputed, mlp),
                 layer.entry + (norm_bytes(sizes.hidden, kind) if with_experts else 0.0),
             )
         elif with_experts and "moe_act" in recompute.modules:
-            mlp -= kind.bytes * sizes.topk * sizes.expert_ffn
+            mlp -= layer.activation
         if "layernorm" in recompute.modules and with_experts:
             mlp -= norm
         saved += attention + mlp

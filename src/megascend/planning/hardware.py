@@ -99,7 +99,7 @@ class Measurements:
         """Read a file of :mod:`megascend.planning.calibrate`.
 
         Raises:
-            ConfigError: a table is missing, or the file is of another format.
+            ConfigError: a table is missing, or has a time that is not above 0, or the file is of another format.
         """
         if content.get("format") != FORMAT:
             raise ConfigError(f"calibration has format {content.get('format')!r}, expected {FORMAT}: measure again")
@@ -107,8 +107,14 @@ class Measurements:
         if missing:
             raise ConfigError(f"calibration of {content.get('device')} lacks {', '.join(missing)}: measure again")
 
+        def rate(amount: float, us: float) -> float:
+            # A negative time would be the best of all, in silence.
+            if not 0 < us < math.inf:
+                raise ConfigError(f"calibration of {content.get('device')} has a time of {us} us: measure again")
+            return amount / (us * 1e-6)
+
         def share(flops: float, us: float) -> float:
-            return flops / (us * 1e-6) / peak
+            return rate(flops, us) / peak
 
         products: dict[Pass, Table] = {
             name: Table({tuple(row[:3]): share(2 * math.prod(row[:3]), row[3 + index]) for row in content["products"]})
@@ -135,7 +141,7 @@ class Measurements:
             )
             for index, factor in enumerate((1.0, BACKWARD_ATTENTION))
         )
-        memory = Table({(row[0],): row[0] / (row[1] * 1e-6) / bytes_per_s for row in content["element-wise"]})
+        memory = Table({(row[0],): rate(row[0], row[1]) / bytes_per_s for row in content["element-wise"]})
         return cls(str(content["device"]), products, grouped, (attention[0], attention[1]), memory)
 
 

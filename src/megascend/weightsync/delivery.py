@@ -151,6 +151,7 @@ class Update:
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
         """Record the seconds within the context as those of a phase, or of its part ``PHASE.PART``."""
+        log.debug("version %d: %s", self.version, name)
         start = time.perf_counter()
         yield
         (self.parts if "." in name else self.seconds)[name] = time.perf_counter() - start

@@ -406,6 +406,11 @@ class ShardedSync:
         if self._history is not None:
             self._history.forget()
 
+    def close(self) -> None:
+        """Release the copy of what was sent, and the views of the model, which keep its memory. Local."""
+        self.forget()
+        self._views = ({}, [])
+
 
 def joined(parts: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     """Join slices of a weight that are adjacent along a dimension.

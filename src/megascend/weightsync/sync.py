@@ -216,7 +216,8 @@ class WeightSync:
             return pushed
 
     def close(self) -> None:
-        """Stop listening. Engines keep their weights. Not collective."""
+        """Stop listening, and release what was kept for the next push. Engines keep their weights. Not collective."""
+        self._shards.close()
         if self._ranks.delivery is not None:
             self._ranks.delivery.close()
         self._ranks.delivery = None
