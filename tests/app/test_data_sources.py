@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -35,9 +36,8 @@ def settings(folder: Path, output: Path, **values: Any) -> RunConfig:
     sources = [{"path": folder / "short.jsonl", "weight": 3}, {"path": folder / "long.jsonl", "weight": 1}]
     data = {"sources": sources, "global_batch_size": 4} | values.pop("data", {})
     common = {"platform": "cpu", "precision": "fp32", "self_check": False, "plot": False, "export": False}
-    return RunConfig(
-        model=folder / "model", output=output, data=data, steps=6, optimizer={"lr": 0.01}, **(common | values)
-    )
+    common |= {"steps": 6, "optimizer": {"lr": 0.01}}
+    return RunConfig(model=folder / "model", output=output, data=data, **(common | values))
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
@@ -72,6 +72,45 @@ def test_run_mixes_sources_and_validates_each(folder: Path, tmp_path: Path) -> N
         mean = sum(losses[name] * count for name, count in tokens.items()) / sum(tokens.values())
         assert row["validation_loss"] == pytest.approx(mean, rel=1e-5)
         assert losses["short.jsonl"] != losses["long.jsonl"]
+
+
+def test_resumed_run_of_another_batch_size_has_the_reference_of_its_pairs(folder: Path, tmp_path: Path) -> None:
+    """Compare the loss with log 2, DPO's for every pair while the model is its reference: the learning rate is 0."""
+    lines = [{"prompt": f"{n} ", "chosen": f"c{n}", "rejected": f"r{n}x"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def config(steps: int, size: int) -> RunConfig:
+        data = {"path": tmp_path / "pairs.jsonl", "sources": (), "global_batch_size": size}
+        values = {"steps": steps, "dpo": {"beta": 0.5}, "optimizer": {"lr": 0.0}, "checkpoint": {"every": 2}}
+        return settings(folder, tmp_path / "run", data=data, **values)
+
+    run_distributed(lambda: train(config(2, 8)), 1, init=False, timeout_s=DEADLINE_S)
+    run_distributed(lambda: train(config(4, 2), resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
+    assert [row["loss"] for row in rows(tmp_path / "run")] == pytest.approx([math.log(2)] * 4, abs=1e-6)
+    with pytest.raises(
+        DistributedTestError, match="steps: 3, and the checkpoint resumed from is after step 4, whose weights"
+    ):
+        run_distributed(lambda: train(config(3, 2), resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
+
+
+def test_best_value_of_other_held_out_samples_is_forgotten(folder: Path, tmp_path: Path) -> None:
+    """Hold out a learned sample in the first part, whose loss no sample of the second one reaches."""
+
+    def config(held_out: str, steps: int) -> RunConfig:
+        (tmp_path / "held_out.jsonl").write_text(held_out)
+        validation = {"path": tmp_path / "held_out.jsonl", "every": 1, "keep_best": True, "patience": 3}
+        values = {"data": {"global_batch_size": 2}, "checkpoint": {"every": 1}}
+        return settings(folder, tmp_path / "run", steps=steps, validation=validation, **values)
+
+    easy, hard = (json.dumps({"text": text}) + "\n" for text in ("0000000000", "zyxwvutsrqponmlk"))
+    run_distributed(lambda: train(config(easy, 8)), 1, init=False, timeout_s=DEADLINE_S)
+    run_distributed(lambda: train(config(hard, 12), resume="auto"), 1, init=False, timeout_s=DEADLINE_S)
+    losses = [row["validation_loss"] for row in rows(tmp_path / "run")]
+    assert len(losses) == 12, "a best value of other samples would have ended the run early"
+    last = json.loads((tmp_path / "run" / "checkpoints" / "step-00000012" / "megascend.json").read_text())
+    best = min(losses[8:])
+    assert min(losses[:8]) < best
+    assert last["progress"]["counts"]["best_value"] == pytest.approx(best)
 
 
 def test_streamed_run_resumes_bitwise_equal_after_sigkill_on_two_ranks(folder: Path, tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from megascend.app import generation
-from megascend.app.generation import AnswerSampler
+from megascend.app.generation import AnswerSampler, stop_tokens
 from megascend.app.run_log import quoted
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config import Data, Generation
+from megascend.data.chat import ChatTemplate
 from megascend.data.samples import SampleLimits
 from megascend.errors import ConfigError
 from megascend.sampling.request import SampledSequence, SampleRequest, SampleResult
@@ -42,6 +43,11 @@ def test_stop_tokens_of_an_answer(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(256)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end in prepare(tmp_path, prompts=["one?"]).sampling[0].stop  # closes a turn in ChatML
+    # As of a base model: its end is another, and what closes a turn is an added token of no special use.
+    tokenizer.eos_token = "<|endoftext|>"
+    assert "<|im_end|>" not in tokenizer.all_special_tokens
+    assert stop_tokens(tokenizer, tmp_path, ChatTemplate(tokenizer)) == {end, tokenizer.eos_token_id}
+    tokenizer.eos_token = "<|im_end|>"
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     generation = AnswerSampler.prepare(
         Generation(prompts=["one?"], chat=False), Data(path=tmp_path), tokenizer, SampleLimits(256), tmp_path

@@ -251,6 +251,7 @@ def test_loss_output_is_split_into_values_and_metrics():
     [
         (torch.tensor(1.0), 3, [r"'ppo' returned loss of shape \(\)", r"per='token' needs \(3,\)"]),
         (torch.ones(4), 3, [r"loss of shape \(4,\)"]),
+        (1.0, 3, [r"returned loss as float; per='token' needs a tensor of shape \(3,\)"]),
         (torch.ones(3, 1), 3, [r"loss of shape \(3, 1\)"]),
         ((torch.ones(3), {"kl": torch.zeros(())}), 3, [r"returned kl of shape \(\)"]),
     ],

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megascend.app.inference import json_line
+from megascend.cli.generate import run_template_options
 from megascend.testing.reference import run_reference
 from support import forked_programs
 from support.forked_programs import run_command
@@ -211,6 +213,26 @@ def test_chat_continues_the_conversation_until_it_is_reset(folder: Path, small_m
         assert "/reset begins again" in terminal.until("\n> ")
         terminal.write("/exit")
         assert terminal.wait() == 0
+
+
+def test_variables_of_the_runs_chat_template_are_those_of_its_answers(tmp_path: Path) -> None:
+    settings = {"data": {"path": "d.jsonl", "chat_template_options": {"enable_thinking": False}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    for folder in ("hf", "adapter", "copied"):
+        (tmp_path / folder).mkdir()
+    assert (
+        run_template_options(tmp_path / "hf")
+        == run_template_options(tmp_path / "adapter")
+        == {"enable_thinking": False}
+    )
+    assert run_template_options(tmp_path / "copied") == run_template_options(None) == {}
+
+
+def test_line_that_cannot_be_encoded_is_written_with_escapes() -> None:
+    line = {"id": "\ud83d", "response": "é"}
+    assert json.loads(json_line(line, "utf-8").encode()) == line
+    assert json_line({"response": "é"}, "utf-8") == '{"response": "é"}'
+    assert json_line({"response": "é"}, "ascii") == '{"response": "\\u00e9"}'
 
 
 def test_chat_with_a_run_answers_as_it_was_trained(folder: Path) -> None:

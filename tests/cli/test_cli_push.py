@@ -181,7 +181,11 @@ def test_a_card_and_an_adapter_name_models_and_data_of_the_hub(tmp_path: Path) -
     (adapter / "adapter_model.safetensors").write_bytes(b"weights")
 
     assert find_export(run) == find_export(adapter) == adapter
+    rows = [{"step": step, "loss": 4.0 - step} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "events.jsonl").write_text(json.dumps({"event": "finished", "step": 3, "exported_step": 2}) + "\n")
     card = model_card(adapter)
+    assert "| steps | 2, the best one of 3 |\n| loss of step 2 | 2 |" in card
     metadata = {
         "library_name": "peft",
         "tags": ["megascend"],

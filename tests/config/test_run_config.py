@@ -67,6 +67,12 @@ def test_tasks_need_no_held_out_samples_and_have_an_interval(tmp_path: Path) -> 
 def test_schedule_ends_with_the_run_and_excess_steps_are_reported(tmp_path):
     cosine = "schedule: {kind: cosine, warmup_steps: 5, total_steps: 100}\n"
     assert load(tmp_path, cosine, "steps=50").for_samples(8).schedule_remarks() == []
+    # 0.07 * 800 / 8 is 7.000000000000001 in binary fractions.
+    assert [load(tmp_path, "", f"epochs={share}").for_samples(800).steps for share in ("0.07", "0.0701", "3")] == [
+        7,
+        8,
+        300,
+    ]
     [remark] = load(tmp_path, cosine, "steps=150").for_samples(8).schedule_remarks()
     assert "steps: 150 goes beyond schedule.total_steps: 100: the last 50 steps have the learning rate" in remark
     without_end = load(tmp_path, "schedule: {kind: cosine, warmup_steps: 5}\n", "steps=150").for_samples(8)

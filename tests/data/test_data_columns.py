@@ -331,6 +331,23 @@ BAD_RECORDS: dict[str, tuple[Any, str]] = {
         {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x=1"}]}]},
         r"arguments of tool_calls\[0\] must be an object.*'x=1'",
     ),
+    "arguments under another name": (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}]},
+        r"messages\[1\]: tool_calls\[0\], of 'f', has 'parameters' and no 'arguments'",
+    ),
+    "arguments beside the function": (
+        {
+            "conversations": [
+                {"from": "human", "value": "x"},
+                {"from": "function_call", "value": '{"function": {"name": "f"}, "arguments": "{\\"x\\": 1}"}'},
+            ]
+        },
+        "has 'arguments' beside 'function'",
+    ),
+    "two system messages": (
+        {"system": "be kind", "conversations": [SYSTEM, *CHAT]},
+        "'system' is 'be kind', and the conversation begins with another system message, 'be brief'",
+    ),
     "a call of the user": ({"messages": [USER | {"tool_calls": [CALL]}]}, "'tool_calls' belong to the assistant"),
     "two thoughts": ({"messages": [ANSWER | {"reasoning": "a", "thinking": "b"}]}, "must be one string"),
     "loss of the user": (

@@ -151,16 +151,17 @@ def test_all_bad_lines_are_reported_at_once(tmp_path: Path) -> None:
     good, bad = {"text": "good"}, {"text": 3}
     first = write(tmp_path / "a.jsonl", good, bad, '{"text": "x"', good, {"messages": []})
     second = tmp_path / "b.jsonl"
-    second.write_bytes(b'{"text": "caf\xe9"}\n{"text": "good"}\n' + b"[" * 100_000 + b"\n")
+    second.write_bytes(b'{"text": "caf\xe9"}\n{"text": "good"}\n' + b"[" * 100_000 + b'\n{"n": ' + b"1" * 5000 + b"}\n")
     with pytest.raises(DataError) as caught:
         read_documents(tmp_path)
     heading, *lines = str(caught.value).split("\n")
-    assert heading == "5 problems in the data:"
+    assert heading == "6 problems in the data:"
     assert [line.strip().partition(": ")[0] for line in lines] == [
-        f"{first}:2", f"{first}:3", f"{first}:5", f"{second}:1", f"{second}:3",
+        f"{first}:2", f"{first}:3", f"{first}:5", f"{second}:1", f"{second}:3", f"{second}:4",
     ]  # fmt: skip
     assert "not UTF-8 text (byte 13" in lines[3]
     assert "nested too deeply" in lines[4]
+    assert "cannot be read as JSON: Exceeds the limit" in lines[5]  # of digits, which Python reads
 
 
 def test_problems_of_one_kind_are_counted(tmp_path: Path) -> None:

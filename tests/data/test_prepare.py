@@ -136,13 +136,40 @@ def test_pairs_prepared_for_another_head_are_refused(folder: Path, prepared_scor
     write(folder / "data.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"})
     limits, other_limits = (replace(LIMITS, scored=scored) for scored in (prepared_scored, not prepared_scored))
     store = samples_of(folder, limits)
-    write_prepared(folder / "prepared", {"data.path": store}, limits)
+    write_prepared(folder / "prepared", {"data.path": store}, limits, {"data.path": folder / "data.jsonl"})
     assert samples_of(folder, limits, prepared=folder / "prepared").fingerprint == store.fingerprint
     with pytest.raises(DataError, match=r"was prepared from something else: limits of pairs .*scalar head"):
         samples_of(folder, other_limits, prepared=folder / "prepared")
     padded = replace(limits, scored=True, padding=0)
     with pytest.raises(DataError, match="padding token 0"):
         samples_of(folder, padded, prepared=folder / "prepared")
+
+
+def test_prepared_samples_of_other_data_are_refused_where_the_data_are_missing(folder: Path) -> None:
+    """Two sources in another order would be mixed by each other's weights."""
+    write(folder / "other.jsonl", {"text": "others"})
+    paths = {f"data.sources[{number}]": folder / name for number, name in enumerate(("data.jsonl", "other.jsonl"))}
+
+    def read(path: Path, setting: str, **settings: Any) -> SampleStore:
+        data = Data(path=path, **settings)
+        return prepare_samples(path, data, byte_tokenizer(256), LIMITS, folder / "model", setting)
+
+    read_stores = {setting: read(path, setting) for setting, path in paths.items()}
+    write_prepared(folder / "prepared", read_stores, LIMITS, paths)
+    first = folder / "elsewhere" / "data.jsonl"
+    assert len(read(first, "data.sources[0]", prepared=folder / "prepared")) == 4
+    with pytest.raises(
+        DataError, match=r"has samples of other\.jsonl as data\.sources\[1\], which is .*data\.jsonl now"
+    ):
+        read(first, "data.sources[1]", prepared=folder / "prepared")
+
+
+def test_labelled_completions_of_text_and_of_messages_are_refused(folder: Path) -> None:
+    chat = {"prompt": CHAT[:1], "completion": CHAT[1:], "label": False}
+    plain = [{"prompt": prompt, "completion": "c", "label": True} for prompt in "pq"]
+    write(folder / "data.jsonl", *plain, chat)
+    with pytest.raises(DataError, match=r"data\.jsonl:3: a labelled completion of messages, and others of text"):
+        samples_of(folder)
 
 
 def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +198,21 @@ def test_data_are_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
     differs()
     assert store_name in stores(folder)
+
+
+def test_data_that_change_while_they_are_read_are_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, write_store = (folder / "data.jsonl").read_bytes(), prepare.write_store
+
+    def write_late(path: Path, documents: Any, *arguments: Any, **options: Any) -> None:
+        write(folder / "data.jsonl", {"text": "written in the meantime"})
+        write_store(path, documents, *arguments, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare, "write_store", write_late)
+        with pytest.raises(DataError, match=r"data\.jsonl \(data\.path\) has changed while it was read"):
+            samples_of(folder)
+    (folder / "data.jsonl").write_bytes(original)
+    assert len(samples_of(folder)) == 4  # of the content that the cache's key is of
 
 
 @pytest.mark.parametrize("absolute", [False, True], ids=["relative", "absolute"])

@@ -283,6 +283,31 @@ def test_calls_of_a_prompt_that_the_template_does_not_write_raise_data_error() -
         prompt_tokens({"messages": messages}, tokenizer, None, Findings(), "p:1")
 
 
+def test_tools_and_template_variables_of_a_prompt_are_rendered_as_by_transformers() -> None:
+    tokenizer = byte_tokenizer(4096)
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not think %}<no/>{% endif %}"
+        "{% if brief %}<brief/>{% endif %}{% endif %}"
+    )
+    prompt = {"messages": [{"role": "user", "content": "up?"}]}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+    variables: dict[str, Any] = {"think": True, "brief": True}
+    expected: Any = tokenizer.apply_chat_template(
+        prompt["messages"], tools=tools, add_generation_prompt=True, tokenize=False, **variables
+    )
+    line = {**prompt, "tools": tools, "chat_template_kwargs": {"think": True}}
+    tokens = prompt_tokens(line, tokenizer, template_options={"think": False, "brief": True})
+    assert tokenizer.decode(tokens) == expected
+    tokenizer.chat_template = tokenizer.chat_template.replace("tools or []", "[]")
+    with pytest.raises(DataError, match="'tools': the model's chat template does not write them"):
+        prompt_tokens(line, tokenizer)
+    for broken in ({"prompt": "a\ud83d"}, {"messages": [{"role": "user", "content": "a\ud83d"}]}):
+        with pytest.raises(DataError, match="is half of a surrogate pair"):
+            prompt_tokens(broken, tokenizer)
+
+
 def test_all_problems_of_prompts_are_raised_at_once(tmp_path: Path) -> None:
     """Report one line, malformed lines beside good ones that are too long, and both files."""
     learned, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"

@@ -137,7 +137,9 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: Path, template: ChatT
 
 
 def _special(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    return dict(zip(map(str, tokenizer.all_special_tokens), tokenizer.all_special_ids, strict=True))
+    # Added tokens, too: what closes a turn is often not among all_special_tokens (<|eot_id|> of a base model).
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    return added | dict(zip(map(str, tokenizer.all_special_tokens), tokenizer.all_special_ids, strict=True))
 
 
 def _tokens(

@@ -14,7 +14,7 @@ from megascend.app.generation import stop_tokens
 from megascend.config import Adapters, Batching, Fsdp, Parallel, PlatformName, Precision
 from megascend.data.chat import ChatTemplate
 from megascend.distributed.launch import Launch
-from megascend.errors import ConfigError
+from megascend.errors import ConfigError, DataError
 from megascend.huggingface.files import read_config
 from megascend.rollout.prompts import Prompt, prompt_tokens
 from megascend.sampling.request import SampledSequence, SampleRequest, SamplingParams
@@ -41,11 +41,13 @@ class InferenceSettings:
         model: Hugging Face checkpoint.
         adapters: directories of LoRA adapters in peft's format, by name.
         tokenizer: directory of the tokenizer and its chat template; default: the model's.
+        template_options: further variables of the chat template.
     """
 
     model: Path
     adapters: Mapping[str, Path] = field(default_factory=dict)
     tokenizer: Path | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     engine: str = "single"
     platform: PlatformName = "auto"
     precision: Precision = "bf16"
@@ -79,6 +81,7 @@ class ResponseModel:
 
     Attributes:
         limit: most tokens of prompt and response together.
+        template: chat template, or None.
     """
 
     def __init__(self, settings: InferenceSettings, backend: Backend) -> None:
@@ -86,13 +89,15 @@ class ResponseModel:
 
         self.settings, self.backend = settings, backend
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(settings.tokenizer or settings.model)
-        template = ChatTemplate(self.tokenizer) if self.tokenizer.chat_template else None
-        self._stops = tuple(sorted(stop_tokens(self.tokenizer, settings.model, template)))
+        self.template = (
+            ChatTemplate(self.tokenizer, settings.template_options) if self.tokenizer.chat_template else None
+        )
+        self._stops = tuple(sorted(stop_tokens(self.tokenizer, settings.model, self.template)))
         self.limit = min(backend.max_length, backend.engine.batching.budget)
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt with ``prompt`` or ``messages``, as training renders them."""
-        return prompt_tokens(prompt, self.tokenizer)
+        return prompt_tokens(prompt, self.tokenizer, template_options=self.settings.template_options)
 
     def request(self, prompt: Prompt, sampling: SamplingParams) -> SampleRequest:
         """Return the sampler's request for a prompt.
@@ -224,7 +229,12 @@ def generate(
     """
     refused = 0
     with loaded_model(settings) as model:
-        requests = [model.request(prompt, sampling) for prompt in prompts]
+        requests = []
+        for number, prompt in enumerate(prompts, 1):
+            try:
+                requests.append(model.request(prompt, sampling))
+            except DataError as error:
+                raise DataError(f"prompt {number} of {len(prompts)}: {error}") from error
         with ExitStack() as stack:
             stream = sys.stdout
             if model.backend.rank == 0 and output is not None:
@@ -233,8 +243,18 @@ def generate(
                 refused += response.error is not None
                 if model.backend.rank == 0:
                     line = {**prompts[number], **_fields(response)}
-                    print(json.dumps(line, ensure_ascii=False), file=stream, flush=True)
+                    print(json_line(line, stream.encoding), file=stream, flush=True)
     return refused
+
+
+def json_line(line: Mapping[str, Any], encoding: str | None) -> str:
+    """Return a line as JSON, with escapes only where the encoding lacks a character: a line must not cost those after it."""
+    text = json.dumps(line, ensure_ascii=False)
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(line)
+    return text
 
 
 def _fields(response: Response) -> dict[str, Any]:
@@ -262,6 +282,8 @@ def evaluate_model(settings: InferenceSettings, tasks: ValidationTasks, *, show:
     scores: dict[str, TaskScores] = {}
     with loaded_model(settings) as loaded:
         for adapter in settings.adapters or (None,):
-            scorer = TaskScorer.prepare(loaded.backend, loaded.tokenizer, settings.model, tasks, adapter, show=show)
+            scorer = TaskScorer.prepare(
+                loaded.backend, loaded.tokenizer, settings.model, tasks, adapter, loaded.template, show=show
+            )
             scores[adapter or ""] = scorer.measure(suite, errors=True)
     return scores

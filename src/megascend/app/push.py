@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megascend.app.event_log import EVENTS, read_lines
 from megascend.app.run_directory import METRICS
 from megascend.config import Push
 from megascend.errors import CheckpointError, ConfigError, HubError
@@ -144,14 +145,17 @@ def _run_settings(output: Path) -> dict[str, Any]:
 
 
 def _progress(output: Path) -> dict[str, str]:
-    """Return steps and last loss of a run's log."""
-    try:
-        rows = (output / METRICS).read_text(encoding="utf-8").splitlines()
-        last = json.loads(rows[-1])
-    except (OSError, ValueError, IndexError):
+    """Return the exported step of a run's log, and its loss."""
+    rows = {row["step"]: row for row in read_lines(output / METRICS)[0] if "step" in row}
+    if not rows:
         return {}
-    facts = {"steps": str(last["step"])} if "step" in last else {}
-    return facts | ({"loss of the last step": f"{last['loss']:.4g}"} if isinstance(last.get("loss"), float) else {})
+    last = max(rows)
+    ends = [event for event in read_lines(output / EVENTS)[0] if event.get("event") == "finished"]
+    exported = ends[-1].get("exported_step", last) if ends else last
+    loss = rows.get(exported, {}).get("loss")
+    title = "loss of the last step" if exported == last else f"loss of step {exported}"
+    steps = str(last) if exported == last else f"{exported}, the best one of {last}"
+    return {"steps": steps} | ({title: f"{loss:.4g}"} if isinstance(loss, float) else {})
 
 
 def _data_paths(run: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -148,6 +148,11 @@ def with_template_date(
 
 def saved_settings(output: Path, resume: str | Path | None, launch: Launch) -> dict[str, Any]:
     """Return the settings in the checkpoint that a run will resume from, as far as it can be read; empty without one."""
+    return next((saved.config or {} for saved in saved_manifests(output, resume, launch)), {})
+
+
+def saved_manifests(output: Path, resume: str | Path | None, launch: Launch) -> Iterator[manifest.CheckpointManifest]:
+    """Yield the manifests of the checkpoints that a run may resume from, the best first, as far as they can be read."""
     candidates: list[Path] = []
     if restarted(output, launch) or str(resume) == "auto":
         candidates = Retention(output / CHECKPOINTS).candidates()
@@ -155,10 +160,9 @@ def saved_settings(output: Path, resume: str | Path | None, launch: Launch) -> d
         candidates = checkpoints_at(Path(resume))
     for path in candidates:
         try:
-            return manifest.read(path).config or {}
+            yield manifest.read(path)
         except CheckpointError:
             continue  # as load_first_good() does, which reports it
-    return {}
 
 
 def may_write(output: Path, resume: str | Path | None, launch: Launch) -> bool:
@@ -201,8 +205,8 @@ def begin(
         The output directory, and what the run saved beside the model; None at its beginning.
 
     Raises:
-        ConfigError, CheckpointError: as :func:`decide`, on every rank; or the checkpoint is of another kind of run; or the hosts
-            do not share the output directory.
+        ConfigError, CheckpointError: as :func:`decide`, on every rank; or the checkpoint is of another kind of run, or beyond the
+            run's steps; or the hosts do not share the output directory.
     """
     launch, output = backend.groups.launch, config.output
     # Decided once: file systems of several hosts may show different states of one directory.
@@ -232,6 +236,12 @@ def begin(
             write_config(config)
         return directory, None
     progress, saved = load_first_good(backend, start.candidates, event_log)
+    if backend.step_count > config.steps:
+        raise ConfigError(
+            f"steps: {config.steps}, and the checkpoint resumed from is after step {backend.step_count}, whose weights are not "
+            f"those of {config.steps} steps: set steps to {backend.step_count} to only export it, or to more; or name an earlier "
+            "checkpoint with --resume PATH"
+        )
     changed = differences(saved, config)
     if changed and backend.rank == 0:
         print(f"settings that differ from the checkpoint's: {'; '.join(changed)}", flush=True)

@@ -563,7 +563,9 @@ def write_results(
         except OSError as error:
             logger.warning("%s cannot be written: %s", path, error)
     values, line = training.result()
-    run.event_log.event("finished", step=step, **values)
+    # The best step is loaded again for its export.
+    exported_step = {} if exported is None else {"exported_step": run.backend.step_count}
+    run.event_log.event("finished", step=step, **exported_step, **values)
     if run.main_rank:
         print(line, flush=True)
     return exported

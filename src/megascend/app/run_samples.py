@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import socket
 import tempfile
@@ -300,10 +301,25 @@ class RunSamples:
                     "files, and set template_date where they were started around midnight or in several time zones"
                 )
 
-    def drawn_units(self, config: RunConfig, objective: LearningObjective) -> set[int]:
-        """Return the indices drawn in the steps of this run."""
-        # The same stream as in training, so these are the very units that it will draw.
-        return {unit for batch in islice(self.unit_batches(config, objective), config.steps) for unit in batch}
+    def drawn_units(
+        self, config: RunConfig, objective: LearningObjective, saved: Sequence[tuple[int, dict[str, Any]]] = ()
+    ) -> set[int]:
+        """Return the indices drawn in the steps of this run.
+
+        Args:
+            saved: step and position in the data of each checkpoint that the run may resume from.
+        """
+        # The same streams as in training, so these are the very units that it will draw.
+        streams = [(0, self.unit_batches(config, objective))]
+        for step, position in saved:
+            stream = self.unit_batches(config, objective)
+            # A position that cannot be resumed is reported when it is.
+            with contextlib.suppress(DataError):
+                stream.load_state_dict(position)
+                streams.append((step, stream))
+        return {
+            unit for step, stream in streams for batch in islice(stream, max(0, config.steps - step)) for unit in batch
+        }
 
     def describe(self) -> str:
         """Return how many samples there are, or pairs of them."""
@@ -436,7 +452,9 @@ class StreamedSamples(RunSamples):
             if len(sources) > 1
         ]
 
-    def drawn_units(self, config: RunConfig, objective: LearningObjective) -> set[int]:
+    def drawn_units(
+        self, config: RunConfig, objective: LearningObjective, saved: Sequence[tuple[int, dict[str, Any]]] = ()
+    ) -> set[int]:
         """Return none: a stream has no reference."""
         return set()
 

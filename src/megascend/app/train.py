@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.preflight import RunPlan
-from megascend.app.resume import with_template_date
+from megascend.app.resume import saved_manifests, with_template_date
 from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
 from megascend.app.run_log import EMPTY, MetricsRecord, RunLog, rounded
 from megascend.config import RunConfig
+from megascend.config.data import PREFERENCE_LOSSES
+from megascend.distributed.launch import Launch
 from megascend.errors import EvaluationError
 from megascend.io.paths import make_directory
 from megascend.tracking.metrics import Metric
@@ -122,6 +124,7 @@ class TrainCounts:
         best_value, best_step: the best value of ``validation.metric`` so far that is an improvement, and its step; None: none
             has been measured.
         stale: measurements since then.
+        measure: digest of what is compared, see :meth:`SupervisedTraining._measure`; None: of an earlier version, or nothing.
     """
 
     tokens: int = 0
@@ -132,6 +135,7 @@ class TrainCounts:
     best_value: float | None = None
     best_step: int | None = None
     stale: int = 0
+    measure: str | None = None
 
     def measured(self, value: float, step: int, min_delta: float, *, higher_is_better: bool = False) -> None:
         """Count a measurement of ``validation.metric``. One that is not finite is no improvement."""
@@ -154,6 +158,7 @@ class SupervisedTraining(Training[RunConfig]):
     samples: RunSamples
     objective: LearningObjective
     _tokenizer: PreTrainedTokenizerBase
+    _resume: str | Path | None
     _run: Run[RunConfig]
     _stream: Batches[int] | PrefetchedBatches
     _budget: TokenBudget
@@ -179,6 +184,7 @@ class SupervisedTraining(Training[RunConfig]):
         from megascend.data.prepare import set_template
 
         plan, config = world.plan, world.plan.config
+        self._resume = world.resume
         # Before the data, which may take minutes to read.
         check_platform(config, world.runtime.platform)
         tokenizer, limits = plan.tokenizer, plan.limits
@@ -216,7 +222,12 @@ class SupervisedTraining(Training[RunConfig]):
         samples.check_alike(backend)
         samples.check_lengths(backend)
         size = config.data.global_batch_size
-        objective.prepare(backend, samples.learned, samples.drawn_units(config, objective), size)
+        saved: list[tuple[int, dict[str, Any]]] = []
+        if objective.has_reference:
+            # Of another batch size, or of changed data, a resumed run draws others than from the beginning.
+            resume, launch = self._resume, backend.groups.launch
+            saved = backend.from_rank_0(lambda: saved_positions(config.output, resume, launch))
+        objective.prepare(backend, samples.learned, samples.drawn_units(config, objective, saved), size)
         # A reference model's scores of the validation set, too: they have to be computed before the first step changes the
         # model that serves as the reference.
         if samples.held_out is not None:
@@ -236,6 +247,7 @@ class SupervisedTraining(Training[RunConfig]):
                 if run.main_rank:
                     logger.warning("data.on_changed: continue: %s", changes)
             self.counts = TrainCounts(**progress["counts"])
+        self._compare_measure(run)
         self._stream_state = self._stream.state_dict()
         if config.validation is not None and config.validation.tasks is not None:
             from megascend.app.task_scorer import TaskScorer
@@ -258,6 +270,33 @@ class SupervisedTraining(Training[RunConfig]):
         )
         if run.main_rank:
             self._print_start(run)
+
+    def _compare_measure(self, run: Run[RunConfig]) -> None:
+        """Forget the best value of a checkpoint whose measurements cannot be compared with those of this run."""
+        counts, measure = self.counts, self._measure(run.config)
+        if counts.best_value is not None and measure is not None and counts.measure not in (None, measure):
+            message = (
+                f"step {counts.best_step} with {counts.best_value:.4f} does not count as the best one any more: "
+                "validation.metric, or what it is measured with, has changed since; the best step is sought from here on"
+            )
+            run.event_log.event("best_forgotten", step=counts.best_step, value=counts.best_value)
+            if run.main_rank:
+                logger.warning(message)
+            counts.best_value, counts.best_step, counts.stale = None, None, 0
+        counts.measure = measure
+
+    def _measure(self, config: RunConfig) -> str | None:
+        """Return a digest of ``validation.metric`` and all that its values depend on beside the model; None without one."""
+        from megascend.data.prepare import json_digest
+
+        validation, held_out = config.validation, self.samples.held_out
+        if validation is None:
+            return None
+        if validation.metric != "loss" and not validation.needs_labels and validation.tasks is not None:
+            return json_digest([validation.metric, validation.tasks.model_dump(mode="json", exclude={"interval"})])
+        sections = {"loss", "loss_settings", *PREFERENCE_LOSSES, "classification", "distillation"}
+        loss = config.model_dump(mode="json", include=sections)
+        return json_digest([validation.metric, None if held_out is None else held_out.fingerprint, loss])
 
     def _print_start(self, run: Run[RunConfig]) -> None:
         """Print what is trained, on what, and the verdict of the self-check."""
@@ -457,6 +496,12 @@ class SupervisedTraining(Training[RunConfig]):
             if stream.bad_records:
                 line += f"; {stream.bad_records} bad records were skipped (data.max_bad_records)"
         return values, line
+
+
+def saved_positions(output: Path, resume: str | Path | None, launch: Launch) -> list[tuple[int, dict[str, Any]]]:
+    """Return step and position in the data of each checkpoint that a run may resume from."""
+    manifests = saved_manifests(output, resume, launch)
+    return [(saved.step, saved.progress["data"]) for saved in manifests if "data" in saved.progress]
 
 
 def end_line(config: RunConfig, counts: TrainCounts, steps: int | None = None) -> str:

@@ -688,6 +688,11 @@ def split_output(loss: Loss, output: Any, count: int) -> tuple[Tensor, dict[str,
     """Split a loss function's return value into values and metrics and check their shapes."""
     values, metrics = output if isinstance(output, tuple) else (output, {})
     for name, tensor in {"loss": values, **metrics}.items():
+        if not isinstance(tensor, Tensor):
+            raise DataError(
+                f"loss {loss.name!r} returned {name} as {type(tensor).__name__}; per={loss.per!r} needs a tensor of shape "
+                f"({count},)"
+            )
         if tuple(tensor.shape) != (count,):
             raise DataError(
                 f"loss {loss.name!r} returned {name} of shape {tuple(tensor.shape)}; per={loss.per!r} needs ({count},)"

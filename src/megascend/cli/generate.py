@@ -351,4 +351,23 @@ def inference_settings(
     # A run's adapter has the tokenizer with the template that it was trained with.
     trained = next((path for path in paths.values() if (path / "tokenizer_config.json").is_file()), None)
     tokenizer = trained if len(paths) == 1 else None
-    return InferenceSettings(source, paths, tokenizer, engine, platform, precision, tensor)  # type: ignore[arg-type]
+    options = run_template_options(trained if tokenizer is not None else source)
+    return InferenceSettings(source, paths, tokenizer, options, engine, platform, precision, tensor)  # type: ignore[arg-type]
+
+
+def run_template_options(export: Path | None) -> dict[str, Any]:
+    """Return ``data.chat_template_options`` of the run that exported a model or adapter, as far as that lies within the run's."""
+    import yaml
+
+    if export is None or export.resolve().name not in ("hf", "adapter"):
+        return {}
+    run_file = export.resolve().parent / "config.yaml"
+    try:
+        values = yaml.safe_load(run_file.read_text(encoding="utf-8"))
+        options = (values.get("data") or {}).get("chat_template_options") or {}
+    except (OSError, yaml.YAMLError, AttributeError):  # AttributeError: not the settings of a run
+        return {}
+    if options:
+        variables = ", ".join(f"{name}: {value}" for name, value in options.items())
+        typer.secho(f"chat template with {variables} (data.chat_template_options of {run_file})", err=True)
+    return options

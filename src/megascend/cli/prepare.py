@@ -61,6 +61,7 @@ def prepare_command(
     if output is None:
         return
     # From the cache: they have just been made.
+    sources = settings.data_sources()
     stores = {
         source.setting: prepare_samples(
             source.path,
@@ -71,9 +72,9 @@ def prepare_command(
             source.setting,
             settings.template_date,
         )
-        for source in settings.data_sources()
+        for source in sources
     }
-    write_prepared(output, stores, plan.limits)
+    write_prepared(output, stores, plan.limits, {source.setting: source.path for source in sources})
     print(f"written to {output}: set data.prepared: {output} where the run starts")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from datetime import date
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -510,7 +511,8 @@ class RunConfig(TrainerConfig):
         if self.epochs is None:
             return self.ending_with(self.steps)
         # Rounded up: the last step may begin one more epoch.
-        steps = max(1, math.ceil(self.epochs * samples / self.data.global_batch_size))
+        # In decimals: 0.07 * 100 is 7.000000000000001, of which the ceiling would be 8.
+        steps = max(1, math.ceil(Fraction(str(self.epochs)) * samples / self.data.global_batch_size))
         return self.ending_with(steps).model_copy(update={"steps": steps})
 
 

@@ -192,7 +192,14 @@ def _parse_chat(values: Mapping[str, Any], source: str) -> Document:
         and name == "conversations"
         and (system := _text(values, "system", source, empty=True))
     ):
-        messages = [{"role": "system", "content": system}, *messages]
+        first = messages[0] if messages and isinstance(messages[0], dict) else {}
+        if first.get("role") != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        elif first.get("content") != system:
+            raise DataError(
+                f"{source}: 'system' is {system!r:.60}, and the conversation begins with another system message, "
+                f"{first.get('content')!r:.60}: leave one out (data.columns)"
+            )
     return _conversation(messages, f"{source}: {name}", values, source)
 
 

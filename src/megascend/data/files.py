@@ -162,7 +162,7 @@ def _json_records(path: Path, findings: Findings) -> Iterator[Record]:
         content = _decode(path.read_bytes().removeprefix(BYTE_ORDER_MARK), str(path))
         try:
             records = json.loads(content)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             if "Extra data" not in str(error):
                 raise DataError(_json_problem(error, str(path))) from None
             records = None  # JSON Lines under the name .json, as many data sets have it
@@ -179,13 +179,15 @@ def parse_json(text: str, source: str) -> Any:
     """Parse a line of JSONL."""
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError alone: an integer of more digits than Python reads
         raise DataError(_json_problem(error, source)) from None
 
 
 def _json_problem(error: Exception, source: str) -> str:
-    if not isinstance(error, json.JSONDecodeError):
+    if isinstance(error, RecursionError):
         return f"{source}: not valid JSON: nested too deeply"
+    if not isinstance(error, json.JSONDecodeError):
+        return f"{source}: cannot be read as JSON: {error}"
     line = f"line {error.lineno}, " if error.lineno > 1 else ""
     return f"{source}: not valid JSON: {error.msg.removesuffix(' at')} at {line}column {error.colno}"
 

@@ -202,6 +202,11 @@ def _tool_calls(raw: Any, label: str) -> list[dict[str, Any]]:
         inner = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise DataError(f"{label}: tool_calls[{number}] must name a function, found {call!r:.60}")
+        if inner.get("arguments") is None and (other := _other_arguments(call, inner)):
+            raise DataError(
+                f"{label}: tool_calls[{number}], of {inner['name']!r}, has {other}, so that a call without arguments would be "
+                "learned: put them into 'arguments' of the function"
+            )
         arguments = decoded(inner.get("arguments") or {})
         if not isinstance(arguments, dict):
             raise DataError(
@@ -214,6 +219,15 @@ def _tool_calls(raw: Any, label: str) -> list[dict[str, Any]]:
         # "type" is part of OpenAI's form.
         calls.append({"type": "function"} | outer | {"function": function | {"arguments": arguments}})
     return calls
+
+
+def _other_arguments(call: dict[str, Any], function: dict[str, Any]) -> str | None:
+    """Say where a call without ``arguments`` seems to have them: under another key whose value is an object; or None."""
+    outer = {} if function is call else {key: value for key, value in call.items() if key != "function"}
+    for part, relation in ((function, "and no 'arguments'"), (outer, "beside 'function'")):
+        if key := next((key for key, value in part.items() if value and isinstance(decoded(value), dict)), None):
+            return f"{key!r} {relation}"
+    return None
 
 
 def with_arguments_as_text(message: Message) -> Message:

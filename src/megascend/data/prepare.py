@@ -22,11 +22,12 @@ from megascend.data.chat import check_template, writes_date
 from megascend.data.document import Document
 from megascend.data.files import iterate_documents, read_template
 from megascend.data.findings import Findings
-from megascend.data.pictures import PictureProcessor
+from megascend.data.pictures import PictureProcessor, file_state
 from megascend.data.samples import Encoder, SampleLimits
 from megascend.data.splits import files_of, is_saved
 from megascend.data.store import SampleStore, write_store
 from megascend.errors import DataError
+from megascend.huggingface import hub
 from megascend.io.hashing import digest
 from megascend.io.paths import cache_folder, cache_limit
 from megascend.io.shared import cached, locked, prune
@@ -46,6 +47,7 @@ PROGRESS_S = 20.0
 PREPARED = "prepared.json"
 """File of a prepared folder: what its samples were made from."""
 PAIR_LIMITS = "limits of pairs"
+DATE = "date in the chat template"
 DIGEST = re.compile("[0-9a-f]{32}")
 PATIENCE_S = 7 * 24 * 3600.0
 """Seconds that a rank waits for another one on its machine that tokenises the same data; a lock ends with its process."""
@@ -81,6 +83,8 @@ def prepare_samples(
     set_template(data, tokenizer)
     template_date = template_date or date.today()
     pictures = PictureProcessor.for_model(model, data.pictures)
+    # Before the digests: what changes after them is noticed, and not kept as samples of the content that they are of.
+    states = _states(files_read)
     content, files = content_of(path, files_read, setting), tokenizer_of(model)
     sources = sample_inputs(json_digest(content[1]), data, tokenizer, limits, files, template_date, pictures)
     # The key of the cache: all that decides about tokens and weights, so that a change of any of it makes new samples.
@@ -92,6 +96,10 @@ def prepare_samples(
         findings = Findings(setting)
         encoder = make_encoder(data, tokenizer, limits, findings, template_date, pictures)
         write_store(fresh, _encoded(path, data, encoder, findings), findings, sources, scored=limits.scored)
+        changed = [file for file, state in _states(files_read).items() if states.get(file) != state]
+        # A new time alone is no change.
+        if changed and content_of(path, files_read, setting)[1] != content[1]:
+            raise DataError(f"{changed[0]} ({setting}) has changed while it was read: start again once it is complete")
         # After write_store: raising here makes cached() discard the directory, so only data without problems is kept.
         findings.raise_problems()
 
@@ -124,8 +132,13 @@ def check_store(store: SampleStore, path: Path) -> None:
         )
 
 
-def write_prepared(folder: Path, stores: Mapping[str, SampleStore], limits: SampleLimits) -> None:
+def write_prepared(
+    folder: Path, stores: Mapping[str, SampleStore], limits: SampleLimits, paths: Mapping[str, Path]
+) -> None:
     """Write stores, by the setting that names their data, to a new folder for ``data.prepared``.
+
+    Args:
+        paths: the data's, by the same settings.
 
     Raises:
         DataError: the folder cannot be written.
@@ -139,7 +152,8 @@ def write_prepared(folder: Path, stores: Mapping[str, SampleStore], limits: Samp
             shutil.copytree(store.path, target)
             sizes = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
             inputs = store.sources | (pair_inputs(limits) if store.has_pairs else {})
-            entries.append({"setting": setting, "folder": target.name, "files": sizes, "inputs": inputs})
+            name = _data_name(paths[setting])
+            entries.append({"setting": setting, "name": name, "folder": target.name, "files": sizes, "inputs": inputs})
         (fresh / PREPARED).write_text(json.dumps({"data": entries}, indent=1) + "\n", encoding="utf-8")
 
     try:
@@ -184,6 +198,13 @@ def prepared_store(
     set_template(data, tokenizer)
     pictures = PictureProcessor.for_model(model, data.pictures)
     content = entry["inputs"][f"data ({setting})"]
+    name = entry.get("name")  # None in folders of earlier versions
+    if not path.exists() and name not in (None, _data_name(path)):
+        # Sources in another order would be mixed by the weights of others.
+        raise DataError(
+            f"data.prepared: {folder} has samples of {name} as {setting}, which is {path} now and is not there to be compared: "
+            "name the data, and order several sources, as they were prepared; or prepare this run file"
+        )
     if path.exists():
         files_read = files_of(path, data.split, data.config_name, Findings(setting))
         content = json_digest(content_of(path, files_read, setting)[1])
@@ -200,9 +221,10 @@ def prepared_store(
             else name
             for name in changed
         )
+        day = f"; template_date: {saved[DATE]} is that of the folder" if DATE in changed and DATE in saved else ""
         raise DataError(
             f"data.prepared: {folder} was prepared from something else: {values}. Prepare it again, or leave data.prepared out "
-            "to tokenise here"
+            f"to tokenise here{day}"
         )
     store = SampleStore(folder / entry["folder"], pictures)
     if (pictures_now := store.changed_files()) is not None:
@@ -212,6 +234,12 @@ def prepared_store(
     store.sources = named_inputs(store.sources, setting)
     check_store(store, path)
     return store
+
+
+def _data_name(path: Path) -> str:
+    """Return the last part of a path, or of the name on the Hub that a snapshot's directory was downloaded by."""
+    repository = hub.repository_of(path) if path.parent.name == "snapshots" else None
+    return Path(repository or path).name.partition("@")[0]
 
 
 def pair_inputs(limits: SampleLimits) -> dict[str, str]:
@@ -266,7 +294,7 @@ def sample_inputs(
         "data": content,
         **{f"data.{name}": json.dumps(value) for name, value in settings.items()},
         "chat template": json_digest(tokenizer.chat_template),
-        **({"date in the chat template": template_date.isoformat()} if writes_date(tokenizer) else {}),
+        **({DATE: template_date.isoformat()} if writes_date(tokenizer) else {}),
         **{name: code for name, code in files if name.startswith(TOKENIZER)},
         "longest sample": str(limits.length),
         **({} if limits.labels is None else {"labels": json.dumps([asdict(limits.labels), limits.padding])}),
@@ -327,6 +355,13 @@ def with_mismatches(documents: Iterator[Document], findings: Findings) -> Iterat
         if document.label is None:
             yield document
             continue
+        if last is not None and isinstance(document.parts[0], str) != isinstance(last.parts[0], str):
+            form, earlier = ("text", "messages") if isinstance(document.parts[0], str) else ("messages", "text")
+            findings.problem(
+                f"{document.source}: a labelled completion of {form}, and others of {earlier}: kto reads completions after other "
+                "prompts, so that all must have one form"
+            )
+            continue
         if last is not None and document.parts[0] != last.parts[0]:
             other = last
         last = document
@@ -357,6 +392,12 @@ def content_of(path: Path, files: Sequence[Path], setting: str) -> list[Any]:
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read ({setting}): {error.strerror or error}") from None
     return [str(path), digests, [relpath(file, path) for file in all_files]]
+
+
+def _states(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
+    """Return size and time of change of files, those within folders included."""
+    entries = [entry for file in files for entry in (sorted(file.rglob("*")) if file.is_dir() else [file])]
+    return {entry: file_state(entry) for entry in entries if not entry.is_dir()}
 
 
 def json_digest(value: Any) -> str:

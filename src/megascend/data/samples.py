@@ -366,13 +366,7 @@ class Encoder:
 
     def _ids(self, text: str, *, special: bool = True, offsets: bool = False) -> tuple[list[int], list[Span]]:
         """Return token ids, and the span of characters of each."""
-        try:
-            # JSON can hold half of a surrogate pair (\ud83d), on which a fast tokenizer fails with an unrelated message.
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"character {error.start} is half of a surrogate pair ({text[error.start]!r}), not a character"
-            ) from None
+        check_characters(text)
         if offsets and not self._tokenizer.is_fast:
             name = type(self._tokenizer).__name__
             raise DataError(f"the tokenizer ({name}) gives no character offsets; a fast one is needed")
@@ -501,6 +495,16 @@ def lies_within_a_token(offsets: Sequence[Span], boundaries: Sequence[int]) -> b
     firsts = [first for first, _ in tokens]
     before = [bisect_left(firsts, boundary) - 1 for boundary in boundaries]
     return any(index >= 0 and tokens[index][1] > boundary for index, boundary in zip(before, boundaries, strict=True))
+
+
+def check_characters(text: str) -> None:
+    """Raise DataError for what JSON can hold and a fast tokenizer refuses with an unrelated message: half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"character {error.start} is half of a surrogate pair ({text[error.start]!r}), not a character"
+        ) from None
 
 
 def begins_twice(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> bool:

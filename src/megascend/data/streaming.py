@@ -236,8 +236,9 @@ class RecordStream:
                 file, split = self.files[self._order[self._file]], self._source.data.split
                 self._records = stream_records(file, split, self._bad.findings, self._position)
             record = next(self._records, None)
-        except OSError as error:
-            raise DataError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+        except OSError as error:  # of a parquet file's reader without the file's name
+            name = error.filename or self.files[self._order[self._file]]
+            raise DataError(f"{name} cannot be read: {error.strerror or error}") from error
         # Readers report a bad record and go on with the next.
         self._bad.check()
         return record

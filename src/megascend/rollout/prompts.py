@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,8 @@ from megascend.data.chat import ChatTemplate
 from megascend.data.columns import PICTURES
 from megascend.data.files import parse_json
 from megascend.data.findings import Findings
-from megascend.data.messages import parse_messages
-from megascend.data.samples import opening_tokens
+from megascend.data.messages import decoded, parse_messages, parse_tools
+from megascend.data.samples import check_characters, opening_tokens
 from megascend.errors import DataError
 
 if TYPE_CHECKING:
@@ -84,26 +85,36 @@ def prompt_tokens(
     template_date: date | None = None,
     findings: Findings | None = None,
     source: str = "",
+    template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Tokenize a prompt, in the same way as supervised training does.
 
     A text begins with the tokenizer's opening special tokens; a chat is rendered by the chat template up to the assistant's
-    answer.
+    answer, with its ``tools`` and ``chat_template_kwargs``.
 
     Args:
         template_date: passed to the chat template as today's date; default: today.
         findings: collects, for ``source``, the content that the chat template leaves out.
+        template_options: further variables of the chat template.
     """
     if "prompt" in prompt:
+        check_characters(prompt["prompt"])
         tokens: Any = opening_tokens(prompt["prompt"], tokenizer)
     elif not tokenizer.chat_template:
         raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
     else:
-        template = ChatTemplate(tokenizer, day=template_date)
-        label = f"{source}: messages" if source else "messages"
-        conversation = template.rendering(parse_messages(prompt["messages"], label, learned=False)[0], prompt=True)
-        if findings is not None:
-            template.check_written(conversation, None, None, source, findings, prompt=True)
+        template = ChatTemplate(tokenizer, template_options, template_date)
+        prefix = f"{source}: " if source else ""
+        messages = parse_messages(prompt["messages"], f"{prefix}messages", learned=False)[0]
+        tools = parse_tools(prompt.get("tools"), f"{prefix}tools")
+        options = decoded(prompt.get("chat_template_kwargs") or {})
+        if not isinstance(options, dict):
+            raise DataError(f"{prefix}'chat_template_kwargs' must be an object, found {options!r:.60}")
+        conversation = template.rendering(messages, tools, options, prompt=True)
+        if findings is not None or tools:
+            unread = Findings() if findings is None else findings
+            template.check_written(conversation, tools, options, source, unread, prompt=True)
+        check_characters(conversation.text)
         tokens = tokenizer(conversation.text, add_special_tokens=False, verbose=False)["input_ids"]
     if not tokens:
         raise DataError(f"the prompt has no tokens: {prompt!r:.80}")

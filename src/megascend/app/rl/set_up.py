@@ -221,8 +221,10 @@ def _check_prompt(
 ) -> list[int]:
     """Return a prompt's tokens; DataError if there are none, or too many."""
     # An environment makes its own prompt, and may give a line any meaning.
-    if config.rollout.environment is not None and "prompt" not in prompt and "messages" not in prompt:
-        return []
+    if config.rollout.environment is not None:
+        if "prompt" not in prompt and "messages" not in prompt:
+            return []
+        prompt = {key: value for key, value in prompt.items() if key not in ("tools", "chat_template_kwargs")}
     max_tokens = config.rollout.max_tokens
     try:
         tokens = prompt_tokens(prompt, tokenizer, config.template_date, findings, source)
