@@ -248,7 +248,7 @@ def train(case: Case, platform: str, model: Path, reset_peak: Any) -> None:
     """Train three steps on random tokens; ``reset_peak`` is called after the first."""
     import torch
 
-    from megascend.app.run import ADAPTER, make_backend
+    from megascend.app.run_backend import ADAPTER, make_backend
     from megascend.batch.sample import Sample
 
     config = config_of(case, platform, model)

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import HashStore
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megascend.app.run import bootstrap
+from megascend.app.run_backend import bootstrap
 from megascend.batch.agreement import RankReport, reconcile
 from megascend.batch.results import TokenCounts
 from megascend.checkpoint.manifest import CheckpointManifest, entry

@@ -33,9 +33,9 @@ _PUBLIC = {
     "Sample": "megascend.batch.sample",
     "SampleImages": "megascend.batch.images",
     "Candidates": "megascend.batch.candidates",
-    "Loss": "megascend.batch.losses",
-    "LossFunction": "megascend.batch.losses",
-    "LossInputs": "megascend.batch.losses",
+    "Loss": "megascend.batch.loss",
+    "LossFunction": "megascend.batch.loss",
+    "LossInputs": "megascend.batch.loss",
     "register_loss": "megascend.batch.losses",
     "Parallel": "megascend.config",
     "Adam": "megascend.config",
@@ -101,7 +101,8 @@ if TYPE_CHECKING:
     from megascend.backends import FsdpBackend, MegatronBackend, SingleBackend, make_backend, register_engine
     from megascend.batch.candidates import Candidates
     from megascend.batch.images import SampleImages
-    from megascend.batch.losses import Loss, LossFunction, LossInputs, register_loss
+    from megascend.batch.loss import Loss, LossFunction, LossInputs
+    from megascend.batch.losses import register_loss
     from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
     from megascend.batch.sample import Sample
     from megascend.bootstrap import PatchProvider, Runtime, bootstrap, register_provider

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from typing_extensions import Self
 
-from megascend.batch.losses import Loss, LossFunction, resolve
+from megascend.batch.loss import Loss, LossFunction
+from megascend.batch.losses import resolve
 from megascend.batch.packing import shard
 from megascend.batch.results import ForwardBackwardResult, ForwardResult, StepResult
 from megascend.batch.sample import Sample

@@ -354,7 +354,7 @@ class MegatronBackend(EngineBackend):
 
     @classmethod
     def _check_model(cls, spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
-        from megascend.engines.megatron.engine import check_model
+        from megascend.engines.megatron.configuration import check_model
 
         return check_model(spec, runtime, topology, info)
 

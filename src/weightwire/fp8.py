@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weightwire.errors import ManifestError
-from weightwire.manifest import MAX_TENSORS, TensorSpec, is_count
+from weightwire.manifest import MAX_TENSORS, TensorSpec, check_size, is_count
 from weightwire.slices import Box
 
 SCALES = "_scale_inv"
@@ -81,8 +81,7 @@ class BlockFormat:
 
 def formats_from_json(data: Any) -> dict[str, BlockFormat]:
     """Parse an engine's untrusted description of its quantised weights: ``{name: BlockFormat.to_json()}``."""
-    if not isinstance(data, dict) or len(data) > MAX_TENSORS:
-        raise ManifestError("quantised: a mapping from names to formats was expected, or it is too long")
+    check_size(data, dict, MAX_TENSORS, "quantised: formats by name")
     formats = {}
     for name, row in data.items():
         if (

@@ -240,8 +240,7 @@ class _Last:
 def _specs(rows: Any) -> tuple[TensorSpec, ...]:
     """Parse untrusted rows of ``[name, dtype, shape]``; equal rows yield the same object."""
     # Bounded here as well as in the constructor, which sees the rows only when all of them have been parsed.
-    if not isinstance(rows, list) or len(rows) > MAX_TENSORS:
-        raise ManifestError("manifest: tensors is not a list, or too long")
+    check_size(rows, list, MAX_TENSORS, "manifest: tensors")
     last, specs = _Last.rows
     # True and 1.0 are equal to 1, and are no sizes.
     if rows != last or not all(type(size) is int for row in rows for size in row[2]):
@@ -282,6 +281,15 @@ def exactly(data: Any, names: tuple[str, ...], label: str) -> dict[str, Any]:
     if extra := [repr(name)[:40] for name in data if name not in names]:
         raise ManifestError(f"{label}: unknown fields {', '.join(extra[:8])}")
     return data
+
+
+def check_size(data: Any, kind: type[list[Any]] | type[dict[Any, Any]], limit: int, label: str) -> None:
+    """Raise ManifestError unless untrusted ``data`` is a list (a mapping) of at most ``limit`` entries."""
+    if not isinstance(data, kind):
+        expected = "list" if kind is list else "mapping"
+        raise ManifestError(f"{label}: a {expected} was expected, not {type(data).__name__}")
+    if len(data) > limit:
+        raise ManifestError(f"{label}: {len(data)} entries; at most {limit} are possible")
 
 
 def _spec(row: Any) -> TensorSpec:

@@ -15,7 +15,7 @@ from typing import Any
 
 from weightwire import PROTOCOL
 from weightwire.errors import ManifestError
-from weightwire.manifest import MAX_BUCKETS, Manifest, exactly
+from weightwire.manifest import MAX_BUCKETS, Manifest, check_size, exactly
 from weightwire.plan import Share
 
 MAX_MEMBERS = 4096
@@ -55,13 +55,14 @@ class Sharding:
         if fields["base"] is not None:
             _check_integer(fields["base"], 0, 2**62, "offer: base")
         if type(fields["keep"]) is not bool:
-            raise ManifestError("offer: keep is not a boolean")
+            raise ManifestError(f"offer: keep must be true or false, got {fields['keep']!r:.40}")
         if fields["shares"] is not None:
-            if not isinstance(fields["shares"], list) or len(fields["shares"]) > MAX_MEMBERS:
-                raise ManifestError("offer: shares is not a list, or too long")
+            check_size(fields["shares"], list, MAX_MEMBERS, "offer: shares")
             fields["shares"] = tuple(Share.from_json(share, manifest.tensors) for share in fields["shares"])
-            if any(share.plan != fields["plan"] for share in fields["shares"]):
-                raise ManifestError("offer: a share is of another plan")
+            if foreign_plans := [share.plan for share in fields["shares"] if share.plan != fields["plan"]]:
+                raise ManifestError(
+                    f"offer: a share is of plan {foreign_plans[0]:.80}, the offer of plan {fields['plan']:.80}"
+                )
         return cls(**fields)
 
 
@@ -199,23 +200,21 @@ class Seal:
         fields = _check_protocol(data, "seal")
         by_member = fields.pop("by_member", None)
         fields = dict(exactly(fields, ("update", "version", "manifest", "digests"), "seal"))
-        if not isinstance(fields["digests"], list) or len(fields["digests"]) > MAX_BUCKETS:
-            raise ManifestError("seal: digests is not a list, or too long")
+        check_size(fields["digests"], list, MAX_BUCKETS, "seal: digests")
         fields["digests"] = tuple(fields["digests"])
         return cls(**fields, by_member=None if by_member is None else _by_member(by_member))
 
 
 def _by_member(data: Any) -> dict[int, tuple[str, ...]]:
-    if not isinstance(data, dict) or len(data) > MAX_MEMBERS:
-        raise ManifestError("seal: by_member is not a mapping, or too long")
-    result = {}
+    """Parse the untrusted digests of each member."""
+    check_size(data, dict, MAX_MEMBERS, "seal: by_member")
+    digests_by_rank = {}
     for rank, digests in data.items():
-        if not isinstance(rank, str) or not rank.isdecimal() or len(rank) > 8 or not isinstance(digests, list):
-            raise ManifestError(f"seal: by_member has {rank!r:.40}")
-        if len(digests) > MAX_BUCKETS:
-            raise ManifestError(f"seal: {len(digests)} digests of member {rank}; at most {MAX_BUCKETS} are possible")
-        result[int(rank)] = tuple(digests)
-    return result
+        if not isinstance(rank, str) or not rank.isdecimal() or len(rank) > 8:
+            raise ManifestError(f"seal: by_member: {rank!r:.40} is not the rank of a member")
+        check_size(digests, list, MAX_BUCKETS, f"seal: digests of member {rank}")
+        digests_by_rank[int(rank)] = tuple(digests)
+    return digests_by_rank
 
 
 def _check_protocol(data: Any, label: str) -> dict[str, Any]:

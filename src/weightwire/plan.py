@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from weightwire.errors import ManifestError, PlanError
-from weightwire.manifest import DTYPE_BYTES, MAX_BYTES, MAX_DIMENSIONS, TensorSpec, exactly, is_count
+from weightwire.manifest import DTYPE_BYTES, MAX_BYTES, MAX_DIMENSIONS, TensorSpec, check_size, exactly, is_count
 from weightwire.slices import Box, cut, overlap, subtract
 
 CHUNKS_PER_MEMBER = 16
@@ -513,8 +513,7 @@ def _share_out(parts: Sequence[_Part], senders: int, receivers: int, *, relayed:
 
 def needs_from_json(rows: Any, tensors: Sequence[TensorSpec]) -> tuple[Region, ...]:
     """Parse a worker's untrusted description of its needs; see :func:`needs_to_json`."""
-    if not isinstance(rows, list) or len(rows) > MAX_PIECES:
-        raise ManifestError("needs: not a list of slices, or too long")
+    check_size(rows, list, MAX_PIECES, "needs")
     return tuple(parse_piece(row, tensors) for row in rows)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megascend.app.token_budget import STEP, TRIALS, BudgetSearch, predicted
+from megascend.app.token_budget import BUDGET_MULTIPLE, MAX_TRIALS, BudgetSearch, largest_fitting
 
 Peak = Callable[[int], float]
 
@@ -48,7 +48,7 @@ def test_few_trials_approach_the_limit_from_below(peak: Peak):
     assert 0.9 * 130e9 < peak(best) <= 130e9
     assert all(peak(tokens) <= 130e9 for tokens in trials)
     assert len(trials) <= 4
-    assert best % STEP == 0
+    assert best % BUDGET_MULTIPLE == 0
 
 
 def test_failed_trial_is_followed_by_smaller_ones():
@@ -56,7 +56,7 @@ def test_failed_trial_is_followed_by_smaller_ones():
     assert best is not None
     assert bent(best) <= 130e9 < bent(max(trials))
     assert 4096 < best < max(trials)
-    assert len(trials) <= TRIALS
+    assert len(trials) <= MAX_TRIALS
 
 
 def test_ranks_agree_on_the_smallest_budget():
@@ -91,6 +91,6 @@ def test_out_of_memory_tries_the_smallest():
 
 def test_prediction_is_the_largest_that_fits():
     for limit in (100, 5000, 5001, 123_456, 10**6):
-        budget = predicted(100, 200_000, lambda tokens, limit=limit: tokens <= limit)
+        budget = largest_fitting(100, 200_000, lambda tokens, limit=limit: tokens <= limit)
         assert budget <= max(limit, 100)
-        assert budget > min(limit, 200_000) - 2 * STEP or budget == 100
+        assert budget > min(limit, 200_000) - 2 * BUDGET_MULTIPLE or budget == 100

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascend.batch.loss import Loss, LossInputs
 from megascend.batch.loss_call import LossCall
-from megascend.batch.losses import BUILT_IN, CLASSIFICATION, Loss, LossInputs
+from megascend.batch.losses import BUILT_IN, CLASSIFICATION
 
 LARGEST = torch.finfo(torch.float32).max
 DIFFERENCES = [

@@ -11,20 +11,9 @@ import torch
 from torch import tensor
 
 from megascend import Loss
-from megascend.batch.losses import (
-    BUILT_IN,
-    LossInputs,
-    cispo,
-    cross_entropy,
-    dpo,
-    dro,
-    gspo,
-    importance_sampling,
-    ppo,
-    resolve,
-    split_output,
-    stable_reinforce,
-)
+from megascend.batch.loss import LossInputs, split_output
+from megascend.batch.losses import BUILT_IN, cross_entropy, dpo, resolve
+from megascend.batch.policy_losses import cispo, dro, gspo, importance_sampling, ppo, stable_reinforce
 from megascend.errors import ConfigError, DataError
 
 LOGPROBS = [-1.0, -2.5, -0.25, -3.0]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megascend.batch.loss import Loss, LossInputs
 from megascend.batch.loss_call import LossCall
-from megascend.batch.losses import BUILT_IN, Loss, LossInputs
+from megascend.batch.losses import BUILT_IN
 
 WEIGHTS = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.5, 1.0])
 """Four responses of 3, 2, 2 and 2 tokens; the first of the first two is a prompt's."""

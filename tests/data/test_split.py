@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megascend.app.objectives import Measurement
+from megascend.app.measurement import Measurement
 from megascend.app.run_samples import RunSamples, padding_remark, unlike_labels
 from megascend.batch.sample import Sample
 from megascend.cli.random_checkpoint import byte_tokenizer

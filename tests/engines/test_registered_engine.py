@@ -27,7 +27,7 @@ from megascend import (
     backends,
     register_engine,
 )
-from megascend.app import run
+from megascend.app import run_backend
 from megascend.bootstrap import engines
 from megascend.cli.random_checkpoint import byte_tokenizer
 from megascend.config.plugins import check_plugins, import_plugins
@@ -188,13 +188,13 @@ def test_settings_of_a_run_file_reach_engines_that_know_them_and_others_refuse(m
 
     register_engine("few", make)
     settings = {"model": "m", "output": "o", "data": {"path": "d"}, "engine": "few", "seed": 5, "provider": None}
-    run.make_backend(RunConfig.model_validate(settings))
+    run_backend.make_backend(RunConfig.model_validate(settings))
     assert received == {"model": Path("m"), "seed": 5, "recompute": Recompute()}
     for setting in ({"precision": "fp32"}, {"parallel": {"tensor": 2}}, {"lora": {}}, {"checkpoint": {"timeout_s": 9}}):
         with pytest.raises(
             ConfigError, match=r"engine 'few' has no setting (precision|parallel|adapters|save_timeout_s);"
         ):
-            run.make_backend(RunConfig.model_validate(settings | setting))
+            run_backend.make_backend(RunConfig.model_validate(settings | setting))
 
 
 def test_a_plug_in_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

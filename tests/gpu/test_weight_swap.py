@@ -12,7 +12,7 @@ import torch
 
 from weightwire.digest import has_triton
 from weightwire.vllm import contract
-from weightwire.vllm.in_place import Exchange, ExchangePart, swap_kernel, swap_tables
+from weightwire.vllm.exchange import Exchange, ExchangePart, swap_kernel, swap_tables
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SPANS = [  # two first bytes, and a length

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megascend import Sample
-from megascend.app.run import ADAPTER, make_backend
+from megascend.app.run_backend import ADAPTER, make_backend
 from megascend.app.teacher_model import TeacherModel, teacher_sizes
 from megascend.config import RunConfig
 from megascend.config.data import Distillation

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megascend.batch.losses import Loss, cross_entropy
+from megascend.batch.loss import Loss
+from megascend.batch.losses import cross_entropy
 from megascend.batch.sample import Sample
 from megascend.checkpoint import hf_slices
 from megascend.config import Adapters, Batching, CudaGraphs, Moe, Parallel, Recompute

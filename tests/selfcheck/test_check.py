@@ -29,8 +29,8 @@ from megascend.testing.self_checks import slice_of
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = tiny_config("qwen3")
-AGREES = TrialResult(lengths=[3, 40], alone=[1e-7, 2e-7], together=[1e-7, 3e-7], largest_logit=7.0)
-DIFFERS = TrialResult(lengths=[3, 40], alone=[1e-7, 2e-7], together=[0.5, 3e-7], largest_logit=7.0)
+AGREES = TrialResult(lengths=[3, 40], separate=[1e-7, 2e-7], batched=[1e-7, 3e-7], largest_logit=7.0)
+DIFFERS = TrialResult(lengths=[3, 40], separate=[1e-7, 2e-7], batched=[0.5, 3e-7], largest_logit=7.0)
 
 
 @pytest.fixture

@@ -107,8 +107,8 @@ def test_ignored_settings_are_named(names: Sequence[str]) -> None:
         assert [suspect.name for suspect in guilty] == expected, name
 
     for result in (result for name, result in zip(ignored, first, strict=True) if name == LONGROPE_TOP_LEVEL):
-        assert max(result.alone) <= BOUND  # the factor is chosen per micro batch, so only a mixed one differs
-        assert max(result.together) > 100 * BOUND
+        assert max(result.separate) <= BOUND  # the factor is chosen per micro batch, so only a mixed one differs
+        assert max(result.batched) > 100 * BOUND
 
 
 def test_check_of_linear_attention_calls_no_kernels_of_gpus(tmp_path, monkeypatch) -> None:

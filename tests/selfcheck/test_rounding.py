@@ -40,7 +40,7 @@ def test_rounding_measures_and_restores_the_parameters(cancelled: float) -> None
 
 
 def test_bound_grows_with_the_rounding_of_the_slice() -> None:
-    result = TrialResult(lengths=[3], alone=[3 * BOUND], together=[3 * BOUND], rounding=1e-6)
+    result = TrialResult(lengths=[3], separate=[3 * BOUND], batched=[3 * BOUND], rounding=1e-6)
     assert not result.agrees
     assert replace(result, rounding=BOUND).agrees
     assert not replace(result, rounding=BOUND / 2).agrees

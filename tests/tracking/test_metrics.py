@@ -12,7 +12,8 @@ from megascend.app.rl.records import PANELS as RL_PANELS
 from megascend.app.rl.records import RlRecord
 from megascend.app.run_log import MetricsRecord
 from megascend.app.train import StepRecord
-from megascend.batch.losses import BUILT_IN, LOSS_METRICS, LossInputs
+from megascend.batch.loss import LossInputs
+from megascend.batch.losses import BUILT_IN, LOSS_METRICS
 from megascend.tracking.metrics import declared_metrics
 
 
@@ -53,5 +54,5 @@ def test_metrics_of_built_in_losses_are_declared() -> None:
     for loss in BUILT_IN.values():
         output = loss.function(values, inputs)
         reported |= output[1].keys() if isinstance(output, tuple) else set()
-    reported.add("macro_f1")  # of all held-out samples together: app/objectives.py
+    reported.add("macro_f1")  # of all held-out samples together: app/measurement.py
     assert reported == LOSS_METRICS.keys()

@@ -18,15 +18,17 @@ from weightwire.manifest import Manifest, TensorSpec
 from weightwire.plan import Region, Share, complete, plan
 from weightwire.slices import index_of
 from weightwire.staging import BucketLayout, ShardLayout
+from weightwire.vllm import exchange as exchange_module
 from weightwire.vllm import in_place
-from weightwire.vllm.in_place import Copy, Exchange, ExchangePart, NotInPlaceError, Recording, merged, split
+from weightwire.vllm.exchange import Exchange, ExchangePart, merge_adjacent, split_large
+from weightwire.vllm.in_place import Copy, NotInPlaceError, Recording
 from weightwire.vllm.model import storage_id
 from weightwire.vllm.needs import Recorder, as_slices
 
 
 @pytest.fixture(autouse=True)
 def small_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "SCRATCH_BYTES", 4096)
+    monkeypatch.setattr(exchange_module, "SCRATCH_BYTES", 4096)
 
 
 class MemoryKernel:
@@ -41,7 +43,7 @@ class MemoryKernel:
             raise RuntimeError("the device")
         for left, right, size in table.tolist():
             assert (left | right | size) % width == 0
-            assert size == in_place.ROW_BYTES if width == 16 else 0 < size <= in_place.ROW_BYTES
+            assert size == exchange_module.ROW_BYTES if width == 16 else 0 < size <= exchange_module.ROW_BYTES
             before = ctypes.string_at(left, size)
             ctypes.memmove(left, right, size)
             ctypes.memmove(right, before, size)
@@ -54,9 +56,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     if request.param == "copies":
         return None
     kernel = MemoryKernel()
-    monkeypatch.setattr(in_place, "swap_kernel", lambda device: kernel)
-    monkeypatch.setattr(in_place, "ROW_BYTES", 1024)
-    monkeypatch.setattr(in_place, "SWAP_BYTES", 20_000)
+    monkeypatch.setattr(exchange_module, "swap_kernel", lambda device: kernel)
+    monkeypatch.setattr(exchange_module, "ROW_BYTES", 1024)
+    monkeypatch.setattr(exchange_module, "SWAP_BYTES", 20_000)
     return kernel
 
 
@@ -125,8 +127,8 @@ def test_exchange_writes_new_weights_and_undo_the_old_ones() -> None:
 
 def test_exchange_by_a_kernel_that_stops_anywhere_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = MemoryKernel()
-    monkeypatch.setattr(in_place, "swap_kernel", lambda device: kernel)
-    monkeypatch.setattr(in_place, "SWAP_BYTES", 4096)
+    monkeypatch.setattr(exchange_module, "swap_kernel", lambda device: kernel)
+    monkeypatch.setattr(exchange_module, "SWAP_BYTES", 4096)
     update = Update()
     rows = list(layer(update))
     before, received = [parameter.clone() for parameter, _, _ in rows], update.staging.clone()
@@ -163,7 +165,7 @@ def test_exchange_by_a_kernel_reads_and_writes_every_byte_once(monkeypatch: pyte
     Exchange(parts).run(update.staging)
     assert moved == 6 * size, "three copies, each of which reads and writes"
     kernel, moved = MemoryKernel(), 0
-    monkeypatch.setattr(in_place, "swap_kernel", lambda device: kernel)
+    monkeypatch.setattr(exchange_module, "swap_kernel", lambda device: kernel)
     exchange = Exchange(parts, keep=True)
     exchange.run(update.staging)
     assert (kernel.nbytes, moved) == (4 * size, 0)
@@ -172,9 +174,9 @@ def test_exchange_by_a_kernel_reads_and_writes_every_byte_once(monkeypatch: pyte
 
 
 def test_rows_for_the_kernel_cover_ranges_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_place, "ROW_BYTES", 64)
+    monkeypatch.setattr(exchange_module, "ROW_BYTES", 64)
     ranges = [(1024, 4096, 200), (2048, 8200, 64), (3000, 9002, 50), (5001, 12001, 33), (6000, 14000, 0)]
-    tables = in_place.swap_tables(ranges)
+    tables = exchange_module.swap_tables(ranges)
     assert [width for _, width in tables] == [16, 4, 2, 1]
     covered = sorted((left, right, size) for table, _ in tables for left, right, size in table.tolist())
     expected = [
@@ -240,10 +242,10 @@ def test_exchange_releases_the_memory_of_an_update() -> None:
 def test_adjacent_parts_are_merged_and_large_ones_split() -> None:
     update = Update()
     parts = [copy for _, copy, _ in layer(update)]
-    result = merged(parts)
+    merged_parts = merge_adjacent(parts)
     # Query, key and value; four experts of two halves: one part each.
-    assert [item.target.numel() for item in result] == [96 * 32, 32 * 24, 8, 40 * 16, 700 * 32, 4 * 24 * 16]
-    pieces = split(result)
+    assert [item.target.numel() for item in merged_parts] == [96 * 32, 32 * 24, 8, 40 * 16, 700 * 32, 4 * 24 * 16]
+    pieces = split_large(merged_parts)
     assert max(item.target.nbytes for item in pieces) <= 4096
     assert sum(item.target.numel() for item in pieces) == sum(item.target.numel() for item in parts)
 
@@ -251,7 +253,7 @@ def test_adjacent_parts_are_merged_and_large_ones_split() -> None:
 def test_large_strided_part_is_split_by_rows() -> None:
     target, source = random(64, 128), random(64, 300, seed=1)
     update = Update()
-    pieces = split([part(target, source, update.add(source), lambda tensor: tensor[:, 100:228])])
+    pieces = split_large([part(target, source, update.add(source), lambda tensor: tensor[:, 100:228])])
     assert max(item.target.nbytes for item in pieces) <= 4096
     for item in pieces:
         item.target.copy_(item.source(update.staging))
@@ -281,7 +283,7 @@ def test_another_model_or_manifest_does_not_fit() -> None:
     model = torch.nn.Linear(4, 2, bias=False)
     specs = (TensorSpec("weight", "float32", (2, 4)),)
     copy = Copy(model.weight.detach(), Region(0, (0, 0), (2, 4)))
-    recording = Recording([copy], specs, in_place.addresses(model))
+    recording = Recording([copy], specs, in_place.parameter_addresses(model))
     assert recording.fits(Manifest(7, specs), model)
     assert not recording.fits(Manifest(7, (TensorSpec("weight", "bfloat16", (2, 4)),)), model)
     model.weight = torch.nn.Parameter(torch.zeros(2, 4))
@@ -503,7 +505,7 @@ def test_one_recording_exchanges_shards_and_buckets(sharded: tuple[Loaders, Shar
 def test_exchange_of_shards_that_stops_can_be_undone(
     sharded: tuple[Loaders, Share], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_place, "SCRATCH_BYTES", 512)
+    monkeypatch.setattr(exchange_module, "SCRATCH_BYTES", 512)
     loaders, share = sharded
     layout = ShardLayout(share, loaders.specs)
     exchange = Recording(loaders.copies, loaders.specs, {}).exchange(layout, keep=True)
@@ -548,7 +550,7 @@ def test_old_weights_of_another_dtype_are_kept_apart_up_to_a_limit(monkeypatch: 
     layout = BucketLayout(Manifest(1, specs))
     recording = Recording(copies, specs, {})
     assert recording.exchange(layout, keep=True)
-    monkeypatch.setattr(in_place, "SCRATCH_BYTES", 500)
+    monkeypatch.setattr(in_place, "SEPARATE_BYTES", 500)
     recording = Recording(copies, specs, {})
     assert recording.exchange(layout, keep=False)
     with pytest.raises(NotInPlaceError, match=r"600 bytes .*router.* base of later differences"):
@@ -614,7 +616,7 @@ def test_copies_into_parameters_are_recorded_at_their_places() -> None:
     for copy, part in zip(copies, (weight[:2], weight[2:, 1:3], bias.view(1, 4)), strict=True):
         assert (copy.target.data_ptr(), copy.target.shape) == (part.data_ptr(), part.shape)
         assert copy.target.stride()[-1] == 1
-    (zeros,) = [in_place._in_use(part, recorder) for part in recorder.zeros]
+    (zeros,) = [in_place._part_in_use(part, recorder) for part in recorder.zeros]
     assert (zeros.data_ptr(), zeros.stride()) == (weight[:, 3:].data_ptr(), (4, 1))
 
 
@@ -641,4 +643,6 @@ def test_other_uses_of_parameters_are_refused(
     recorder, _, _ = recorded(load)
     assert (list(recorder.pieces()) == [Region(0, (0, 0), (6, 4))]) == complete_need
     with pytest.raises(NotInPlaceError, match=reason):
-        list(chain(in_place._copies(recorder, SPECS), (in_place._in_use(part, recorder) for part in recorder.zeros)))
+        list(
+            chain(in_place._copies(recorder, SPECS), (in_place._part_in_use(part, recorder) for part in recorder.zeros))
+        )

@@ -12,19 +12,13 @@ from megascend.app.objectives import LearningObjective
 from megascend.app.preflight import AnyConfig, RunPlan, disk_warning
 from megascend.app.rl.servers import placements, share_beside_trainer
 from megascend.app.rl.trial import EpisodeTrial, ask_engines, describe_teacher
-from megascend.app.run import (
-    ADAPTER,
-    Training,
-    World,
-    backend_settings,
-    bootstrap,
-    check_adapter_path,
-    plan_with_plugins,
-)
+from megascend.app.run import check_adapter_path, plan_with_plugins
+from megascend.app.run_backend import ADAPTER, backend_settings, bootstrap
 from megascend.app.run_samples import RunSamples, StreamedSamples
 from megascend.app.teacher_model import teacher_sizes
-from megascend.app.token_budget import AUTO, SHARE, largest_useful, predicted
+from megascend.app.token_budget import AUTO, largest_fitting, largest_useful
 from megascend.app.train import SupervisedTraining
+from megascend.app.training import Training, World
 from megascend.batch.micro_batch import SequenceLayout
 from megascend.batch.packing import plan_micro_batches, shard
 from megascend.bootstrap.runtime import Runtime
@@ -38,6 +32,7 @@ from megascend.io.paths import free_bytes
 from megascend.memory.estimate import Estimate, estimate
 from megascend.memory.sizes import ELEMENT_BYTES, Kernels, Workload
 from megascend.planning.hardware import matching
+from megascend.planning.search import MEMORY_SHARE
 from megascend.topology.topology import Topology
 
 EXAMPLES = 3
@@ -264,12 +259,12 @@ def dry_run(plan: RunPlan[RunConfig], overwrite: bool = False, resume: str | Pat
         workload = Workload(tokens, micro_batches=2, longest=longest, teacher=teacher)
         need = estimate(config, info, hf_config, topology, workload, kernels)
         # None: an engine from another package, of whose memory nothing is known.
-        return need is None or need.tensors <= SHARE * device_memory
+        return need is None or need.tensors <= MEMORY_SHARE * device_memory
 
     budget = config.batching.micro_batch_tokens
     # A dry run measures nothing: the estimate takes the place of trials.
     if budget == AUTO:
-        budget = predicted(longest, largest_useful(config, samples, layout, topology), fits)
+        budget = largest_fitting(longest, largest_useful(config, samples, layout, topology), fits)
     steps = plan_steps(config, samples, objective, layout, topology, budget)
 
     def memory(config: RunConfig) -> Estimate | None:

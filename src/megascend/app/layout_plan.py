@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megascend.app.preflight import check_lora
-from megascend.app.run import backend_settings, bootstrap
+from megascend.app.run_backend import backend_settings, bootstrap
 from megascend.config import RunConfig, parsed
 from megascend.config.run_file import full_names, read_settings
 from megascend.errors import CheckpointError, ConfigError, MegascendError

@@ -5,16 +5,17 @@ Collective where a backend is used.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from megascend.app.measurement import Measurement, MetricSums, label_outcomes, loss_values, weighted_sum
 from megascend.app.teacher_model import TeacherModel
-from megascend.batch.losses import BUILT_IN, MARGIN, Loss, LossInputs, LossUnit, predictions, resolve, split_output
-from megascend.batch.micro_batch import label_tensor
+from megascend.batch.loss import MARGIN, Loss, LossUnit
+from megascend.batch.losses import BUILT_IN, resolve
 from megascend.batch.sample import Sample
 from megascend.config import Distillation, RunConfig
 from megascend.config.data import ProblemType
@@ -26,30 +27,40 @@ if TYPE_CHECKING:
     from megascend.data.store import SampleSubset
 
 
-LOSS = "loss"
-"""Name of a loss among its metrics, as :class:`megascend.batch.loss_call.LossEvaluation` has it."""
-
-
-class LearningObjective(Protocol):
+class LearningObjective(ABC):
     """Learning objective: turns samples into batches, and batches into a loss."""
 
+    trial_loss: ClassVar[Loss] = BUILT_IN["cross_entropy"]
+    """Loss of a trial step: it takes as much memory as the objective's, and any samples."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+
     @property
-    def loss(self) -> str | Loss:
+    def loss(self) -> Loss:
         """The loss of ``forward_backward``."""
-        ...
-
-    def units(self, samples: SampleSubset) -> int:
-        """Count the units (samples or pairs) of which batches are drawn."""
-        ...
-
-    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
-        """Compute what is needed of these units of ``samples`` before the first step; ``batch`` of them at a time."""
-        ...
+        return self._loss
 
     @property
     def has_reference(self) -> bool:
         """True if the loss compares with the model that training starts from."""
-        ...
+        return False
+
+    @abstractmethod
+    def units(self, samples: SampleSubset) -> int:
+        """Count the units (samples or pairs) of which batches are drawn."""
+
+    @abstractmethod
+    def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
+        """Return the numbers of the samples of some units, each with the number of its pair among those."""
+
+    @abstractmethod
+    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
+        """Return the samples of some units."""
+
+    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch_size: int) -> None:
+        """Compute what is needed of these units of ``samples`` before the first step; ``batch_size`` of them at a time."""
+        return
 
     def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
         """Add to this rank's samples, or to the loss, what a step reads of another pass; return them. Collective.
@@ -57,63 +68,15 @@ class LearningObjective(Protocol):
         Args:
             adapter: the one that is trained.
         """
-        ...
+        return samples
 
-    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
+    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Loss]:
         """Return this rank's samples and the loss of a step that takes as much memory as one that learns. Collective."""
-        ...
+        return samples, self.trial_loss
 
-    def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
-        """Return the numbers of the samples of some units, each with the number of its pair among those."""
-        ...
-
-    def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
-        """Return the samples of some units."""
-        ...
-
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
-        """Sum the loss over all of ``samples``, without learning; ``batch`` units at a time."""
-        ...
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Sums over held-out samples.
-
-    Attributes:
-        total: sum of the loss.
-        count: what divides it: the sum of weights, or the number of samples or pairs.
-        totals: sums of a loss's metrics over the pairs or samples, if it is one of them.
-        outcomes: true positives, false positives and false negatives of each label of a classifier.
-    """
-
-    total: float
-    count: float
-    totals: Mapping[str, float] = field(default_factory=dict)
-    outcomes: tuple[tuple[float, ...], ...] = ()
-
-    @property
-    def loss(self) -> float:
-        """Mean of the loss."""
-        return self.total / self.count
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Means of the metrics, and a classifier's macro F1."""
-        metrics = {name: total / self.count for name, total in self.totals.items()}
-        # A label that neither occurs nor is predicted has no F1.
-        scores = [
-            2 * true / (2 * true + wrong + missed) for true, wrong, missed in self.outcomes if true + wrong + missed
-        ]
-        return metrics | ({"macro_f1": sum(scores) / len(scores)} if scores else {})
-
-    def __add__(self, other: Measurement) -> Measurement:
-        totals = {name: total + other.totals[name] for name, total in self.totals.items()}
-        # float32 counts to 2^24.
-        first, second = (torch.tensor(rows, dtype=torch.float64) for rows in (self.outcomes, other.outcomes))
-        return Measurement(
-            self.total + other.total, self.count + other.count, totals, tuple(map(tuple, (first + second).tolist()))
-        )
+    @abstractmethod
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
+        """Sum the loss over all of ``samples``, without learning; ``batch_size`` units at a time. Collective."""
 
 
 def make_objective(config: RunConfig, samples: SampleSubset) -> LearningObjective:
@@ -224,77 +187,17 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
         )
 
 
-def loss_values(
-    loss: Loss,
-    samples: Sequence[Sample],
-    scores: Sequence[torch.Tensor],
-    entropies: Sequence[torch.Tensor] | None = None,
-    candidates: Sequence[torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the values and metrics of a loss without gradients, in float64: of each token, each sample, or the pair.
-
-    Args:
-        samples: a few, chosen and rejected one of a pair.
-        scores: log-probabilities of each sample's targets [length] from the model, or values; ``entropies`` likewise.
-        candidates: log-probabilities [length, K or more] of each sample's candidates.
-    """
-
-    def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([part.double().cpu() for part in parts])
-
-    fields: dict[str, Any] = {}
-    if all(sample.ref_logprobs is not None for sample in samples):
-        fields["ref_logprobs"] = joined([sample.ref_logprobs for sample in samples])
-    if candidates is not None:
-        teacher = [sample.candidates for sample in samples if sample.candidates is not None]
-        fields["candidate_ids"] = torch.cat([entry.ids for entry in teacher])
-        fields["teacher_logprobs"] = joined([entry.logprobs for entry in teacher])
-        # Wider, if another sample of the micro batch has more candidates.
-        fields["candidate_logprobs"] = joined(
-            [part[:, : entry.ids.shape[1]] for part, entry in zip(candidates, teacher, strict=True)]
-        )
-    if loss.of == "values":
-        fields["last"] = torch.tensor([len(sample) for sample in samples]).cumsum(0) - 1
-        names = set.intersection(*(set(sample.extra) for sample in samples))
-        fields["extra"] = {name: joined([sample.extra[name] for sample in samples]) for name in names}
-    inputs = LossInputs(
-        torch.cat([sample.target_ids for sample in samples]),
-        joined([sample.weights for sample in samples]),
-        torch.cat([torch.full_like(sample.target_ids, number) for number, sample in enumerate(samples)]),
-        len(samples),
-        torch.tensor([[0, 1]] if loss.per == "pair" else []).reshape(-1, 2).long(),
-        lambda values: values,
-        entropy=None if entropies is None else joined(entropies),
-        labels=label_tensor(samples) if "label" in loss.requires else None,
-        **fields,
-    )
-    count = {"token": len(inputs.targets), "sample": len(samples), "pair": 1}[loss.per]
-    return split_output(loss, loss(joined(scores), inputs), count)
+SQUARED_VALUES = Loss(
+    "squared values", lambda values, inputs: values.square().view(len(values), -1).sum(1), of="values"
+)
+"""Loss of trials on models with a scalar head."""
 
 
-class TokenObjective:
+class TokenObjective(LearningObjective):
     """A loss of texts, conversations and completions: one value per token, or per sample."""
-
-    has_reference = False
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-
-    @property
-    def loss(self) -> Loss:
-        return self._loss
 
     def units(self, samples: SampleSubset) -> int:
         return len(samples)
-
-    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
-        return None
-
-    def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
-        return samples
-
-    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
-        return samples, "cross_entropy"
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(unit, None) for unit in units]
@@ -302,11 +205,11 @@ class TokenObjective:
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
         return [samples[unit] for unit in units]
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
         """Return the weighted sum of :meth:`losses` and the sum of weights, or the number of samples."""
         total = weight = 0.0
-        for start in range(0, len(samples), batch):
-            shard = backend.shard(samples[start : start + batch])
+        for start in range(0, len(samples), batch_size):
+            shard = backend.shard(samples[start : start + batch_size])
             for sample, losses in zip(shard, self.losses(backend, shard, adapter), strict=True):
                 if self._loss.per == "sample":
                     total, weight = total + float(losses.sum()), weight + 1
@@ -349,7 +252,7 @@ class TeacherObjective(TokenObjective):
         assert self._teacher is not None, "prepare() comes first"
         return self._teacher.loss(self._settings.loss, self._settings.beta)
 
-    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
+    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch_size: int) -> None:
         """Load the teacher. To be called before a checkpoint is loaded."""
         if self._teacher is None and self._settings.teacher is not None:
             self._teacher = TeacherModel(backend, self._settings.teacher, "distillation.teacher")
@@ -359,7 +262,7 @@ class TeacherObjective(TokenObjective):
         outputs = self._teacher.outputs(samples)
         return [replace(sample, teacher_states=output.states) for sample, output in zip(samples, outputs, strict=True)]
 
-    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
+    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Loss]:
         # First: the loss has the rows of the teacher's output layer, which the first pass copies.
         samples = self.complete(backend, samples, None)
         return samples, self.loss
@@ -368,7 +271,7 @@ class TeacherObjective(TokenObjective):
         return backend.divergences(self.complete(backend, samples, adapter), self.loss, adapter)
 
 
-class PreferenceObjective:
+class PreferenceObjective(LearningObjective):
     """A loss of preference pairs. A unit is a pair: two neighbours, the chosen one first.
 
     The reference of a loss that requires one is the model that training starts from, without an adapter. Only the sum of its
@@ -376,12 +279,8 @@ class PreferenceObjective:
     """
 
     def __init__(self, loss: Loss) -> None:
-        self._loss = loss
+        super().__init__(loss)
         self._reference: dict[tuple[str, int, bool], float] = {}
-
-    @property
-    def loss(self) -> Loss:
-        return self._loss
 
     @property
     def has_reference(self) -> bool:
@@ -390,14 +289,14 @@ class PreferenceObjective:
     def units(self, samples: SampleSubset) -> int:
         return len(samples) // 2
 
-    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch: int) -> None:
+    def prepare(self, backend: Backend, samples: SampleSubset, units: Iterable[int], batch_size: int) -> None:
         """Sum the reference's log-probabilities. To be called before a checkpoint is loaded."""
         if not self.has_reference:
             return
         # Each pair once: a run of several epochs draws it again.
         numbers = sorted(set(units))
-        for start in range(0, len(numbers), batch):
-            shard = backend.shard(self._members(samples, numbers[start : start + batch]))
+        for start in range(0, len(numbers), batch_size):
+            shard = backend.shard(self._members(samples, numbers[start : start + batch_size]))
             reference = backend.forward(shard, reference=True).logprobs
             sums = {
                 self._key(samples, sample): weighted_sum(logprobs, sample)
@@ -406,12 +305,6 @@ class PreferenceObjective:
             # Every rank gets all sums: every step divides its batch among the ranks differently.
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
-
-    def complete(self, backend: Backend, samples: Sequence[Sample], adapter: str | None) -> Sequence[Sample]:
-        return samples
-
-    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
-        return samples, "cross_entropy"
 
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
         return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]
@@ -424,12 +317,11 @@ class PreferenceObjective:
             sample.pair = index // 2
         return batch
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
         """Return the sums of the loss and its metrics over the pairs, and their number."""
-        sums: dict[str, float] = defaultdict(float)
-        count = 0
-        for start in range(0, self.units(samples), batch):
-            units = range(start, min(start + batch, self.units(samples)))
+        sums = MetricSums()
+        for start in range(0, self.units(samples), batch_size):
+            units = range(start, min(start + batch_size, self.units(samples)))
             # Pairs stay together and in order.
             shard = backend.shard(self._members(samples, units))
             scores, entropies = self._scores(backend, shard, adapter)
@@ -437,17 +329,10 @@ class PreferenceObjective:
                 self._add_reference(samples, sample)
             for first in range(0, len(shard), 2):
                 pair = slice(first, first + 2)
-                loss, metrics = loss_values(
-                    self._loss, shard[pair], scores[pair], None if entropies is None else entropies[pair]
+                sums.add(
+                    *loss_values(self._loss, shard[pair], scores[pair], None if entropies is None else entropies[pair])
                 )
-                for name, value in {**metrics, LOSS: loss}.items():
-                    sums[name] += float(value)
-                count += 1
-        parts, counts = zip(*backend.gather_by_data_rank((dict(sums), count)), strict=True)
-        # A rank without pairs has no sums; the names are the same on all others.
-        names = list(dict.fromkeys(name for part in parts for name in part))
-        totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-        return Measurement(totals.pop(LOSS), sum(counts), totals)
+        return sums.gather(backend)
 
     def _scores(
         self, backend: Backend, samples: Sequence[Sample], adapter: str | None
@@ -477,63 +362,31 @@ class PreferenceObjective:
         return samples.fingerprint, int(str(sample.pair)), bool(sample.chosen) or sample.label is not None
 
 
-SQUARED_VALUES = Loss(
-    "squared values", lambda values, inputs: values.square().view(len(values), -1).sum(1), of="values"
-)
-"""Loss of trials on models with a scalar head."""
-
-
 class ClassificationObjective(TokenObjective):
     """A loss of labelled samples by the values of a classifier's head at their last token."""
+
+    trial_loss = SQUARED_VALUES
 
     def __init__(self, problem_type: ProblemType) -> None:
         super().__init__(BUILT_IN[problem_type])
         self._problem_type: ProblemType = problem_type
 
-    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
-        # The samples of a trial have no labels, which changes nothing for memory.
-        return samples, SQUARED_VALUES
-
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
         """Return the sums of the loss and its metrics over the samples, their number, and the outcomes of each label."""
-        sums: dict[str, float] = defaultdict(float)
-        outcomes, count = torch.zeros(0, 3, dtype=torch.float64), 0
-        for start in range(0, len(samples), batch):
-            shard = backend.shard(samples[start : start + batch])
+        sums = MetricSums()
+        for start in range(0, len(samples), batch_size):
+            shard = backend.shard(samples[start : start + batch_size])
             for sample, values in zip(shard, backend.values(shard, adapter), strict=True):
-                loss, metrics = loss_values(self._loss, [sample], [values])
-                for name, value in {**metrics, LOSS: loss}.items():
-                    sums[name] += float(value)
+                sums.add(*loss_values(self._loss, [sample], [values]))
                 if self._problem_type != "regression":
-                    sample_outcomes = label_outcomes(self._problem_type, values[-1].view(-1), sample)
-                    outcomes = sample_outcomes + (outcomes if len(outcomes) else 0)
-                count += 1
-        parts, counts, tables = zip(*backend.gather_by_data_rank((dict(sums), count, outcomes.tolist())), strict=True)
-        # A rank without samples has no sums; the names are the same on all others.
-        names = list(dict.fromkeys(name for part in parts for name in part))
-        totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-        table = sum(torch.tensor(table, dtype=torch.float64) for table in tables if table)
-        rows = tuple(map(tuple, table.tolist())) if isinstance(table, torch.Tensor) else ()
-        return Measurement(totals.pop(LOSS), sum(counts), totals, rows)
-
-
-def label_outcomes(problem_type: ProblemType, logits: torch.Tensor, sample: Sample) -> torch.Tensor:
-    """Return true positives, false positives and false negatives of each label, float64 [labels, 3], of ``logits`` [labels]."""
-    predicted = predictions(problem_type, logits)
-    if problem_type == "single_label_classification":
-        labels = torch.arange(len(logits))
-        predicted, actual = labels == predicted, labels == sample.label
-    else:
-        actual = sample.label > 0.5
-    return torch.stack([predicted & actual, predicted & ~actual, ~predicted & actual], 1).double()
+                    sums.add_outcomes(label_outcomes(self._problem_type, values[-1].view(-1), sample))
+        return sums.gather(backend)
 
 
 class RewardObjective(PreferenceObjective):
     """A loss of preference pairs by the values of a scalar head."""
 
-    def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], str | Loss]:
-        # The samples of a trial are no pairs, which changes nothing for memory.
-        return samples, SQUARED_VALUES
+    trial_loss = SQUARED_VALUES
 
     def _scores(
         self, backend: Backend, samples: Sequence[Sample], adapter: str | None
@@ -583,12 +436,12 @@ class LabelledObjective(PreferenceObjective):
         self._mismatched = batch[1::2]
         return batch[::2]
 
-    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch: int) -> Measurement:
+    def measure(self, backend: Backend, samples: SampleSubset, adapter: str | None, batch_size: int) -> Measurement:
         """Return the sum of the loss over the samples, with the reference point of all of them, and their number."""
         labelled: list[tuple[Sample, torch.Tensor, torch.Tensor | None]] = []
         ratios: list[float] = []
-        for start in range(0, self.units(samples), batch):
-            members = self._members(samples, range(start, min(start + batch, self.units(samples))))
+        for start in range(0, self.units(samples), batch_size):
+            members = self._members(samples, range(start, min(start + batch_size, self.units(samples))))
             for sample in members:
                 self._add_reference(samples, sample)
                 sample.pair = None
@@ -626,10 +479,3 @@ class LabelledObjective(PreferenceObjective):
             if sample.pair != mismatched.pair or sample.label is None or mismatched.label is not None:
                 raise DataError("labelled samples are out of order")
         return members
-
-
-def weighted_sum(values: torch.Tensor, sample: Sample) -> float:
-    """Return ``sum(weight * value)`` over a sample, in float64."""
-    weights = sample.weights.double()
-    # where, not a product: 0 times a log-probability of -inf is NaN.
-    return float(torch.where(weights > 0, weights * values.double().cpu(), 0.0).sum())

@@ -1,190 +1,47 @@
-"""A run of any kind on one rank: world, data, model, loop, results. What kinds of runs differ in is in a :class:`Training`."""
+"""A run of any kind on one rank: world, data, model, loop, results. A :class:`Training` has what kinds of runs differ in."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megascend.app.ahead import SelfCheckPrefetch, compiling_kernels
 from megascend.app.checkpoint_policy import CheckpointPolicy
 from megascend.app.event_log import EventLog
-from megascend.app.plot import PANELS, Panel, plot_metrics
+from megascend.app.plot import plot_metrics
 from megascend.app.preflight import AnyConfig, RunPlan, check_run, disk_warning
 from megascend.app.profile import StepProfiler
 from megascend.app.push import push
 from megascend.app.resume import begin, check_start, may_write
+from megascend.app.run_backend import ADAPTER, bootstrap, make_backend
 from megascend.app.run_inputs import KEY as INPUTS
 from megascend.app.run_inputs import RunInputs
 from megascend.app.run_log import RunLog
 from megascend.app.stop_signals import StopSignals
+from megascend.app.training import Run, RunResult, Training, World
 from megascend.bootstrap.engines import needs
-from megascend.config import Adapters, Checkpoint, TrainerConfig
+from megascend.config import TrainerConfig
 from megascend.config.plugins import import_plugins
 from megascend.distributed.launch import Launch
 from megascend.errors import CheckpointError, NonFiniteError
 from megascend.huggingface import hub
-from megascend.huggingface.files import copy_tokenizer, read_config
+from megascend.huggingface.files import copy_tokenizer
 from megascend.io.lasting_output import LastingOutput
 from megascend.io.paths import is_kept, unwritable_reason
 from megascend.tracking.trackers import Trackers
 
 if TYPE_CHECKING:
     from megascend.app.run_directory import OutputDirectory
-    from megascend.app.run_log import MetricsRecord
     from megascend.backend import Backend
-    from megascend.bootstrap import Runtime
 
 logger = logging.getLogger(__name__)
-
-ADAPTER = "default"
-"""Name of a run's adapter, the same as peft gives to one that it loads."""
-
-
-@dataclass(frozen=True)
-class World(Generic[AnyConfig]):
-    """Context of a run before its model is built.
-
-    Attributes:
-        plan: result of the preflight checks.
-        resume: ``auto``, the path of a checkpoint, or None.
-    """
-
-    plan: RunPlan[AnyConfig]
-    launch: Launch
-    runtime: Runtime
-    resume: str | Path | None
-
-
-@dataclass(frozen=True)
-class Run(Generic[AnyConfig]):
-    """A run whose model is built.
-
-    Attributes:
-        config: the settings as :meth:`Training.prepare` completed them.
-        adapter: name of the adapter that is trained; None: the model itself.
-        stack: closes what callbacks open, before the backend.
-    """
-
-    config: AnyConfig
-    backend: Backend
-    event_log: EventLog
-    adapter: str | None
-    stack: ExitStack
-
-    @property
-    def main_rank(self) -> bool:
-        """True on the rank that writes and prints."""
-        return self.backend.rank == 0
-
-
-class Training(ABC, Generic[AnyConfig]):
-    """One kind of run. :func:`run` calls these methods in the order below, on every rank.
-
-    Attributes:
-        progress_keys: keys of the dict that :meth:`progress` returns; a checkpoint without them is from another kind of run.
-        shared_errors: errors that a step raises on every rank, so that all of them can save the last step.
-        panels: panels of the run's plot.
-        chat_template: template to export in place of the model's; None: the model's.
-    """
-
-    progress_keys: ClassVar[tuple[str, ...]]
-    shared_errors: ClassVar[tuple[type[Exception], ...]] = ()
-    panels: ClassVar[Sequence[Panel]] = PANELS
-    chat_template: str | None = None
-
-    def check(self, config: AnyConfig, launch: Launch) -> None:
-        """Check settings that :func:`check_run` does not know. Called before torch is imported."""
-
-    def start(self, plan: RunPlan[AnyConfig], launch: Launch, stack: ExitStack) -> None:
-        """Start other processes that need long, before this one uses a device. The stack ends them with the run."""
-
-    @abstractmethod
-    def prepare(self, world: World[AnyConfig]) -> AnyConfig:
-        """Read the data, check everything that can be checked without the model, and return the completed settings. Local."""
-
-    def model_config(self, config: AnyConfig) -> AnyConfig:
-        """Return the settings with which the model is built."""
-        return config
-
-    def after_build(self, run: Run[AnyConfig]) -> None:
-        """Run checks and computations that need the model, before a checkpoint is loaded into it. Collective."""
-
-    @abstractmethod
-    def begin(self, run: Run[AnyConfig], progress: dict[str, Any] | None) -> None:
-        """Resume from ``progress`` of a checkpoint, or begin; print what is about to happen. Collective."""
-
-    @abstractmethod
-    def start_loop(self, log: RunLog) -> None:
-        """Prepare for the loop, whose records go to ``log``. Collective."""
-
-    @abstractmethod
-    def next_batch(self, number: int, stop: Callable[[], bool]) -> Any | None:
-        """Return the batch of step ``number``; None if a signal stops any rank while they wait for it. Collective."""
-
-    @abstractmethod
-    def step(self, number: int, batch: Any) -> MetricsRecord:
-        """Train on a batch. Collective."""
-
-    def after_step(self, number: int) -> None:
-        """Run checks and evaluations that are due after a logged step. Collective."""
-
-    @property
-    def finished(self) -> bool:
-        """True if the run ends after this step, whatever ``steps`` is. The same on every rank."""
-        return False
-
-    @property
-    def best_step(self) -> int | None:
-        """The step whose checkpoint is to be kept and exported; None: no checkpoint is better than others."""
-        return None
-
-    @abstractmethod
-    def progress(self) -> dict[str, Any]:
-        """Return the state to save beside the model, as of the last optimizer step, even if a later batch has been taken."""
-
-    def weights(self, config: AnyConfig) -> dict[str, Path]:
-        """Return the checkpoint directories that a resumed run reads again, by setting: they must be as they were."""
-        return {} if config.lora is None else {"model": config.model}
-
-    def code(self, config: AnyConfig) -> dict[str, str]:
-        """Return the names of functions and modules that decide what is learned, by setting."""
-        return {f"plugins: {name}": name for name in config.plugins}
-
-    def packages(self, config: AnyConfig) -> dict[str, str]:
-        """Return the names of installed packages that decide what is learned, by setting."""
-        return {}
-
-    @abstractmethod
-    def title(self, run: Run[AnyConfig]) -> str:
-        """Return the title of the plot."""
-
-    @abstractmethod
-    def result(self) -> tuple[dict[str, Any], str]:
-        """Return the values of the event ``finished``, and the summary line to print."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Result of a run, the same on every rank.
-
-    Attributes:
-        steps: optimizer steps done, skipped ones included.
-        export: directory of the exported model, or of the adapter if one was trained, or None.
-        stopped: the signal that stopped the run before its last step (``"SIGTERM"``), or None. A checkpoint was saved.
-    """
-
-    steps: int
-    export: Path | None
-    stopped: str | None
 
 
 def run(
@@ -433,79 +290,6 @@ def can_save_after(error: Exception, training: Training[AnyConfig], backend: Bac
     shared = isinstance(error, training.shared_errors) or getattr(error, "on_all_ranks", False)
     everywhere = backend.world_size == 1 or shared
     return everywhere and not isinstance(error, (CheckpointError, NonFiniteError))
-
-
-# --- the model ---
-
-
-def bootstrap(config: TrainerConfig) -> Runtime:
-    """Make this process ready for a run's engine, as :func:`megascend.bootstrap`."""
-    import megascend
-
-    return megascend.bootstrap(
-        config.platform,
-        config.parallel,
-        config.tf32,
-        config.engine,
-        config.precision,
-        config.provider,
-        config.affinity,
-    )
-
-
-def make_backend(config: TrainerConfig) -> Backend:
-    """Build the backend that a run's settings describe; with ``lora``, one that has room for its adapter."""
-    from megascend import backends
-
-    return backends.make_backend(config.engine, model=config.model, **backend_settings(config))
-
-
-def backend_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Select the settings of a run with which its engine's backend is constructed."""
-    from megascend import backends
-
-    lora = config.lora
-    common_fields = (
-        "precision", "tf32", "optimizer", "schedule", "recompute", "moe", "mtp", "mtp_loss_weight", "vision_tower", "batching",
-        "platform", "seed", "timeout_s",
-    )  # fmt: skip
-    engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
-    settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
-    settings["adapters"] = None
-    if lora is not None:
-        settings["adapters"] = Adapters(
-            max_count=1, max_rank=lora.rank, targets=lora.targets, base_weights=config.base_weights
-        )
-    settings["save_timeout_s"] = config.checkpoint.timeout_s
-    settings["head"] = config.head
-    # A setting that the engine does not have is left out while it has its default. Otherwise the engine refuses it by name.
-    defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
-    # The run file has these under other names, or not at all.
-    defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s, "head": "lm"}
-    accepted = backends.accepted_settings(config.engine)
-    return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}
-
-
-def model_line(config: TrainerConfig, backend: Backend) -> str:
-    """Name the model that a run trains: its architecture, its size, and where it is from."""
-    count = backend.parameter_count
-    size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
-    return f"{read_config(config.model).get('model_type', 'a model')} with {size} parameters ({config.model})"
-
-
-def too_many_skips(config: TrainerConfig, step: int, in_a_row: int, batch: Path | None) -> NonFiniteError:
-    """Make the error that ends a run whose gradients stay non-finite.
-
-    Args:
-        in_a_row: number of consecutive skipped steps.
-        batch: file with the samples of the last one; None: they were not written.
-    """
-    remedy = "lower optimizer.lr" if config.precision == "fp32" else "lower optimizer.lr, or use a wider precision"
-    return NonFiniteError(
-        f"{in_a_row} steps in a row, up to step {step}, had non-finite gradients and were skipped on all ranks; the "
-        f"limit is max_skipped_steps: {config.max_skipped_steps}. Look at the data"
-        f"{f' (the last batch is in {batch})' if batch is not None else ''}, {remedy}"
-    )
 
 
 # --- results ---

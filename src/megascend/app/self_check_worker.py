@@ -129,11 +129,11 @@ def compare(reference: dict[str, Any], folder: Path) -> dict[str, Any]:
         "full": reference["full"],
         "default": reference["default"],
         "lengths": lengths,
-        "alone": [
+        "separate": [
             difference(engine_scores, hf_scores) / largest
             for engine_scores, hf_scores in zip(separate, expected, strict=True)
         ],
-        "together": [
+        "batched": [
             difference(engine_scores, hf_scores) / largest
             for engine_scores, hf_scores in zip(batched, expected, strict=True)
         ],

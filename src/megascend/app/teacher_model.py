@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megascend.app.swapped_weights import SwappedWeights, difference_of_models
-from megascend.batch.losses import Loss, teacher_loss
+from megascend.batch.loss import Loss
+from megascend.batch.losses import teacher_loss
 from megascend.config import RunConfig, TrainerConfig
 from megascend.config.rl import TRAINER, RlConfig
 from megascend.errors import ConfigError

@@ -1,4 +1,4 @@
-"""``batching.micro_batch_tokens: auto``: the budget is found by measuring when a run starts, and kept for the run."""
+"""``batching.micro_batch_tokens: auto``: measure the token budget of micro batches when a run starts, and keep it for the run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megascend.config import RunConfig
 from megascend.data.store import SampleSubset
 from megascend.engines.checkpoints import random_state, set_random_state
 from megascend.errors import ConfigError
+from megascend.planning.search import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from megascend.app.event_log import EventLog
@@ -26,24 +27,22 @@ if TYPE_CHECKING:
     from megascend.topology.topology import Topology
 
 AUTO = "auto"
-USUAL = 4096
+FIRST_BUDGET = 4096
 """Tokens of the first trial, and of what is computed before the budget is known."""
-SHARE = 0.92
-"""Share of the available memory that a trial may use: batches differ, and the allocator needs some for itself."""
-STEP = 256
+BUDGET_MULTIPLE = 256
 """Budgets are multiples of this, except for the smallest."""
 MIN_GAIN = 1.1
 """Factor by which a further trial has to promise more tokens."""
-TRIALS = 6
+MAX_TRIALS = 6
 PIPELINE_FILL = 4
 """Micro batches for each pipeline stage that a step should have; fewer leave stages idle."""
 
 
 def with_first_budget(config: RunConfig, longest_unit: int) -> RunConfig:
-    """Put a number in place of ``auto``: the usual one, or as many tokens as the longest sample or pair takes."""
+    """Replace ``auto`` by the budget of the first trial, or by the tokens of the longest sample or pair if these are more."""
     if config.batching.micro_batch_tokens != AUTO:
         return config
-    tokens = max(USUAL, longest_unit)
+    tokens = max(FIRST_BUDGET, longest_unit)
     return config.model_copy(update={"batching": config.batching.with_budget(tokens)})
 
 
@@ -73,7 +72,7 @@ class TokenBudget:
         saved: dict[str, Any] | None,
         event_log: EventLog,
     ) -> None:
-        """Give the backend its budget: that of the checkpoint if it was found on this layout, else one that is measured.
+        """Give the backend its budget: that of the checkpoint if it was measured on this layout, else one that is measured now.
 
         Collective; a no-op where the run file has a number.
 
@@ -82,7 +81,7 @@ class TokenBudget:
         """
         if not self._is_auto:
             return
-        self._layout = _layout_of(config, backend)
+        self._layout = _describe_layout(config, backend)
         # The same batches as before: another budget would sum in another order.
         if saved and saved["layout"] == self._layout:
             self.tokens, origin = int(saved["micro_batch_tokens"]), "kept from the checkpoint"
@@ -94,11 +93,11 @@ class TokenBudget:
             print(f"batching.micro_batch_tokens: auto is {self.tokens}, {origin}", flush=True)
 
 
-def _layout_of(config: RunConfig, backend: Backend) -> str:
+def _describe_layout(config: RunConfig, backend: Backend) -> str:
     """Describe what the memory of a step depends on beside the model."""
     recompute, distillation = config.recompute.model_dump_json(), config.distillation
-    taught = "" if distillation is None else f"; {distillation.model_dump_json()}"
-    return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}{taught}"
+    teacher = "" if distillation is None else f"; {distillation.model_dump_json()}"
+    return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}{teacher}"
 
 
 def check_platform(config: RunConfig, platform: Platform) -> None:
@@ -113,31 +112,31 @@ def check_platform(config: RunConfig, platform: Platform) -> None:
 def measure_budget(
     config: RunConfig, backend: Backend, samples: RunSamples, objective: LearningObjective, adapter: str | None
 ) -> tuple[int, str]:
-    """Return the largest budget that fits, and how it was found. Collective; parameters, gradients and random streams stay."""
+    """Return the largest budget that fits, and how it was measured. Collective; parameters, gradients and random streams stay."""
     platform, engine = backend.platform, backend.engine
     # A run that measures must draw the same dropout as one with the budget in its file.
-    random = random_state(engine)
+    random_streams = random_state(engine)
     engine.state(everything=False)  # makes the optimizer's moments, which are there from the first step on
-    room = platform.room()
+    available = platform.room()
     layout = engine.layout
     smallest = samples.longest_unit(layout)
     search = BudgetSearch(
         smallest,
         largest_useful(config, samples, layout, backend.topology),
-        limit=SHARE * room,
+        limit=MEMORY_SHARE * available,
         before=platform.memory().allocated,
     )
-    proposal: int | None = search.first(USUAL)
+    proposal: int | None = search.first(FIRST_BUDGET)
     while proposal is not None:
         # Every rank tries what suits all of them, and learns whether it did.
-        peak = trial(backend, samples.learned, objective, proposal, adapter)
+        peak = trial_peak(backend, samples.learned, objective, proposal, adapter)
         fits = not backend.any_rank(peak > search.limit)[0]
         search.add(proposal, peak, fits)
         tokens = search.next()
         # The smallest of all proposals: ranks differ in memory, with pipeline stages above all.
         agreed = int(backend.smallest(0 if tokens is None else tokens)[0])
-        proposal = agreed or None  # 0: some rank is content
-    set_random_state(engine, random)
+        proposal = agreed or None  # 0: some rank needs no further trial
+    set_random_state(engine, random_streams)
     platform.free_cached_memory()
     if search.best is None:
         raise ConfigError(
@@ -147,7 +146,8 @@ def measure_budget(
         )
     peak = dict(search.fitted)[search.best]
     trials = len(search.fitted) + len(search.failed)
-    origin = f"measured in {trials} trial{'s' if trials > 1 else ''}: peak {peak / 2**30:.2f} of {room / 2**30:.2f} GiB on rank 0"
+    memory = f"peak {peak / 2**30:.2f} of {available / 2**30:.2f} GiB on rank 0"
+    origin = f"measured in {trials} trial{'s' if trials > 1 else ''}: {memory}"
     return search.best, origin
 
 
@@ -164,27 +164,27 @@ def largest_useful(config: RunConfig, samples: RunSamples, layout: SequenceLayou
     return max(tokens, samples.longest_unit(layout))
 
 
-def predicted(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest of these budgets that ``fits``, where more tokens never fit better; ``smallest`` if none does. Pure."""
+def largest_fitting(smallest: int, largest: int, fits: Callable[[int], bool]) -> int:
+    """Search for the largest budget that ``fits``, where more tokens never fit better; ``smallest`` if none does. Pure."""
     while largest > smallest:
-        middle = max(smallest + 1, (smallest + largest + 1) // 2 // STEP * STEP)
+        middle = max(smallest + 1, (smallest + largest + 1) // 2 // BUDGET_MULTIPLE * BUDGET_MULTIPLE)
         if fits(middle):
             smallest = middle
         else:
             largest = middle - 1
-        if largest - smallest < STEP:
+        if largest - smallest < BUDGET_MULTIPLE:
             break
     return smallest
 
 
-def trial(
+def trial_peak(
     backend: Backend, samples: SampleSubset, objective: LearningObjective, tokens: int, adapter: str | None
 ) -> float:
     """Measure the peak memory of this rank, in bytes, of a forward and a backward pass of full micro batches."""
     backend.set_micro_batch_tokens(tokens)
     # Two, so that gradients of one are there while the next is computed; a pipeline holds as many as it has stages.
     count = 2 * backend.topology.pipeline
-    batch = [sample for _ in range(count) for sample in filled(samples, tokens, backend)]
+    batch = [sample for _ in range(count) for sample in longest_samples(samples, tokens, backend)]
     backend.platform.free_cached_memory()
     backend.platform.reset_peak_memory()
     try:
@@ -200,24 +200,21 @@ def trial(
     return float(backend.platform.memory().peak)
 
 
-def filled(samples: SampleSubset, tokens: int, backend: Backend) -> list[Sample]:
-    """Return the longest of ``samples``, again and again, as many as a micro batch of ``tokens`` holds; the last one cut."""
-    layout, batch, left = backend.engine.layout, [], tokens
+def longest_samples(samples: SampleSubset, tokens: int, backend: Backend) -> list[Sample]:
+    """Fill a micro batch of ``tokens`` with the longest of ``samples``, repeated if there are too few; cut the last one."""
+    layout, batch, remaining = backend.engine.layout, [], tokens
     # The longest first: attention and the output head take most memory for them.
     longest_first = np.argsort(-samples.lengths, kind="stable")
     if not layout.packing:  # all are padded to the longest
-        longest_first, left = (
-            longest_first[:1],
-            left // (length := layout.padded_length(int(samples.lengths.max()))) * length,
-        )
-    while left >= layout.padded_length(1):
+        padded = layout.padded_length(int(samples.lengths.max()))
+        longest_first, remaining = longest_first[:1], remaining // padded * padded
+    while remaining >= layout.padded_length(1):
         sample = samples[int(longest_first[len(batch) % len(longest_first)])]
-        room = left // layout.padded_length(1) * layout.padded_length(1)
-        length = min(len(sample), room)
+        length = min(len(sample), remaining // layout.padded_length(1) * layout.padded_length(1))
         batch.append(
             Sample(sample.input_ids[:length], sample.target_ids[:length], torch.ones(length, dtype=torch.float32))
         )
-        left -= layout.padded_length(length)
+        remaining -= layout.padded_length(length)
     return batch
 
 
@@ -252,7 +249,7 @@ class BudgetSearch:
 
     def next(self) -> int | None:
         """Return the next budget that this rank would try; None if it needs no further trial."""
-        if len(self.fitted) + len(self.failed) >= TRIALS:
+        if len(self.fitted) + len(self.failed) >= MAX_TRIALS:
             return None
         # Nothing has fitted: interpolate between no step and the smallest that failed.
         if not self.fitted:
@@ -277,4 +274,4 @@ class BudgetSearch:
         return max((tokens for tokens, _ in self.fitted), default=None)
 
     def _rounded(self, tokens: float) -> int:
-        return max(self.smallest, int(tokens) // STEP * STEP)
+        return max(self.smallest, int(tokens) // BUDGET_MULTIPLE * BUDGET_MULTIPLE)

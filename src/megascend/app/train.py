@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from megascend.app.preflight import RunPlan
 from megascend.app.resume import saved_manifests, with_template_date
-from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
+from megascend.app.run import run
 from megascend.app.run_log import EMPTY, MetricsRecord, RunLog, rounded
+from megascend.app.training import Run, Training, World, model_line, too_many_skips
 from megascend.config import RunConfig
 from megascend.config.data import PREFERENCE_LOSSES
 from megascend.distributed.launch import Launch

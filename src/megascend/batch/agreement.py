@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megascend.batch.losses import Loss
+from megascend.batch.loss import Loss
 from megascend.batch.packing import round_up
 from megascend.batch.results import TokenCounts
 from megascend.batch.sample import Sample

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from megascend.batch.losses import BUILT_IN, Loss, LossInputs, split_output
+from megascend.batch.loss import Loss, LossInputs, split_output
+from megascend.batch.losses import BUILT_IN
 from megascend.batch.micro_batch import MicroBatch
 from megascend.batch.sample import TOKEN_FIELDS
 from megascend.errors import CollectiveTimeoutError, DataError, LossFunctionError, ProcessGroupError

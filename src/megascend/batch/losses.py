@@ -1,200 +1,23 @@
-"""Loss functions: callables on (log-probs or values, inputs), the built-in ones, and a registry by name.
+"""Built-in losses, their metrics, and the registry of losses by name.
 
-A loss returns one value per token, per sample or per preference pair, *unreduced*; the step weights, normalises and sums over
-micro batches, data and context parallel ranks, so a loss never depends on the layout.
+Losses of a policy are in :mod:`megascend.batch.policy_losses`, the contract of all in :mod:`megascend.batch.loss`.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megascend.batch.loss import LARGEST_METRIC, MARGIN, Loss, LossFunction, LossInputs
+from megascend.batch.policy_losses import POLICY
 from megascend.config.data import ProblemType
 from megascend.config.plugins import LOSSES, POLICY_LOSSES
-from megascend.errors import ConfigError, DataError
+from megascend.errors import ConfigError
 from megascend.kernels.linear_divergence import TeacherDivergence
 from megascend.tracking.metrics import Metric
-
-
-@dataclass
-class LossInputs:
-    """Inputs of a loss function: this rank's part of one micro batch; n tokens, padding included.
-
-    Padding has weight 0, and its log-probability (or value), entropy and fields are 0; values of other tokens of weight 0 are 0
-    if they are not finite. No token of weight 0 has a gradient, whatever the function returns there; other results do not
-    depend on padding as long as the function works token by token (or on :meth:`sum_per_sample`).
-
-    Attributes:
-        targets: int64 [n].
-        weights: float32 [n].
-        entropy: float32 [n] with gradient, or None unless the loss asks for it.
-        advantages: float32 [n] or None.
-        old_logprobs: float32 [n] or None.
-        ref_logprobs: float32 [n] or None.
-        returns: float32 [n] or None.
-        old_values: float32 [n] or None.
-        extra: further float32 [n] fields.
-        sample: int64 [n], index of each token's sample in the micro batch.
-        sample_count: samples in the micro batch.
-        pairs: int64 [pairs, 2], positions of the chosen and the rejected sample of each pair.
-        labels: int64 [samples], the samples' labels, or float32 [samples, labels] if a sample has a number for each; None unless
-            the loss requires ``label``.
-        candidate_ids: int64 [n, K], a teacher's likeliest tokens, -1 at unused slots; None unless the loss requires
-            ``candidates``, as the next two.
-        teacher_logprobs: float32 [n, K], the teacher's log-probabilities of them.
-        candidate_logprobs: float32 [n, K] with gradient, the model's. Both are 0 at unused slots.
-        divergence: float32 [n] with gradient, from the teacher of the loss; None unless it has one.
-        last: int64, indices of samples' last tokens among the n; None except for losses of values.
-        reduce_context: sums a tensor over context parallel ranks, differentiably.
-        members: index of each of the micro batch's samples in this rank's list, on the host.
-    """
-
-    targets: Tensor
-    weights: Tensor
-    sample: Tensor
-    sample_count: int
-    pairs: Tensor
-    reduce_context: Callable[[Tensor], Tensor]
-    entropy: Tensor | None = None
-    # Tensors if all samples have them; Any, so that a loss that requires a field need not check for None.
-    advantages: Any = None
-    old_logprobs: Any = None
-    ref_logprobs: Any = None
-    returns: Any = None
-    old_values: Any = None
-    candidate_ids: Any = None
-    teacher_logprobs: Any = None
-    candidate_logprobs: Any = None
-    divergence: Any = None
-    labels: Any = None
-    last: Tensor | None = None
-    extra: dict[str, Tensor] | None = None
-    members: Sequence[int] = ()
-
-    def sum_per_sample(self, values: Tensor) -> Tensor:
-        """Return the weighted sum of per-token ``values`` [n] over each sample, across context parallel ranks: [samples]."""
-        # where, not a product: infinity at weight 0 must not become NaN.
-        weighted_values = torch.where(self.weights != 0, values * self.weights, 0.0)
-        totals = values.new_zeros(self.sample_count).index_add(0, self.sample, weighted_values)
-        return self.reduce_context(totals)
-
-    def mean_per_sample(self, values: Tensor) -> Tensor:
-        """Return the weighted mean of per-token ``values`` [n] over each sample: [samples]; 0 without weights."""
-        weights = self.sum_per_sample(torch.ones_like(values))
-        return self.sum_per_sample(values) / torch.where(weights != 0, weights, 1.0)
-
-    def at_last(self, values: Tensor) -> Tensor:
-        """Return ``values`` [n, ...] at the last token of each sample, on any context parallel rank: [samples, ...]."""
-        assert self.last is not None, "only losses of values get the samples' last tokens"
-        # The context parallel ranks that do not hold a sample's last token add 0.
-        totals = values.new_zeros(self.sample_count, *values.shape[1:])
-        last_values = totals.index_add(0, self.sample[self.last], values[self.last])
-        return self.reduce_context(last_values)
-
-
-MARGIN = "margin"
-"""Name in ``Sample.extra`` of the margin of a preference pair, the same number at each token."""
-
-LossFunction = Callable[[Tensor, LossInputs], Any]
-LossUnit = Literal["token", "sample", "pair"]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss function and its requirements.
-
-    Attributes:
-        name: label for messages and metrics.
-        function: ``(logprobs [n], LossInputs) -> losses`` or ``-> (losses, {metric: numbers})``; losses and metrics have
-            shape [n] for ``per="token"``, [samples] for ``per="sample"`` and [pairs] for ``per="pair"``.
-        of: first argument of the function: ``logprobs`` of the targets, or ``values`` of a scalar head, [n, labels] if it has
-            several labels.
-        per: unit of the average: tokens by their weights, or samples or preference pairs with equal weights.
-        requires: per-token fields of :class:`megascend.Sample` that must be set, ``candidates`` or ``label``.
-        entropy: True if ``inputs.entropy`` is needed.
-        reduction: ``mean``: the sum of weighted values is divided by the weights of the global batch (or its pairs). ``sum``: it
-            is not; then weights may also be negative, or 0 everywhere, and metrics are averaged over the targets with a weight.
-        divisor: number by which the sum of weighted values is divided in place of the weights (samples, pairs) of the global
-            batch; weights may then be 0 everywhere.
-        settings: keyword arguments of ``function``; see :meth:`with_settings`.
-        is_cross_entropy: the values are the negative log-probabilities, and the function only adds metrics. If the head can, it
-            computes the gradient with the logits, as for ``cross_entropy``; the function is then called without a graph.
-        divergence: ``inputs.divergence`` to compute: from a teacher, by its hidden states in the samples' ``teacher_states``.
-    """
-
-    name: str
-    function: LossFunction
-    per: LossUnit = "token"
-    requires: tuple[str, ...] = ()
-    entropy: bool = False
-    reduction: Literal["mean", "sum"] = "mean"
-    settings: tuple[tuple[str, float], ...] = ()
-    of: Literal["logprobs", "values"] = "logprobs"
-    is_cross_entropy: bool = False
-    divisor: float | None = None
-    divergence: TeacherDivergence | None = None
-
-    def __post_init__(self) -> None:
-        if self.divisor is not None and (self.reduction == "sum" or not 0 < self.divisor < math.inf):
-            raise ConfigError(
-                f"loss {self.name!r}: divisor is a number above 0 for losses with reduction='mean'; got {self.divisor}, "
-                f"reduction={self.reduction!r}"
-            )
-        if self.divergence is not None and (
-            "teacher_states" not in self.requires or self.entropy or self.of != "logprobs" or self.is_cross_entropy
-        ):
-            raise ConfigError(
-                f"loss {self.name!r}: divergence=... is for losses of log-probabilities without entropy whose requires has "
-                f"'teacher_states'; got requires={self.requires}, of={self.of!r}, entropy={self.entropy}"
-            )
-        if self.is_cross_entropy and (self.per != "token" or self.of != "logprobs" or self.entropy):
-            raise ConfigError(
-                f"loss {self.name!r}: is_cross_entropy=True is for losses of tokens by their log-probabilities; got "
-                f"per={self.per!r}, of={self.of!r}, entropy={self.entropy}"
-            )
-
-    def with_settings(self, /, **settings: float) -> Loss:
-        """Return this loss with keyword arguments of its function, e.g. ``ppo``'s ``clip_low``. Equal settings make equal losses.
-
-        Raises:
-            ConfigError: the function has no such argument; the message lists its arguments.
-        """
-        names = list(self._arguments())
-        unknown = [name for name in settings if name not in names]
-        if unknown:
-            raise ConfigError(f"loss {self.name!r} has no setting {unknown[0]!r}; it has: {', '.join(names) or 'none'}")
-        return replace(self, settings=tuple(sorted({**dict(self.settings), **settings}.items())))
-
-    def effective_settings(self) -> dict[str, Any]:
-        """Return the keyword arguments of the function with their values, defaults included."""
-        defaults = {name: value for name, value in self._arguments().items() if value is not inspect.Parameter.empty}
-        return defaults | dict(self.settings)
-
-    def _arguments(self) -> dict[str, Any]:
-        """Return the names and defaults of the function's keyword arguments."""
-        parameters = list(inspect.signature(self.function).parameters.values())[2:]
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return {parameter.name: parameter.default for parameter in parameters if parameter.kind in kinds}
-
-    def describe(self) -> str:
-        """Describe what must be equal on all ranks."""
-        settings = "".join(f", {name}={value!r}" for name, value in self.settings)
-        divisor = "" if self.divisor is None else f", divisor={self.divisor!r}"
-        divergence = "" if self.divergence is None else f", divergence={self.divergence.describe()}"
-        return f"loss={self.name!r}{settings}{divisor}{divergence}" + (
-            ", reduction='sum'" if self.reduction == "sum" else ""
-        )
-
-    def __call__(self, logprobs: Tensor, inputs: LossInputs) -> Any:
-        return self.function(logprobs, inputs, **dict(self.settings))
 
 
 def cross_entropy(logprobs: Tensor, inputs: LossInputs) -> Tensor:
@@ -202,154 +25,7 @@ def cross_entropy(logprobs: Tensor, inputs: LossInputs) -> Tensor:
     return -logprobs
 
 
-def importance_sampling(logprobs: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy gradient with importance weights: -(pi / pi_old) * advantage, as in Tinker's ``importance_sampling``."""
-    log_ratio = logprobs - inputs.old_logprobs
-    return -_ratio_times(log_ratio, inputs.advantages), {"ratio": _ratio_figure(log_ratio)}
-
-
-def ppo(
-    logprobs: Tensor,
-    inputs: LossInputs,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-):
-    """Clipped surrogate objective (Schulman et al. 2017, eq. 7): -min(r A, clip(r, 1 - low, 1 + high) A).
-
-    With ``dual_clip`` c > 1, a negative advantage gives at most -c A (Ye et al. 2020, arXiv:1912.09729, eq. 5): without it, the
-    loss of such a token grows with its ratio, beyond all bounds.
-    """
-    log_ratio = logprobs - inputs.old_logprobs
-    surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high, dual_clip)
-    return -surrogate, {
-        "ratio": _ratio_figure(log_ratio),
-        "clip_fraction": was_clipped.float(),
-        "kl": _kl_figure(log_ratio),
-    }
-
-
-def cispo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 0.2, clip_high: float = 0.2):
-    """Policy gradient whose importance weight is clipped and has no gradient (MiniMax-M1, 2025, eq. 4): no token is dropped."""
-    log_ratio = logprobs.detach() - inputs.old_logprobs
-    ratio = torch.exp(log_ratio)
-    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
-    weight = torch.where(inputs.advantages != 0, clipped, 0.0)  # not infinity * 0
-    return -(weight * logprobs) * inputs.advantages, {
-        "ratio": _ratio_figure(log_ratio),
-        "clip_fraction": (clipped != ratio).float(),
-    }
-
-
-def gspo(logprobs: Tensor, inputs: LossInputs, clip_low: float = 3e-4, clip_high: float = 4e-4):
-    """Clipped surrogate objective of sequences (Zheng et al. 2025, eq. 5 to 7).
-
-    The ratio of a sequence is the geometric mean over its tokens with a weight; each token gets it.
-    """
-    # The ratio is a mean over tokens, whatever their weights.
-    trained = (inputs.weights != 0).to(logprobs.dtype)
-
-    def per_sample(values: Tensor) -> Tensor:
-        totals = values.new_zeros(inputs.sample_count).index_add(
-            0, inputs.sample, torch.where(trained > 0, values, 0.0)
-        )
-        return inputs.reduce_context(totals)
-
-    # At least 1: a sample without weights has ratio 1, not 0 / 0.
-    mean = per_sample(logprobs - inputs.old_logprobs) / per_sample(trained).clamp_min(1.0)
-    log_ratio = mean[inputs.sample]
-    surrogate, was_clipped = _clipped_surrogate(log_ratio, inputs.advantages, clip_low, clip_high)
-    return -surrogate, {"ratio": _ratio_figure(log_ratio), "clip_fraction": was_clipped.float()}
-
-
-def dro(logprobs: Tensor, inputs: LossInputs, beta: float = 0.05):
-    """Policy gradient with a quadratic penalty on leaving the old policy (Richemond et al. 2024), as in Tinker's ``dro``."""
-    log_ratio = logprobs - inputs.old_logprobs
-    return 0.5 * beta * log_ratio.square() - logprobs * inputs.advantages, {"ratio": _ratio_figure(log_ratio)}
-
-
-def stable_reinforce(logprobs: Tensor, inputs: LossInputs, kl_coeff: float = 0.01, max_ratio: float = 2.0):
-    """Policy gradient of the expected advantage minus ``kl_coeff`` KL(pi || sampler), on the sampler's tokens.
-
-    With r = pi / pi_old: -min(r, max_ratio) (A - kl_coeff log r) log pi, where only the last factor has a gradient. Truncated
-    importance weights (Ionides 2008): up to ``max_ratio`` the gradient is exact in expectation, however old the sampler is;
-    above, it is bounded.
-    """
-    log_ratio = (logprobs - inputs.old_logprobs).detach()
-    ratio = torch.exp(log_ratio)
-    penalised_advantages = inputs.advantages - (kl_coeff * log_ratio if kl_coeff else 0.0)
-    was_clipped = ratio > max_ratio
-    # Not multiplied by the ratio where it is clipped: it may be infinite.
-    weighted = torch.where(was_clipped, max_ratio * penalised_advantages, _ratio_times(log_ratio, penalised_advantages))
-    return -weighted * logprobs, {
-        "ratio": _ratio_figure(log_ratio),
-        "clip_fraction": was_clipped.float(),
-        "kl": _kl_figure(log_ratio),
-    }
-
-
-# --- probability ratios; float32 overflows above exp(88.7) ---
-
-LARGEST = torch.finfo(torch.float32).max
-
-
-class _RatioTimes(torch.autograd.Function):
-    """exp(log_ratio) * factor, differentiable by log_ratio.
-
-    The exponential is split, so that the product and its gradient leave float32 only where the exact ones do.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, log_ratio: Tensor, factor: Tensor) -> Tensor:
-        # Times the factor between the two roots: exp(100) * 1e-30 fits float32, and exp(100) alone does not.
-        root = torch.exp(0.5 * log_ratio)
-        ctx.save_for_backward(root, factor)
-        return root * factor * root
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        root, factor = ctx.saved_tensors
-        # Where no gradient arrives, an overflowing factor must not turn it into NaN.
-        return torch.where(grads[0] != 0, grads[0] * root * factor * root, 0.0), None
-
-
-def _ratio_times(log_ratio: Tensor, factor: Tensor) -> Tensor:
-    """Return exp(log_ratio) * factor; 0, with a gradient of 0, where the factor is 0."""
-    return _RatioTimes.apply(torch.where(factor != 0, log_ratio, 0.0), factor)
-
-
-def _clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return min(r A, clip(r, 1 - low, 1 + high) A) for r = exp(log_ratio), and where the clipped term is the smaller one.
-
-    With ``dual`` it is at least dual * A where A is negative, which also counts as clipped. The clipped term is constant, and an
-    overflowing ratio must not be in its graph: 0 times its gradient would be NaN.
-    """
-    ratio = torch.exp(log_ratio.detach())
-    bound = torch.clamp(ratio, 1 - low, 1 + high)
-    above, below = (advantages > 0) & (ratio > bound), (advantages < 0) & (ratio < bound)
-    was_clipped = above | below
-    if dual is not None:
-        over_dual = (advantages < 0) & (ratio > dual)
-        bound, was_clipped = torch.where(over_dual, dual, bound), was_clipped | over_dual
-    unclipped = _ratio_times(log_ratio, torch.where(was_clipped, 0.0, advantages))
-    return torch.where(was_clipped, bound * advantages, unclipped), was_clipped
-
-
-def _ratio_figure(log_ratio: Tensor) -> Tensor:
-    """Return exp(log_ratio) as a metric, at most the largest float32."""
-    return torch.exp(log_ratio.detach()).clamp_max(LARGEST)
-
-
-def _kl_figure(log_ratio: Tensor) -> Tensor:
-    """Return r - 1 - log r as a metric, at most the largest float32: the k3 estimator of KL(old || new), Schulman 2020.
-
-    It is unbiased, and never negative.
-    """
-    log_ratio = log_ratio.detach()
-    return torch.expm1(log_ratio).clamp_max(LARGEST) - log_ratio.clamp(-LARGEST, 88.0)  # not infinity - infinity
+# --- preference pairs, and labelled responses ---
 
 
 def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
@@ -361,8 +37,8 @@ def dpo(logprobs: Tensor, inputs: LossInputs, beta: float = 0.1):
     return -F.logsigmoid(logits), {
         "accuracy": (logits > 0).float(),
         # Finite: an infinite metric would spoil the average over all pairs.
-        "reward_chosen": (beta * chosen.detach()).clamp(-LARGEST, LARGEST),
-        "reward_rejected": (beta * rejected.detach()).clamp(-LARGEST, LARGEST),
+        "reward_chosen": (beta * chosen.detach()).clamp(-LARGEST_METRIC, LARGEST_METRIC),
+        "reward_rejected": (beta * rejected.detach()).clamp(-LARGEST_METRIC, LARGEST_METRIC),
     }
 
 
@@ -433,6 +109,9 @@ def _log_complement(log_probability: Tensor) -> Tensor:
     return torch.where(near_zero, torch.log(-torch.expm1(small)), torch.log1p(-torch.exp(large)))
 
 
+# --- critics and reward models ---
+
+
 def value(values: Tensor, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Half the squared distance of a critic's values to ``returns``."""
     distance = values - inputs.returns
@@ -478,7 +157,7 @@ def bradley_terry(
         "reward_chosen": chosen.detach(),
         "reward_rejected": rejected.detach(),
         # Finite: an infinite metric would spoil the average over all pairs.
-        "reward_margin": difference.detach().clamp(-LARGEST, LARGEST),
+        "reward_margin": difference.detach().clamp(-LARGEST_METRIC, LARGEST_METRIC),
         "reward_mean": (0.5 * chosen + 0.5 * rejected).detach(),
     }
 
@@ -576,6 +255,8 @@ def teacher_loss(divergence: TeacherDivergence) -> Loss:
     return Loss(name, vocabulary_divergence, requires=("teacher_states",), divergence=divergence)
 
 
+# --- metrics, and losses by name ---
+
 LOSS_METRICS = {
     "ratio": Metric("", "mean probability ratio p_new / p_old"),
     "clip_fraction": Metric("fraction", "tokens whose ratio, or values whose change, was clipped"),
@@ -610,9 +291,6 @@ LOSS_METRICS = {
 }
 """Metrics that built-in losses report beside the loss."""
 
-POLICY = (importance_sampling, ppo, cispo, gspo, dro, stable_reinforce)
-"""Losses of a policy, on responses with the sampler's log-probabilities and advantages."""
-
 CLASSIFICATION = (single_label_classification, multi_label_classification, regression)
 """Losses of sequence classifiers, by transformers' names of what they learn."""
 
@@ -635,7 +313,6 @@ BUILT_IN: dict[str, Loss] = {
         *(Loss(loss.__name__, loss, requires=("candidates",)) for loss in DISTILLATION),
     )
 }
-
 
 _by_name: dict[str, Loss] = dict(BUILT_IN)
 
@@ -682,19 +359,3 @@ def resolve(loss: str | Loss | LossFunction) -> Loss:
     if callable(loss):
         return Loss(getattr(loss, "__name__", type(loss).__name__), loss)
     raise ConfigError(f"a loss is a name, a megascend.Loss or a callable, got {type(loss).__name__}")
-
-
-def split_output(loss: Loss, output: Any, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Split a loss function's return value into values and metrics and check their shapes."""
-    values, metrics = output if isinstance(output, tuple) else (output, {})
-    for name, tensor in {"loss": values, **metrics}.items():
-        if not isinstance(tensor, Tensor):
-            raise DataError(
-                f"loss {loss.name!r} returned {name} as {type(tensor).__name__}; per={loss.per!r} needs a tensor of shape "
-                f"({count},)"
-            )
-        if tuple(tensor.shape) != (count,):
-            raise DataError(
-                f"loss {loss.name!r} returned {name} of shape {tuple(tensor.shape)}; per={loss.per!r} needs ({count},)"
-            )
-    return values, metrics

@@ -14,7 +14,7 @@ from torch import Tensor
 from megascend.batch import images as pictures
 from megascend.batch.candidates import same_width
 from megascend.batch.images import ImageBatch, SampleImages
-from megascend.batch.losses import Loss
+from megascend.batch.loss import Loss
 from megascend.batch.packing import round_up
 from megascend.batch.sample import Sample
 from megascend.errors import DataError

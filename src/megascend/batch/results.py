@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megascend.batch.losses import Loss
+from megascend.batch.loss import Loss
 
 logger = logging.getLogger(__name__)
 

@@ -249,13 +249,13 @@ def create(name: str | None, setup: ProviderSetup) -> PatchProvider:
     return provider
 
 
-def provider_for(platform: str, name: str | None = None) -> PatchProvider:
+def provider_for(platform: str) -> PatchProvider:
     """Create the provider for a platform that need not be available here, for queries that do not prepare the process."""
     from megascend.bootstrap.versions import installed_versions, nearest_stack
     from megascend.config import Parallel
     from megascend.platforms import load
 
-    return create(name, ProviderSetup(load(platform), nearest_stack(installed_versions()), Parallel()))
+    return create(None, ProviderSetup(load(platform), nearest_stack(installed_versions()), Parallel()))
 
 
 def refuse_options(options: Mapping[str, Any], because: str) -> None:

@@ -1,5 +1,7 @@
-"""``megascend export``: a checkpoint through an engine's model and back to Hugging Face format: in another precision, or
-with a LoRA adapter merged into it."""
+"""``megascend export`` and ``megascend push``: write a checkpoint in Hugging Face format, and upload it.
+
+An export passes the checkpoint through an engine's model: in another precision, or with a LoRA adapter merged into it.
+"""
 
 from __future__ import annotations
 
@@ -214,3 +216,26 @@ def find_checkpoint(path: Path) -> Path:
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: the directory does not exist")
     raise CheckpointError(f"{path} holds neither config.json nor hf/config.json: not a Hugging Face checkpoint")
+
+
+def push_command(
+    directory: Annotated[
+        Path, typer.Argument(help="Exported model or adapter, or run directory of `megascend train` or `rl`.")
+    ],
+    repository: Annotated[str, typer.Argument(help="Model on the Hub, NAMESPACE/NAME; created if it does not exist.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="Create it as a public repository; one that exists stays as it is.")
+    ] = False,
+) -> None:
+    """Upload DIRECTORY to REPOSITORY on the Hugging Face Hub, with a model card if it has none.
+
+    The token is that of HF_TOKEN, or of `hf auth login`.
+    """
+    from megascend.app.push import find_export, push
+    from megascend.config import Push
+    from megascend.huggingface import hub
+
+    settings = Push(repository=repository, private=not public)
+    export = find_export(directory)
+    hub.check_access(repository)
+    typer.echo(f"{export} -> {push(export, settings)}")

@@ -23,7 +23,6 @@ from megascend.cli import (
     new_model,
     plan,
     prepare,
-    push,
     rollouts,
     run,
     serve,
@@ -134,7 +133,7 @@ app.command("doctor")(doctor.doctor_command)
 app.command("show-config")(train.show_config_command)
 app.command("new-model")(new_model.new_model_command)
 app.command("export")(export.export_command)
-app.command("push")(push.push_command)
+app.command("push")(export.push_command)
 app.command("simnpu", context_settings=run.CONTEXT_SETTINGS)(run.simnpu_command)
 
 

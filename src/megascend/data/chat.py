@@ -349,7 +349,7 @@ class ChatTemplate:
             return False
 
         if any("tool_calls" in message for message in messages):
-            if changes_nothing([_without_key(message, "tool_calls") for message in messages]):
+            if changes_nothing([_without_tool_calls(message) for message in messages]):
                 raise DataError(f"'tool_calls': {UNWRITTEN}")
             self._check_calls_written(conversation, changes_nothing)
         template = self.source(tools)
@@ -376,9 +376,7 @@ class ChatTemplate:
             missing = conversation.positions.is_left_out(index, "call")
             if missing is None:
                 reduced = [calls[:number] + calls[number + 1 :] for number in range(len(calls))]
-                fewer = [
-                    message | {"tool_calls": rest} if rest else _without_key(message, "tool_calls") for rest in reduced
-                ]
+                fewer = [message | {"tool_calls": rest} if rest else _without_tool_calls(message) for rest in reduced]
                 missing = any(
                     changes_nothing([*messages[:index], candidate, *messages[index + 1 :]]) for candidate in fewer
                 )
@@ -470,6 +468,6 @@ def tail(message: Message) -> str:
     return text.strip()[-16:]
 
 
-def _without_key(message: Message, key: str) -> Message:
-    rest = {name: value for name, value in message.items() if name != key}
+def _without_tool_calls(message: Message) -> Message:
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return rest if "content" in rest else rest | {"content": ""}

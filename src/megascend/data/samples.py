@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megascend.batch.candidates import Candidates
-from megascend.batch.losses import MARGIN
+from megascend.batch.loss import MARGIN
 from megascend.batch.packing import round_up
 from megascend.batch.picture_sources import PictureSources
 from megascend.batch.sample import Sample

@@ -17,7 +17,7 @@ import xxhash
 
 from megascend.batch.candidates import Candidates
 from megascend.batch.images import DeferredImages, SampleImages
-from megascend.batch.losses import MARGIN
+from megascend.batch.loss import MARGIN
 from megascend.batch.picture_sources import PictureSource, PictureSources
 from megascend.batch.sample import Sample
 from megascend.data.findings import Findings

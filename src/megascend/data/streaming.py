@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from megascend.batch.images import DeferredImages
-from megascend.batch.losses import MARGIN
+from megascend.batch.loss import MARGIN
 from megascend.batch.picture_sources import PictureSources
 from megascend.batch.sample import Sample
 from megascend.config.data import DataSource

@@ -136,13 +136,13 @@ def correct_steps(model: nn.Module) -> None:
 
 
 def _exact_in_fp32(before: Callable[..., Any]) -> Callable[..., Any]:
-    known = inspect.signature(chunk_gated_delta_rule).parameters
+    parameters = inspect.signature(chunk_gated_delta_rule).parameters
 
     def by_dtype(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
         if query.dtype != torch.float32:
             return before(query, key, value, **kwargs)
         # transformers passes the keywords of the model's forward on, and drops those that a function does not have.
-        options = {name: option for name, option in kwargs.items() if name in known}
+        options = {name: option for name, option in kwargs.items() if name in parameters}
         return chunk_gated_delta_rule(query, key, value, **options)
 
     setattr(by_dtype, MARK, True)

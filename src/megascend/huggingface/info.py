@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 EMBEDDINGS = ("embed_tokens.weight", "backbone.embeddings.weight")
 """Ends of names of embeddings."""
+COMPARED_BYTES = 2**24
+"""Bytes of two files that are compared at a time."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ class ModelInfo:
         return weight_flops + state_flops + 6 * self.attention_layers * self.attention_width * length
 
 
-NO_TARGETS = ("gate", "router", "_bias", "conv1d")
+NON_TARGET_ENDS = ("gate", "router", "_bias", "conv1d")
 """Ends of names in a layer that are no linear layers for an adapter: routers, biases of fused experts, and convolutions."""
 
 
@@ -238,18 +240,18 @@ def linear_layers(info: ModelInfo, tower: VisionTower = "frozen") -> list[str]:
         tower: ``train`` if adapters may act on the vision tower of a model that takes pictures.
     """
     images = info.architecture.inputs
-    untied, no_targets = OUTPUT in info.tensors, NO_TARGETS + info.architecture.without_adapters
+    untied, non_target_ends = OUTPUT in info.tensors, NON_TARGET_ENDS + info.architecture.without_adapters
     names: dict[str, None] = {}
     for weight, header in info.tensors.items():
         name = info.architecture.model_name(weight).removesuffix(".weight")
         # transformers 5 fuses experts into one tensor; adapters are named after it whatever the files hold.
         name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
         name = re.sub(r"\.experts\.(gate|up)_proj$", ".experts.gate_up_proj", name)
-        linear = ".layers." in name and len(header.shape) > 1 and not name.endswith(no_targets)
+        is_matrix = len(header.shape) > 1
+        is_target = ".layers." in name and is_matrix and not name.endswith(non_target_ends)
         if images is not None and name.startswith(images.tower):
-            is_linear = len(header.shape) > 1 and name.removeprefix(images.tower) not in images.not_linear
-            linear = tower == "train" and is_linear
-        if linear or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
+            is_target = tower == "train" and is_matrix and name.removeprefix(images.tower) not in images.not_linear
+        if is_target or (untied and name.split(".")[-1] in ("embed_tokens", "lm_head")):
             names[name] = None
     return list(names)
 
@@ -295,23 +297,12 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         copies = shared_weights(heads, tensors, shape.num_layers)
         tensors |= {name: header for name, header in heads.items() if name not in copies}
     shapes = {name: header.shape for name, header in tensors.items()}
-    active = 0.0
-    for name, dims in shapes.items():
-        size = math.prod(dims)
-        # A tied embedding counts, since it is also the output projection.
-        if len(dims) < 2 or (name.endswith(EMBEDDINGS) and not tied):
-            continue
-        if architecture.inputs is not None and name.startswith(architecture.inputs.tower):
-            continue  # multiplies patches, not tokens
-        # A token passes through topk of the routed experts; shared experts have other names.
-        active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
-    if mtp == "train":  # the output layer projects the head's hidden states, too
-        active += shape.vocab_size * shape.hidden_size
+    shape = replace(shape, tied=tied, prediction_head=mtp == "train")
     return ModelInfo(
-        shape=replace(shape, tied=tied, prediction_head=mtp == "train"),
+        shape=shape,
         tensors=tensors,
         parameter_count=sum(math.prod(dims) for dims in shapes.values()),
-        active_matmul_parameters=int(active),
+        active_matmul_parameters=_active_matmul_parameters(architecture, shape, shapes, topk),
         attention_width=architecture.attention_width(text),
         scalar_head=scalar_head,
         extra=extra,
@@ -324,6 +315,30 @@ def inspect_checkpoint(model_dir: Path, head: HeadKind = "lm", mtp: Mtp = "keep"
         image_layout=image_layout,
         transposed_experts=architecture.transposes_experts(shapes, text),
     )
+
+
+def _active_matmul_parameters(
+    architecture: Architecture, shape: ModelShape, shapes: Mapping[str, tuple[int, ...]], topk: int
+) -> int:
+    """Count the elements of the weights that multiply each token; see :class:`ModelInfo`.
+
+    Args:
+        shapes: shapes of the model's weights.
+        topk: routed experts that a token is sent to.
+    """
+    active = 0.0
+    for name, dims in shapes.items():
+        size = math.prod(dims)
+        # A tied embedding counts, since it is also the output projection.
+        if len(dims) < 2 or (name.endswith(EMBEDDINGS) and not shape.tied):
+            continue
+        if architecture.inputs is not None and name.startswith(architecture.inputs.tower):
+            continue  # multiplies patches, not tokens
+        # A token passes through topk of the routed experts; shared experts have other names.
+        active += size * topk / shape.num_experts if ".experts." in name and shape.num_experts else size
+    if shape.prediction_head:  # the output layer projects the head's hidden states, too
+        active += shape.vocab_size * shape.hidden_size
+    return int(active)
 
 
 def check_prediction_head(
@@ -488,16 +503,15 @@ def equal_tensors(a: TensorHeader, b: TensorHeader, a_name: str, b_name: str) ->
         raise CheckpointError(f"{a.file.parent}: {a_name} or {b_name} cannot be read: {error}") from None
 
 
-@lru_cache(maxsize=8)  # a run looks at its checkpoint several times before it starts
+@lru_cache(maxsize=8)  # a run reads its checkpoint's headers several times before it starts
 def _equal_bytes(a: Path, a_span: tuple[int, int], b: Path, b_span: tuple[int, int], modified: tuple[int, ...]) -> bool:
-    piece = 2**24
     with a.open("rb") as first, b.open("rb") as second:
         first.seek(a_span[0])
         second.seek(b_span[0])
-        left = a_span[1] - a_span[0]
-        while left > 0:
-            count = min(piece, left)
+        remaining = a_span[1] - a_span[0]
+        while remaining > 0:
+            count = min(COMPARED_BYTES, remaining)
             if first.read(count) != second.read(count):
                 return False
-            left -= count
+            remaining -= count
     return True

@@ -11,7 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
-from megascend.batch.losses import Loss, LossFunction, resolve
+from megascend.batch.loss import Loss, LossFunction
+from megascend.batch.losses import resolve
 from megascend.batch.results import AdapterLoss, ForwardBackwardResult, ForwardResult, StepResult
 from megascend.batch.sample import Sample
 from megascend.config import Adam

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megascend.config import Adam, BaseWeights, Lora, VisionTower
 from megascend.huggingface.files import TensorHeader
 from megascend.huggingface.hidden_matrices import ROUND_ELEMENTS, is_hidden_matrix
-from megascend.huggingface.info import EMBEDDINGS, NO_TARGETS
+from megascend.huggingface.info import EMBEDDINGS, NON_TARGET_ENDS
 from megascend.huggingface.scalar_head import WEIGHT
 from megascend.memory.sizes import LAYER, layer_of
 from megascend.models import Images
@@ -389,7 +389,7 @@ def adapted_name(name: str) -> str:
 def is_target(name: str, shape: tuple[int, ...], lora: Lora) -> bool:
     """Check whether the adapter targets a weight of the model's layers."""
     module = adapted_name(name)
-    if len(shape) < 2 or module.endswith(NO_TARGETS):
+    if len(shape) < 2 or module.endswith(NON_TARGET_ENDS):
         return False
     return lora.targets == "all-linear" or any(f".{module}".endswith(f".{target}") for target in lora.targets)
 

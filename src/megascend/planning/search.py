@@ -31,7 +31,7 @@ from megascend.planning.step import CostTable, StepTime, StepWork, attention_win
 from megascend.topology.topology import Topology, format_pipeline_layout, plan
 
 MEMORY_SHARE = 0.92
-"""Share of the device's memory that a layout may take, as of :data:`megascend.app.token_budget.SHARE`, which imports torch."""
+"""Share of the device's memory that a layout or a trial may take: batches differ, and the allocator needs some for itself."""
 SHORTEST_SLICE = 2048
 """Tokens of a sample that a context parallel rank should have at least; shorter slices only add communication."""
 MOST_MICRO_BATCH = 65536

@@ -91,13 +91,12 @@ class EnginePool:
         engines: Sequence[InferenceEngine],
         lost_s: float,
         changed: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._members = [Member(engine) for engine in engines]
-        self._lost_s, self._changed, self._clock = lost_s, changed, clock
-        self._availability, self._load = Availability(len(engines), clock), [0] * len(engines)
+        self._lost_s, self._changed = lost_s, changed
+        self._availability, self._load = Availability(len(engines)), [0] * len(engines)
         self._newest = math.inf  # version of the last update that was begun
-        self._ready_at = clock()  # when an engine could last get prompts
+        self._ready_at = time.monotonic()  # when an engine could last get prompts
         self.incidents = 0
 
     @property
@@ -179,7 +178,7 @@ class EnginePool:
             EngineError: an engine refuses, which waiting would not change.
             EngineLostError: as :meth:`require_any`.
         """
-        end = self._clock() + timeout_s
+        end = time.monotonic() + timeout_s
         for member in self._members:
             if member.check is None and member.reported is None:
                 self._begin_check(member)
@@ -192,7 +191,7 @@ class EnginePool:
             if self.returned and all(member.checked.is_set() for member in self._members):
                 return [member.reported for member in self._members if member.reported is not None]
             self.require_any()
-            if self._clock() > end:
+            if time.monotonic() > end:
                 return None
             await asyncio.sleep(POLL_S)
 
@@ -259,7 +258,7 @@ class EnginePool:
             if member.engine in engines and member.check is None:
                 if member.ready:
                     # require_any() may not have been called for long: the trainer was in an update.
-                    self._ready_at = self._clock()
+                    self._ready_at = time.monotonic()
                 member.version = None
                 self._reject(member, error, PATIENCE * seconds if self.ready else 0.0)
 
@@ -267,8 +266,8 @@ class EnginePool:
         """Raise EngineLostError if no engine could get prompts for ``lost_s`` seconds."""
         # An engine that has just failed may be sound: it counts until the verdict.
         if any(member.ready or member.doubtful for member in self._members):
-            self._ready_at = self._clock()
-        elif self._clock() - self._ready_at > self._lost_s:
+            self._ready_at = time.monotonic()
+        elif time.monotonic() - self._ready_at > self._lost_s:
             problems = "; ".join(f"{member.engine.name}: {member.state}" for member in self._members)
             raise EngineLostError(
                 f"no rollout engine could be used for {self._lost_s:g} s (rollout.engines_lost_s): {problems}; start them "
@@ -313,7 +312,7 @@ class EnginePool:
     def _begin_check(self, member: Member, delay_s: float = 0.0) -> None:
         if member.ready:
             # require_any() may not have been called for long: the trainer was in a step.
-            self._ready_at = self._clock()
+            self._ready_at = time.monotonic()
         if delay_s == 0:
             member.checked.clear()
         member.check = asyncio.ensure_future(self._ask(member, delay_s))

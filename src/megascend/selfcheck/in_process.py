@@ -158,8 +158,8 @@ def run(trial: Trial, subject: Subject) -> TrialResult:
     largest = max(float(logits.abs().max()) for logits, _ in expected)
     return TrialResult(
         lengths=[len(ids) for ids in samples],
-        alone=_differences(separate, expected, largest),
-        together=_differences(batched, expected, largest),
+        separate=_differences(separate, expected, largest),
+        batched=_differences(batched, expected, largest),
         largest_logit=largest,
         margin=chosen["margin"],
         rounding=chosen["rounding"],

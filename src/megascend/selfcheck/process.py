@@ -58,8 +58,8 @@ class TrialResult:
     Attributes:
         transformers_problem, megatron_problem: why a side could not compute the model, or empty.
         lengths: tokens of the samples, ascending.
-        alone: largest difference of every sample over the largest logit, with one sample a micro batch.
-        together: the same with all samples in one micro batch.
+        separate: largest difference of every sample over the largest logit, with one sample a micro batch.
+        batched: the same with all samples in one micro batch.
         margin: the narrowest margin of an expert choice, over the spread of the scores; None without experts.
         rounding: change of transformers' logits by fp32 rounding of the parameters, over the largest logit.
         full, default: the model's configuration and its architecture's default one, with all settings.
@@ -68,8 +68,8 @@ class TrialResult:
     transformers_problem: str = ""
     megatron_problem: str = ""
     lengths: list[int] = field(default_factory=list)
-    alone: list[float] = field(default_factory=list)
-    together: list[float] = field(default_factory=list)
+    separate: list[float] = field(default_factory=list)
+    batched: list[float] = field(default_factory=list)
     largest_logit: float = 0.0
     margin: float | None = None
     rounding: float = 0.0
@@ -86,7 +86,7 @@ class TrialResult:
     @property
     def largest(self) -> float:
         """Return the largest difference over the largest logit."""
-        return max(self.alone + self.together, default=float("inf"))
+        return max(self.separate + self.batched, default=float("inf"))
 
     @property
     def agrees(self) -> bool:
@@ -103,7 +103,7 @@ class TrialResult:
         verdict = Verdict("not checked", layers=layers, lengths=list(part.lengths), not_shown=part.not_shown)
         if self.problem:
             return replace(verdict, reason=f"its slice cannot be built by {self.problem}")
-        mixed_only = max(self.alone) <= self.bound and not self.agrees
+        mixed_only = max(self.separate) <= self.bound and not self.agrees
         return replace(
             verdict, status="agrees" if self.agrees else "differs", largest=self.largest, mixed_only=mixed_only
         )

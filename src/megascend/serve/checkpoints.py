@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -147,11 +147,10 @@ class Checkpoints:
 
     Args:
         root: directory with one subdirectory per tenant.
-        clock: seconds since the epoch.
     """
 
-    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
-        self.root, self._clock = root, clock
+    def __init__(self, root: Path) -> None:
+        self.root = root
         make_directory(root)
 
     def commit(self, tenant: str, record: CheckpointRecord) -> CheckpointRecord:
@@ -210,7 +209,7 @@ class Checkpoints:
         count = 0
         for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
             for record in list(self._records(tenant.name, None, expired=True)):
-                if record.expires is not None and record.expires < self._clock():
+                if record.expires is not None and record.expires < time.time():
                     self._remove(record.path.directory(self.root, tenant.name))
                     count += 1
         return count
@@ -247,7 +246,7 @@ class Checkpoints:
         except (ValueError, TypeError) as error:
             raise RequestRefusedError(f"the record of checkpoint {path} is damaged: {error}", 500) from None
         # An expired checkpoint is gone for clients at once; its files follow with the next sweep.
-        over = record.expires is not None and record.expires < self._clock()
+        over = record.expires is not None and record.expires < time.time()
         return None if (over and not expired) or not directory.is_dir() else record
 
     def _write(self, tenant: str, record: CheckpointRecord) -> None:

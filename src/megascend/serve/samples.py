@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megascend.batch.losses import BUILT_IN, POLICY, Loss, LossInputs
+from megascend.batch.loss import Loss, LossInputs
+from megascend.batch.losses import BUILT_IN
+from megascend.batch.policy_losses import POLICY
 from megascend.batch.sample import Sample
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import as_float

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megascend.batch import images
-from megascend.batch.losses import CLASSIFICATION, MARGIN, Loss
+from megascend.batch.loss import MARGIN, Loss
+from megascend.batch.losses import CLASSIFICATION
 from megascend.batch.sample import Sample
 from megascend.engines import router_replay
 from megascend.engines.base import Engine

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.batch.agreement import Agreement
+from megascend.batch.loss import Loss, LossInputs, LossUnit
 from megascend.batch.loss_call import LossNormalizer, weighted
-from megascend.batch.losses import Loss, LossInputs, LossUnit, cross_entropy
+from megascend.batch.losses import cross_entropy
 from megascend.batch.micro_batch import MicroBatch, MtpTargets, last_tokens
 from megascend.batch.results import MTP_LOSS
 from megascend.distributed.objects import gather_objects

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megascend.batch import agreement
+from megascend.batch.loss import Loss
 from megascend.batch.loss_call import LossNormalizer, raise_together
-from megascend.batch.losses import Loss, cross_entropy
+from megascend.batch.losses import cross_entropy
 from megascend.batch.micro_batch import MicroBatch, build, last_tokens, pair_positions, unpack
 from megascend.batch.packing import plan_micro_batches, split_to
 from megascend.batch.results import MTP_LOSS, ForwardBackwardResult, ForwardResult
@@ -283,7 +284,7 @@ class Step:
 
             with ExitStack() as contexts:
                 batches, stored = self._run_or_raise_oom(run_batches, contexts, call)
-            values = {name: [item[name] for item in stored] for name in names}
+            values = {name: [scores[name] for scores in stored] for name in names}
             return self._gather_by_sample(values, batches, plan, len(samples))
 
     @torch.no_grad()
@@ -454,7 +455,7 @@ class Step:
         """Sum metrics over micro batches and ranks to [adapters, metrics], on the device, without waiting for it."""
         names = ("loss", MTP_LOSS) if self._engine.mtp_loss_weight else ("loss",)
         if normalizer.loss.function is not cross_entropy:  # only the last stage has a loss's other metrics
-            local = tuple(dict.fromkeys(name for item in stored for name in item))
+            local = tuple(dict.fromkeys(name for metrics in stored for name in metrics))
             report = (local, normalizer.function.problem)
             reports = gather_objects(report, "world", self._groups, "metrics of the loss")
             raise_together([problem for _, problem in reports], normalizer.function)
@@ -462,10 +463,10 @@ class Step:
         values = torch.zeros(len(normalizer.names), len(names), dtype=torch.float32, device=self._engine.device)
         # Tensor parallel ranks compute the same metrics, which must enter the sum once.
         contributes = self._groups.coordinates.tensor == 0
-        for item in stored if contributes else []:
+        for metrics in stored if contributes else []:
             for position, name in enumerate(names):
-                if name in item:
-                    values[:, position] += item[name]
+                if name in metrics:
+                    values[:, position] += metrics[name]
         if self._topology.world_size > 1:
             # Over the world: ranks that compute no loss, and tensor parallel copies, contribute zeros.
             dist.all_reduce(values, group=self._groups.device_group("world"))

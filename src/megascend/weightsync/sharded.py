@@ -418,14 +418,14 @@ def joined(parts: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> list[tuple[
     Args:
         parts: (offsets, values) of each slice.
     """
-    # A slice that is listed twice would stay alone.
-    result = list({(offsets, values.shape): (offsets, values) for offsets, values in parts}.values())
-    for dim in range(len(result[0][0])):
+    # Without repetitions: a slice that is listed twice would not be joined.
+    slices = list({(offsets, values.shape): (offsets, values) for offsets, values in parts}.values())
+    for dim in range(len(slices[0][0])):
         rows: dict[tuple[Any, ...], list[tuple[tuple[int, ...], torch.Tensor]]] = {}
-        for offsets, values in sorted(result, key=lambda part: part[0][dim]):
+        for offsets, values in sorted(slices, key=lambda part: part[0][dim]):
             line = offsets[:dim] + offsets[dim + 1 :], values.shape[:dim] + values.shape[dim + 1 :]
             rows.setdefault(line, []).append((offsets, values))
-        result = []
+        slices = []
         for row in rows.values():
             groups = [[row[0]]]
             for part in row[1:]:
@@ -434,11 +434,11 @@ def joined(parts: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> list[tuple[
                     groups[-1].append(part)
                 else:
                     groups.append([part])
-            result += [
+            slices += [
                 (group[0][0], torch.cat([values for _, values in group], dim) if len(group) > 1 else group[0][1])
                 for group in groups
             ]
-    return result
+    return slices
 
 
 def mostly_16_bit(specs: Sequence[TensorSpec]) -> bool:

@@ -6,7 +6,8 @@ vLLM calls :func:`register` through the entry point ``vllm.general_plugins`` in 
 - :mod:`weightwire.vllm.contract`: all differences between versions of vLLM;
 - :mod:`weightwire.vllm.model`: loads weights into a model, and restores the old ones;
 - :mod:`weightwire.vllm.needs`: what a model's loaders copy, and the slices of tensors that a worker loads;
-- :mod:`weightwire.vllm.in_place`: commits that make these copies without loaders;
+- :mod:`weightwire.vllm.in_place`: records these copies, so that commits make them without loaders;
+- :mod:`weightwire.vllm.exchange`: exchanges the weights in use with those of an update, and undoes it;
 - :mod:`weightwire.vllm.updates`, :mod:`weightwire.vllm.worker`: an update in one worker, and its calls from the server;
 - :mod:`weightwire.vllm.engine`: the same as a weight transfer engine, for clients of vLLM's own HTTP routes;
 - :mod:`weightwire.vllm.control`: owner, pauses and updates of the engine, in the server;

@@ -26,7 +26,7 @@ NOT_LOADED = ("rotary_emb.inv_freq",)
 
 def headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Read dtype and shape of every tensor, by name, from a directory's safetensors files; empty without files."""
-    result = {}
+    dtypes_and_shapes = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -34,10 +34,10 @@ def headers(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             if size > MAX_HEADER_BYTES:
                 raise ManifestError(f"{path}: a header of {size} bytes; at most {MAX_HEADER_BYTES} are read")
             header = json.loads(file.read(size))
-        result |= {
+        dtypes_and_shapes |= {
             name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items() if name != "__metadata__"
         }
-    return result
+    return dtypes_and_shapes
 
 
 def fp8_blocks(model: str, config: Any) -> dict[str, BlockFormat]:
@@ -64,7 +64,7 @@ def fp8_blocks(model: str, config: Any) -> dict[str, BlockFormat]:
         )
     rows, columns = settings["weight_block_size"]
     blocks = BlockFormat(rows, columns, settings.get("scale_fmt") == "ue8m0")
-    result = {}
+    formats = {}
     for name, (dtype, shape) in stored.items():
         if dtype == "F8_E4M3":
             scales = stored.get(name + SCALES)
@@ -78,10 +78,10 @@ def fp8_blocks(model: str, config: Any) -> dict[str, BlockFormat]:
                 raise ManifestError(
                     f"{model}: {name} {list(shape)} holds gate and up in one matrix, and blocks of {rows} rows have parts of both"
                 )
-            result[name] = blocks
+            formats[name] = blocks
         elif dtype.startswith("F8"):
             raise ManifestError(f"{model}: {name} is stored in {dtype}, and cannot be updated")
-    return result
+    return formats
 
 
 def prediction_tensors(names: Iterable[str], config: Any) -> set[str]:

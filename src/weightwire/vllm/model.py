@@ -75,7 +75,7 @@ class Snapshot:
         for storage, copy in self._memory.values():
             _bytes(storage).copy_(copy)
 
-    def changed_apart(self, addresses: set[int]) -> str | None:
+    def changed_elsewhere(self, addresses: set[int]) -> str | None:
         """Return the name of a tensor that differs from its copy and is not in the memory at ``addresses``; None without one."""
         for address, (storage, copy) in self._memory.items():
             if address not in addresses and not torch.equal(_bytes(storage), copy.to(storage.device)):

@@ -166,13 +166,13 @@ def as_slices(view: Tensor, source: Tensor, target: Tensor) -> list[tuple[Box, T
     dim = max(range(view.dim()), key=lambda dim: (view.shape[dim] > 1, view.stride(dim)))
     if view.stride(dim) == 0 or view.shape[dim] > MAX_SLICES:
         return None
-    result: list[tuple[Box, Tensor]] = []
+    slices: list[tuple[Box, Tensor]] = []
     for row, target_row in zip(view.unbind(dim), target.unbind(dim), strict=True):
         inner = as_slices(row, source, target_row)
-        if inner is None or len(result) + len(inner) > MAX_SLICES:
+        if inner is None or len(slices) + len(inner) > MAX_SLICES:
             return None
-        result += inner
-    return result
+        slices += inner
+    return slices
 
 
 def _as_slice(view: Tensor, source: Tensor, target: Tensor) -> tuple[Box, Tensor] | None:
@@ -200,11 +200,12 @@ def _as_slice(view: Tensor, source: Tensor, target: Tensor) -> tuple[Box, Tensor
 
 
 def _coordinates(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    result = []
+    """Return the coordinates of an element of a contiguous tensor."""
+    coordinates = []
     for size in reversed(shape):
-        result.append(index % size if size else 0)
+        coordinates.append(index % size if size else 0)
         index //= size or 1
-    return tuple(reversed(result))
+    return tuple(reversed(coordinates))
 
 
 def _tied(tensors: Sequence[TensorSpec], needs: Sequence[Region]) -> list[Region]:

@@ -25,7 +25,8 @@ from weightwire.receiver import Receiver
 from weightwire.reception import COMMITTED, RECEIVING
 from weightwire.vllm import contract
 from weightwire.vllm.checkpoint import ExpectedTensors
-from weightwire.vllm.in_place import Exchange, NotInPlaceError, Recording, learn
+from weightwire.vllm.exchange import Exchange
+from weightwire.vllm.in_place import NotInPlaceError, Recording, record_copies
 from weightwire.vllm.model import Snapshot, Structure, check_reloadable, load
 from weightwire.vllm.needs import worker_needs
 
@@ -59,7 +60,7 @@ class WorkerUpdates:
         self._spare: Snapshot | None = None
         self._recording: Recording | None = None
         self._refused: tuple[Sequence[TensorSpec], Share | None] | None = None
-        """Tensors and share of the last update from which nothing could be learned."""
+        """Tensors and share of the last update whose copies could not be recorded."""
         self.reload_reason = "" if os.environ.get(contract.IN_PLACE, "1") != "0" else f"{contract.IN_PLACE} is 0"
         """Reason why the next update is not copied into the parameters in use; empty if unknown, or if it is."""
         self._adapters: dict[str, list[Path]] = {}
@@ -154,11 +155,11 @@ class WorkerUpdates:
 
         offer = self._offer
 
-        def load_and_learn(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        def load_and_record(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             self._load(tensors)
-            self._learn(offer, contents)
+            self._record(offer, contents)
 
-        self.receiver.commit(update, load_and_learn, restore)
+        self.receiver.commit(update, load_and_record, restore)
         return "reload"
 
     def _load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -167,10 +168,10 @@ class WorkerUpdates:
         with set_current_vllm_config(self._vllm_config):
             load(self._model(), self._vllm_config.model_config, tensors)
 
-    def _learn(self, offer: Offer, before: Snapshot) -> None:
-        """Learn to exchange the next updates in place, after a reload."""
+    def _record(self, offer: Offer, before: Snapshot) -> None:
+        """Record after a reload what its loaders copied, so that the next updates can be exchanged in place."""
         manifest, layout = offer.manifest, self.receiver.layout(offer.update)
-        # Learning may take as long as a reload; the result would be the same.
+        # Recording may take as long as a reload, and would be refused again.
         if os.environ.get(contract.IN_PLACE) == "0" or self._refused == (manifest.tensors, layout.share):
             return
         if self._recording is not None and self._recording.fits(manifest, self._model()):
@@ -178,7 +179,9 @@ class WorkerUpdates:
         self._recording = None
         try:
             staging = self.receiver.staging(offer.update)
-            recording = learn(self._model(), self._vllm_config, manifest.tensors, layout, staging, before.changed_apart)
+            recording = record_copies(
+                self._model(), self._vllm_config, manifest.tensors, layout, staging, before.changed_elsewhere
+            )
             self._recording, self.reload_reason = recording, ""
             recording.exchange(layout, keep=_becomes_base(offer))
         except NotInPlaceError as error:
@@ -240,7 +243,7 @@ class WorkerUpdates:
         """Release the old weights, after the commit has succeeded on all workers."""
         self.receiver.settle(update)
         if self._copy is not None:
-            # Its memory serves the next update; after an exchange has been learned there is none that needs it.
+            # Its memory serves the next update; updates that are exchanged need no copy.
             exchanged = self._recording is not None and not self.reload_reason
             self._spare = None if exchanged else self._copy.snapshot
         self._copy = None

@@ -21,7 +21,8 @@ import megascend
 from megascend.app.rl.learn import step_samples
 from megascend.app.rl.reference import ESTIMATORS, KL_WEIGHTS, ReferenceModel, check_reference, with_kl
 from megascend.app.rl.set_up import check_objective
-from megascend.batch.losses import LossInputs, resolve
+from megascend.batch.loss import LossInputs
+from megascend.batch.losses import resolve
 from megascend.cli.dry_run_text import Style, report_rl
 from megascend.config.rl import Objective, ReferenceSettings, RlConfig
 from megascend.errors import ConfigError

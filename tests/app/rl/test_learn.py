@@ -15,7 +15,7 @@ import torch
 
 import megascend
 from megascend.app.rl.learn import averaged, corrected, learn, objective_loss, step_samples
-from megascend.batch.losses import LossInputs
+from megascend.batch.loss import LossInputs
 from megascend.config.rl import Objective
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import run_distributed, write_tiny_checkpoint

@@ -38,7 +38,7 @@ def failing(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 def register() -> None:
     """Install the faults, once per process."""
-    from weightwire.vllm import in_place, model, updates
+    from weightwire.vllm import exchange, in_place, model, updates
 
     load, restore = updates.load, model.Snapshot.restore
     if getattr(load, "faulty", False):
@@ -54,10 +54,10 @@ def register() -> None:
             raise RuntimeError("the fault of a test: no way back")
         restore(self)
 
-    exchange, swap, undo = in_place._Group.exchange, in_place._Swap.exchange, in_place.Exchange.undo
+    copy, swap, undo = exchange._CopyGroup.exchange, exchange._KernelGroup.exchange, exchange.Exchange.undo
     groups = {"count": 0}
 
-    def faulty_run(self: in_place.Exchange, staging: Any, run: Any = in_place.Exchange.run) -> None:
+    def faulty_run(self: exchange.Exchange, staging: Any, run: Any = exchange.Exchange.run) -> None:
         if "slow" in active_faults():
             time.sleep(2)
         groups["count"] = 0
@@ -69,13 +69,13 @@ def register() -> None:
         groups["count"] += 1
         return groups["count"] == 3 and bool({"exchange", f"exchange:{dist.get_rank()}"} & active_faults())
 
-    def faulty_swap(self: in_place._Swap) -> None:
+    def faulty_swap(self: exchange._KernelGroup) -> None:
         if is_third():
             self._exchanged = 0
             raise RuntimeError("the fault of a test: no third group")
         swap(self)
 
-    def faulty_exchange(self: in_place._Group) -> None:
+    def faulty_copy(self: exchange._CopyGroup) -> None:
         import torch
 
         if is_third():
@@ -83,17 +83,17 @@ def register() -> None:
             self._steps = 1
             torch._foreach_zero_(self.targets)  # half of it
             raise RuntimeError("the fault of a test: no third group")
-        exchange(self)
+        copy(self)
 
-    def faulty_undo(self: in_place.Exchange) -> None:
+    def faulty_undo(self: exchange.Exchange) -> None:
         if "undo" in active_faults():
             raise RuntimeError("the fault of a test: no way back")
         undo(self)
 
-    in_place.Exchange.run, in_place.Exchange.undo = faulty_run, faulty_undo  # type: ignore[method-assign]
-    in_place._Group.exchange, in_place._Swap.exchange = faulty_exchange, faulty_swap  # type: ignore[method-assign]
+    exchange.Exchange.run, exchange.Exchange.undo = faulty_run, faulty_undo  # type: ignore[method-assign]
+    exchange._CopyGroup.exchange, exchange._KernelGroup.exchange = faulty_copy, faulty_swap  # type: ignore[method-assign]
     if size := os.environ.get("WEIGHTWIRE_SCRATCH_BYTES"):
-        in_place.SCRATCH_BYTES = in_place.SWAP_BYTES = int(size)
+        in_place.SEPARATE_BYTES = exchange.SCRATCH_BYTES = exchange.SWAP_BYTES = int(size)
     if os.environ.get("WEIGHTWIRE_PLAIN_LINEAR") == "1":
         from vllm.model_executor.layers import utils
 

@@ -12,7 +12,8 @@ import torch
 from megascend.app.rl.reference import KL_WEIGHTS, Divergence, ReferenceModel
 from megascend.app.rl.step_advantages import response_length, step_advantages
 from megascend.batch.candidates import id_rows
-from megascend.batch.losses import Loss, resolve
+from megascend.batch.loss import Loss
+from megascend.batch.losses import resolve
 from megascend.batch.sample import Sample
 from megascend.config.rl import Objective
 from megascend.errors import ConfigError

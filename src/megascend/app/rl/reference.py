@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megascend.app.swapped_weights import SwappedWeights, difference_of_models
-from megascend.batch.losses import Loss, LossInputs
+from megascend.batch.loss import Loss, LossInputs
 from megascend.config.rl import BASE, ReferenceSettings, RlConfig
 from megascend.errors import ConfigError
 from megascend.huggingface.info import ModelInfo

@@ -24,25 +24,23 @@ T = TypeVar("T")
 
 
 class SharedRollouts:
-    """A collector on rank 0, whose groups reach all ranks. Every method is collective."""
+    """A collector on rank 0, whose groups reach all ranks. Every method is collective.
 
-    def __init__(
-        self,
-        backend: Backend,
-        collector: RolloutCollector | None,
-        patience_s: float,
-        recover: Callable[[], object] = lambda: None,
-    ) -> None:
+    Attributes:
+        recover: gives weights to engines that were lost and are back; called on every rank during waits. Set after construction,
+            by the updates that are sent to the same engines.
+        evaluated: groups of the last evaluation, on rank 0.
+    """
+
+    def __init__(self, backend: Backend, collector: RolloutCollector | None, patience_s: float) -> None:
         """
         Args:
             collector: rank 0's collector; None on all others.
             patience_s: seconds without any group, while there are engines, after which the run fails.
-            recover: gives weights to engines that were lost and are back; called on every rank during waits.
         """
-        self.recover = recover
+        self.recover: Callable[[], object] = lambda: None
         self._backend, self._collector, self._patience_s = backend, collector, patience_s
         self.evaluated: list[TrajectoryGroup] = []
-        """Groups of the last evaluation, on rank 0."""
         # The others wait in a collective, whose deadline a slow engine must not reach.
         self._slice_s = min(SLICE_S, backend.groups.timeout_s / 4)
 

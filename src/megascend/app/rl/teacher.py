@@ -19,7 +19,8 @@ from torch import Tensor
 from megascend.app.rl.rollouts import SLICE_S
 from megascend.app.teacher_model import TeacherModel, check_teacher_model, check_vocabulary
 from megascend.batch.candidates import Candidates
-from megascend.batch.losses import BUILT_IN, Loss
+from megascend.batch.loss import Loss
+from megascend.batch.losses import BUILT_IN
 from megascend.batch.sample import Sample
 from megascend.config.rl import SGLANG, TRAINER, RlConfig, TeacherSettings
 from megascend.errors import EngineError, EngineLostError

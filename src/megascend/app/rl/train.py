@@ -20,7 +20,8 @@ from megascend.app.rl.records import (
     mismatch_figures,
     reference_figures,
 )
-from megascend.app.run import Run, Training, World, model_line, run, too_many_skips
+from megascend.app.run import run
+from megascend.app.training import Run, Training, World, model_line, too_many_skips
 from megascend.config.rl import BASE, TRAINER, RlConfig
 from megascend.distributed.launch import Launch
 from megascend.errors import DataError, EngineError

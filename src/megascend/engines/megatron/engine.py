@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mcore_bridge import ModelConfig
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -28,8 +27,6 @@ from megascend.engines.base import (
     OnOutput,
     ScalarOutput,
     adapter_settings,
-    check_head,
-    longest_sample,
     seed_generators,
 )
 from megascend.engines.context import EngineContext, EngineSpec
@@ -45,16 +42,15 @@ from megascend.engines.megatron import (
     grouped_experts,
     hf_slices,
     mtp,
-    quantised_base,
     replayed_routers,
     routers,
     state,
     vision,
     weights,
 )
-from megascend.engines.megatron.build import build_chunks, build_config, check_packing, check_window
+from megascend.engines.megatron.build import build_chunks
 from megascend.engines.megatron.captured_step import Capture, CudaCapture
-from megascend.engines.megatron.groups import fake_groups
+from megascend.engines.megatron.configuration import configure, overlaps_reduction
 from megascend.engines.megatron.named_weights import named_weights, stored_weights
 from megascend.engines.megatron.optimizer import MegatronOptimizer
 from megascend.engines.megatron.output_head import HeadOutput, OutputHead
@@ -62,17 +58,12 @@ from megascend.engines.megatron.quantised_base import QuantisedBase
 from megascend.engines.megatron.replayed_routers import MegatronRouterReplay
 from megascend.engines.weight_settings import SettingsByWeight
 from megascend.errors import CheckpointError, ConfigError
-from megascend.huggingface.info import ModelInfo, linear_layers
 from megascend.lora.factors import merged
-from megascend.lora.registry import check_limits
-from megascend.lora.target_modules import matches, refused_tower_targets
-from megascend.platforms.base import Platform
 from megascend.selfcheck.check import log_warnings, require_agreement
 from megascend.selfcheck.verdict import Verdict
-from megascend.topology.topology import Receivers, Topology
+from megascend.topology.topology import Receivers
 
 if TYPE_CHECKING:
-    from megascend.bootstrap import Runtime
     from megascend.engines.megatron.graphed_steps import GraphedSteps
     from megascend.lora.layers import AdapterManager
     from megascend.selfcheck.process import Worker
@@ -378,8 +369,8 @@ class MegatronEngine(Engine):
             return hidden, lambda hidden: on_output(batch, self._output(batch, hidden))
 
         iterators = [iter(batches) for _ in self.chunks]
-        real = sum(not batch.dummy for batch in batches)
-        with contextlib.nullcontext() if forward_only else self.routers.training(real):
+        real_batches = sum(not batch.dummy for batch in batches)
+        with contextlib.nullcontext() if forward_only else self.routers.training(real_batches):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -573,83 +564,6 @@ class MegatronEngine(Engine):
     def close(self) -> None:
         if self.graphs is not None:
             self.graphs.clear()
-
-
-def overlaps_reduction(spec: EngineSpec) -> bool:
-    """Check whether gradients are reduced during the backward pass; those of adapters are reduced once a step."""
-    return spec.optimizer.overlap_grad_reduce and spec.adapters is None
-
-
-def configure(
-    spec: EngineSpec, platform: Platform, topology: Topology, info: ModelInfo, device: torch.device
-) -> tuple[ModelConfig, bool]:
-    """Build mcore-bridge's configuration and check the settings against it; also return whether experts are to be grouped."""
-    check_head(spec, info)
-    mtp.check(spec)
-    frozen, tied = spec.adapters is not None, info.shape.tied
-    config = build_config(
-        spec.model,
-        topology,
-        spec.precision,
-        spec.recompute,
-        platform,
-        info.scalar_head,
-        tied=tied,
-        prediction_head=spec.mtp == "train",
-    )
-    routers.check(config, spec.moe, topology.pipeline, frozen=frozen)
-    overlapped = overlaps_reduction(spec)
-    grouped = grouped_experts.is_enabled(spec.moe, config, spec.precision, device, overlapped=overlapped)
-    if spec.adapters is not None and spec.adapters.base_weights != "unquantised":
-        method = spec.adapters.base_weights
-        if platform.name == "npu":
-            raise ConfigError(f"base_weights: {method} is not supported on NPUs: leave it out, or set unquantised")
-        if info.linear is not None or info.state_space is not None:
-            raise ConfigError(
-                f"base_weights: {method} is not supported for {info.architecture.model_type}, which has linear attention or "
-                "state spaces: leave it out, or set unquantised"
-            )
-        if spec.batching.cuda_graphs is not None:
-            raise ConfigError(
-                f"base_weights: {method} with batching.cuda_graphs is not supported: leave one of them out"
-            )
-        quantised_base.check(method, config, topology)
-    if spec.batching.cuda_graphs is not None:
-        graph_support.raise_unsupported("does not support scalar heads" if info.scalar_head else None)
-        graph_support.raise_unsupported("does not support pictures" if info.image_layout else None)
-        adam = None if frozen else spec.optimizer
-        graph_support.raise_unsupported(
-            graph_support.unsupported_reason(
-                device.type, topology, spec.precision, spec.recompute, config, adam, grouped=grouped
-            )
-        )
-    if info.image_layout is not None:
-        vision.check(config, topology, spec.adapters, trains_head=spec.mtp == "train")
-    check_window(config, longest_sample(spec, info))
-    check_packing(config, platform, packing=spec.batching.packing)
-    return config, grouped
-
-
-def check_model(spec: EngineSpec, runtime: Runtime, topology: Topology, info: ModelInfo) -> list[str]:
-    """Raise what the constructor would raise before it builds layers; return the names of adapter targets.
-
-    The names are read from the checkpoint's headers: the layers themselves exist only after the build.
-    """
-    # First: mcore-bridge's configuration takes fields from the provider's settings.
-    runtime.configure_topology(topology, spec.timeout_s)
-    with fake_groups(topology):
-        config, _ = configure(spec, runtime.platform, topology, info, torch.device(runtime.platform.device_type))
-        runtime.configure_model(config, spec.provider_options)
-    if spec.adapters is None:
-        return []
-    names, images = linear_layers(info, spec.vision_tower), info.architecture.inputs
-    if images is not None:
-        linear = [name for name in linear_layers(info, "train") if name.startswith(images.tower)]
-        check_limits(spec.adapters, names, refused_tower_targets(linear, images, spec.vision_tower))
-    if spec.batching.cuda_graphs is not None:
-        targets = [name for name in names if matches(name, spec.adapters.targets)]
-        graph_support.raise_unsupported(graph_support.unsupported_targets_reason(targets))
-    return names
 
 
 def fuse_weight_gradients(chunks: Sequence[torch.nn.Module]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megascend.batch.losses import Loss
+from megascend.batch.loss import Loss
 from megascend.batch.sample import Sample
 from megascend.errors import DataError
 from megascend.sampling.request import SampleRequest, SampleResult, SamplingParams

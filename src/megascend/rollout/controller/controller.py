@@ -369,7 +369,7 @@ class OwnedEngines(InferenceEngine):
 
     async def locations(self) -> list[Location | None]:
         async def ask(claim: Claim) -> dict[str, list[Location | None]]:
-            return await self._engines.each(claim.engines, "locations", lambda engine: engine.locations())
+            return await self._engines.call_each(claim.engines, "locations", lambda engine: engine.locations())
 
         return [location for locations in (await self._do(ask)).values() for location in locations]
 
@@ -394,13 +394,13 @@ class OwnedEngines(InferenceEngine):
         """Return the newest version of all engines: the next update must be newer."""
 
         async def ask(claim: Claim) -> dict[str, int]:
-            return await self._engines.each(claim.engines, "version", lambda engine: engine.version(target))
+            return await self._engines.call_each(claim.engines, "version", lambda engine: engine.version(target))
 
         return max((await self._do(ask)).values())
 
     async def load_adapter(self, name: str, directory: str, version: int | None = None) -> None:
         async def load(claim: Claim) -> None:
-            await self._engines.each(
+            await self._engines.call_each(
                 claim.engines,
                 "load_adapter",
                 lambda engine: engine.load_adapter(name, directory, version),

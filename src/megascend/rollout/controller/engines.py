@@ -39,7 +39,7 @@ class Engines:
     def __getitem__(self, name: str) -> InferenceEngine:
         return self._engines[name]
 
-    async def each(
+    async def call_each(
         self,
         names: Iterable[str],
         label: str,
@@ -86,7 +86,7 @@ class Updates:
 
     async def members(self, claim: Claim) -> dict[str, int]:
         """Return the number of group members of each engine, in the claim's order."""
-        members = await self._engines.each(claim.engines, "receivers", lambda engine: engine.receivers())
+        members = await self._engines.call_each(claim.engines, "receivers", lambda engine: engine.receivers())
         self._members[claim.id] = members
         return members
 
@@ -108,12 +108,12 @@ class Updates:
 
         # Before the call: an engine may have begun even if its answer is lost, and must then drop.
         self._updates[claim.id] = _OpenUpdate(offer.update, set(claim.engines))
-        await self._engines.each(claim.engines, "begin_update", begin)
+        await self._engines.call_each(claim.engines, "begin_update", begin)
 
     async def verify(self, claim: Claim, seal: Seal, timeout_s: float) -> None:
         """Make all engines compare the received update with the seal."""
         update = self._open(claim, seal.update)
-        await self._engines.each(
+        await self._engines.call_each(
             claim.engines, "verify", lambda engine: engine.verify(seal, timeout_s), timeout_s + ERROR_S
         )
         update.verified = True
@@ -129,12 +129,12 @@ class Updates:
             # A committed engine is not dropped if another one fails.
             update.engines.discard(engine.name)
 
-        await self._engines.each(claim.engines, "commit", commit, self._engines.commit_s + ERROR_S)
+        await self._engines.call_each(claim.engines, "commit", commit, self._engines.commit_s + ERROR_S)
         self._updates.pop(claim.id, None)
 
     async def drop(self, claim: Claim, name: str) -> None:
         """Drop an update."""
-        await self._engines.each(claim.engines, "drop", lambda engine: engine.drop(name))
+        await self._engines.call_each(claim.engines, "drop", lambda engine: engine.drop(name))
         if (update := self._updates.get(claim.id)) is not None and update.name == name:
             del self._updates[claim.id]
 
@@ -142,7 +142,7 @@ class Updates:
         """Drop the claim's open update on all engines that have not committed it; never raises."""
         if (update := self._updates.pop(claim.id, None)) is not None:
             try:
-                await self._engines.each(sorted(update.engines), "drop", lambda engine: engine.drop(update.name))
+                await self._engines.call_each(sorted(update.engines), "drop", lambda engine: engine.drop(update.name))
             except EngineError as error:
                 log.error("update %r of %r could not be dropped everywhere: %s", update.name, claim.owner, error)
 
@@ -198,7 +198,7 @@ class Pauses:
                 self._changed()
                 await engine.pause(lease_s)
 
-        await self._engines.each(names, "pause", pause)
+        await self._engines.call_each(names, "pause", pause)
 
     async def resume(self, names: Iterable[str]) -> None:
         """Resume engines, whether they are paused or not."""
@@ -207,7 +207,7 @@ class Pauses:
             async with self._locks[engine.name]:
                 await self._resume(engine)
 
-        await self._engines.each(names, "resume", resume)
+        await self._engines.call_each(names, "resume", resume)
 
     def next_lapse(self) -> float | None:
         """Return the end of the next pause; None without pauses."""
@@ -231,7 +231,7 @@ class Pauses:
                     await self._resume(engine)
 
         try:
-            await self._engines.each([name], "resume", resume)
+            await self._engines.call_each([name], "resume", resume)
         except EngineError as error:
             attempts = self._attempts[name] = self._attempts.get(name, 0) + 1
             log.error("attempt %d of %d to resume an engine: %s", attempts, RESUME_ATTEMPTS, error)

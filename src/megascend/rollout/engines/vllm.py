@@ -29,9 +29,9 @@ from weightwire.remote_engine import RemoteEngine
 REINSTALL = "its receiver is not of this version: install ./receiver there again"
 PREFIX = "/weightwire/"
 ATTEMPTS = 3
-_SENT_ONCE = {"generate", "load_adapter"}
-"""Calls that are not repeated when the connection breaks: responses may have been sampled, an adapter's version incremented. All
-others are idempotent."""
+_NOT_REPEATED = {"generate", "load_adapter"}
+"""Calls that are not idempotent, and not repeated when the connection breaks: responses may have been sampled, or an adapter's
+version incremented."""
 NPU = "npu"
 
 
@@ -141,21 +141,20 @@ class VllmEngine(RemoteEngine):
 
     async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Call a route and return its answer; idempotent calls are repeated if the connection breaks."""
-        # The answer may be lost after the call has taken effect; repeated calls need to be idempotent.
-        left = 1 if call in _SENT_ONCE else ATTEMPTS
+        attempts_left = 1 if call in _NOT_REPEATED else ATTEMPTS
         while True:
-            left -= 1
+            attempts_left -= 1
             try:
                 return await self._once(call, arguments, timeout_s)
             except EngineLostError:
-                if not left:
+                if not attempts_left:
                     raise
-            # At random: many rollouts lose their connections at the same moment.
-            await asyncio.sleep(0.2 * 2 ** (ATTEMPTS - 1 - left) * (0.5 + random.random()))
+            # Random delays: many rollouts lose their connections at the same moment.
+            await asyncio.sleep(0.2 * 2 ** (ATTEMPTS - 1 - attempts_left) * (0.5 + random.random()))
 
     async def _once(self, call: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         target, body = PREFIX + call, json.dumps({"owner": self.owner, **arguments}).encode()
-        # For each attempt: a nonce counts once.
+        # Signed anew for each attempt: the server accepts a nonce once.
         signed = sign(self._key, "POST", target, body)
         answer = await self._server.ask(target, body, signed.headers, timeout_s, label=call)
         return self._read(call, answer, signed.nonce)
@@ -165,7 +164,7 @@ class VllmEngine(RemoteEngine):
         # vLLM's own errors, and proxies, answer without a signature.
         if ANSWER_HEADER not in answer.headers:
             text = answer.body[:300].decode("utf-8", "replace")
-            hint = "; a server of python -m weightwire.vllm has this route, a plain vLLM and SGLang have not"
+            hint = "; only servers started by python -m weightwire.vllm have this route: plain vLLM and SGLang do not"
             raise EngineError(
                 f"{source}: status {answer.status}, not signed: {text}{hint if answer.status == 404 else ''}"
             )

@@ -27,6 +27,8 @@ from megascend.serve.tenancy import Model
 
 MAX_DOWNLOADS = 4
 """Concurrent downloads per tenant: each holds a temporary file until its client has read it."""
+MAX_PAGE = 1000
+"""Most entries of one listing, whatever limit a client asks for."""
 
 Handler = Callable[[Service, Request, str], Awaitable[Response]]
 """(service, request, tenant) -> response."""
@@ -101,7 +103,7 @@ def _checkpoint(record: CheckpointRecord) -> dict[str, Any]:
     }
 
 
-def _page(request: Request, max_limit: int = 1000) -> tuple[int, int]:
+def _page(request: Request) -> tuple[int, int]:
     """Return (offset, limit) of a listing."""
     numbers = []
     for name, default in (("offset", "0"), ("limit", "20")):
@@ -109,7 +111,7 @@ def _page(request: Request, max_limit: int = 1000) -> tuple[int, int]:
         if not value.isascii() or not value.isdecimal() or len(value) > 9:
             raise RequestRefusedError(f"{name} must be a number from 0 on", 422)
         numbers.append(int(value))
-    return numbers[0], min(numbers[1], max_limit)
+    return numbers[0], min(numbers[1], MAX_PAGE)
 
 
 async def weights_info(service: Service, request: Request, tenant: str) -> Response:

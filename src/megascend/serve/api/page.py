@@ -57,13 +57,24 @@ def tenant_status(service: Service, tenant: str) -> dict[str, Any]:
         "base_model": service.base.names[0],
         "pending_tokens": service.futures.tokens(tenant),
         "sessions": [
-            {"name": item.name, "silent_s": now - item.last_heard, "models": len(item.models), "samplers": len(item.samplers)}
-            for item in sessions
+            {
+                "name": session.name,
+                "silent_s": now - session.last_heard,
+                "models": len(session.models),
+                "samplers": len(session.samplers),
+            }
+            for session in sessions
         ],
         "models": [_model_status(service, model) for model in tenancy.models.values() if model.tenant == tenant],
         "errors": [
-            {"ago_s": now - item.time, "kind": item.kind, "model": item.model, "category": item.category, "message": item.message}
-            for item in reversed(service.figures.problems.get(tenant, ()))
+            {
+                "ago_s": now - problem.time,
+                "kind": problem.kind,
+                "model": problem.model,
+                "category": problem.category,
+                "message": problem.message,
+            }
+            for problem in reversed(service.figures.problems.get(tenant, ()))
         ],
     }  # fmt: skip
 

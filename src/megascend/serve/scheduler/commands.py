@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megascend.batch.losses import Loss
+from megascend.batch.loss import Loss
 from megascend.batch.sample import Sample
 from megascend.config import Adam, Lora
 from megascend.sampling.request import SampleRequest

@@ -1,0 +1,62 @@
+"""The backend of a run: the process made ready for its engine, and the model that its settings describe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megascend.config import Adapters, Checkpoint, TrainerConfig
+
+if TYPE_CHECKING:
+    from megascend.backend import Backend
+    from megascend.bootstrap import Runtime
+
+ADAPTER = "default"
+"""Name of a run's adapter, the same as peft gives to one that it loads."""
+
+
+def bootstrap(config: TrainerConfig) -> Runtime:
+    """Make this process ready for a run's engine, as :func:`megascend.bootstrap`."""
+    import megascend
+
+    return megascend.bootstrap(
+        config.platform,
+        config.parallel,
+        config.tf32,
+        config.engine,
+        config.precision,
+        config.provider,
+        config.affinity,
+    )
+
+
+def make_backend(config: TrainerConfig) -> Backend:
+    """Build the backend that a run's settings describe; with ``lora``, one that has room for its adapter."""
+    from megascend import backends
+
+    return backends.make_backend(config.engine, model=config.model, **backend_settings(config))
+
+
+def backend_settings(config: TrainerConfig) -> dict[str, Any]:
+    """Select the settings of a run with which its engine's backend is constructed."""
+    from megascend import backends
+
+    lora = config.lora
+    common_fields = (
+        "precision", "tf32", "optimizer", "schedule", "recompute", "moe", "mtp", "mtp_loss_weight", "vision_tower", "batching",
+        "platform", "seed", "timeout_s",
+    )  # fmt: skip
+    engine_fields = ("parallel", "fsdp", "provider", "provider_options", "self_check")
+    settings = {name: getattr(config, name) for name in (*common_fields, *engine_fields)}
+    settings["adapters"] = None
+    if lora is not None:
+        settings["adapters"] = Adapters(
+            max_count=1, max_rank=lora.rank, targets=lora.targets, base_weights=config.base_weights
+        )
+    settings["save_timeout_s"] = config.checkpoint.timeout_s
+    settings["head"] = config.head
+    # A setting that the engine does not have is left out while it has its default. Otherwise the engine refuses it by name.
+    defaults = {name: field.default for name, field in TrainerConfig.model_fields.items()}
+    # The run file has these under other names, or not at all.
+    defaults |= {"adapters": None, "save_timeout_s": Checkpoint().timeout_s, "head": "lm"}
+    accepted = backends.accepted_settings(config.engine)
+    return {name: value for name, value in settings.items() if name in accepted or value != defaults[name]}
