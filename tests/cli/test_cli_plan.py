@@ -31,14 +31,14 @@ def experts(megascend, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_plan_ranks_layouts_and_its_run_file_passes_a_dry_run(megascend, experts: Path, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text((json.dumps(QUESTION) + "\n") * 8)
-    arguments = ("--cards", "4", "--length", "256", "--batch", "8", "--best", "3", "--explain")
+    arguments = ("--device", "b200", "--cards", "4", "--length", "256", "--batch", "8", "--best", "3", "--explain")
     completed = megascend("plan", experts, *arguments, "--write", "run.yaml", "--data", "data.jsonl", cwd=tmp_path)
     assert completed.returncode == 0, completed.stderr
     output = completed.stdout
-    assert "4 x NVIDIA H100 SXM 80GB, 1 node" in output
+    assert "4 x NVIDIA B200 SXM 192GB, 1 node" in output
     assert "2 loses " in output
     assert "3 loses " in output
-    assert "warning   NVIDIA H100 SXM 80GB: nothing was measured on this device" in output
+    assert "warning   NVIDIA B200 SXM 192GB: nothing was measured on this device" in output
     assert "refused" not in output
     run_file = (tmp_path / "run.yaml").read_text()
     assert run_file.rstrip() in output
