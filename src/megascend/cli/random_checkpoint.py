@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megascend.errors import ConfigError
 from megascend.io.atomic import replacing_directory, vacant
 from megascend.io.paths import unwritable_reason
-from megascend.models.base import EXPERT_COUNTS, Images, LatentAttention, expert_count
+from megascend.models.base import EXPERT_COUNTS, LINEAR, Images, LatentAttention, expert_count
 from megascend.models.registry import BUILT_IN
 
 if TYPE_CHECKING:
@@ -151,12 +151,18 @@ def _particular(size: ModelSize) -> dict[str, Any]:
     """Return the settings of the architecture's smallest model with the requested sizes."""
     settings = dict(BUILT_IN[size.arch].tiny)
     settings.pop("rms_norm_eps", None)  # some have a large one, for comparisons in fp32
+    kinds = settings.get("layers_block_type") or settings.get("layer_types") or []
+    attention = [index for index, kind in enumerate(kinds) if kind != LINEAR and "attention" in kind]
+    # Fewer layers than the pattern's are its last ones, or the last ones up to an attention layer: transformers cannot sample
+    # from a model without any.
+    end = attention[-1] + 1 if attention and attention[-1] < len(kinds) - size.layers else len(kinds)
     for name, value in settings.items():
         if not isinstance(value, list) or not value:
             continue
-        # One entry a layer: the last kind of MLP repeats, other patterns restart, and fewer layers are the pattern's last ones.
+        # One entry a layer: the last kind of MLP repeats, other patterns restart.
         if name != "mlp_layer_types" and size.layers < len(value):
-            settings[name] = value[-size.layers :]
+            stop = end if len(value) == len(kinds) else len(value)
+            settings[name] = value[max(0, stop - size.layers) :][: size.layers]
         else:
             extra_items = [value[-1]] if name == "mlp_layer_types" else value
             settings[name] = [*value, *extra_items * size.layers][: size.layers]
