@@ -116,7 +116,9 @@ def report(mode: str, values: dict[str, Any], nbytes: int) -> None:
     for row in values["rounds"]:
         method = "exchange" if "commit.exchange" in row else "reload"
         phases = " | ".join(f"{row[name]:.3f}" for name in ("describe", "begin", "transfer", "verify", "commit"))
-        pause, rate = 1e3 * row.get("commit.paused", float("nan")), row["rate during"] / row["undisturbed"]
+        pause = 1e3 * row.get("commit.paused", float("nan"))
+        # A vLLM that compiles kernels for a first shape samples nothing for seconds.
+        rate = row["rate during"] / row["undisturbed"] if row["undisturbed"] else float("nan")
         print(
             f"| {mode}, {values['transport']}, {method} | {row['whole']:.3f} | {phases} | {pause:.0f} "
             f"| {nbytes / row['whole'] / 1e9:.1f} | {row['payload'] / nbytes:.3f} | {rate:.2f} |"

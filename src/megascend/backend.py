@@ -20,6 +20,7 @@ from megascend.batch.sample import Sample
 from megascend.checkpoint import manifest
 from megascend.checkpoint.saver import PendingSave, Saver
 from megascend.config import Adam, Lora
+from megascend.distributed.groups import LEAVE_S
 from megascend.distributed.objects import agree, all_reduce_numbers, from_rank_0, gather_objects
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.engines import checkpoints
@@ -651,13 +652,14 @@ class Backend:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an error, a checkpoint that is being written gets ``GRACE_S`` seconds and is then abandoned."""
+        """Close; after an error without waiting long: a checkpoint that is being written gets ``GRACE_S`` seconds, and the
+        process groups, which other ranks may still use, ``LEAVE_S``."""
         if error is None:
             self.close()
             return
         # close() would wait for save_timeout_s, and could raise in place of the original exception.
         self._saver.abandon(GRACE_S)
-        self._destroy()
+        self._destroy(LEAVE_S)
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and destroy the process groups. The object is unusable afterwards.
@@ -670,6 +672,6 @@ class Backend:
         finally:
             self._destroy()
 
-    def _destroy(self) -> None:
+    def _destroy(self, limit_s: float | None = None) -> None:
         self.engine.close()
-        self.groups.destroy()
+        self.groups.destroy(limit_s)

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -482,3 +483,52 @@ def test_exception_of_a_rank_is_reported(runtime: Runtime) -> None:
 
     with pytest.raises(DistributedTestError, match=r"ValueError: on [01]"):
         run_distributed(start, 2, init=False)
+
+
+def test_rank_that_leaves_is_noticed_although_its_connections_stay(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # As NCCL does, whose groups are destroyed only together with the other ranks of the host.
+    destroy = dist.destroy_process_group
+
+    def destroy_together(*arguments: Any) -> None:
+        (tmp_path / str(dist.get_rank())).touch()
+        until = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < until, "the other rank waits for one that left"
+            time.sleep(0.01)
+        destroy(*arguments)
+
+    def leave_or_wait() -> str:
+        monkeypatch.setattr(dist, "destroy_process_group", destroy_together)
+        groups = open_groups(runtime, 2, timeout_s=120)
+        gather_objects(0, "world", groups)
+        message = ""
+        if groups.rank == 1:
+            with pytest.raises(PeerLostError) as caught:
+                gather_objects(0, "world", groups, purpose="step 7")
+            message = str(caught.value)
+        groups.destroy()
+        return message
+
+    message = run_distributed(leave_or_wait, 2, init=False, timeout_s=90)[1]
+    assert message.startswith(
+        "rank 1: gather_objects for step 7 cannot complete without rank 0. Look at the first error in the logs"
+    )
+    assert "Rank 0 has ended: it left its process groups after gather_objects" in message
+
+
+def test_failed_rank_does_not_wait_for_others_to_destroy_their_groups(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> str:
+        groups = open_groups(runtime, 1)
+        destroy = dist.destroy_process_group
+        released = threading.Event()
+        monkeypatch.setattr(dist, "destroy_process_group", lambda: released.wait() and destroy())
+        groups.destroy(0.05)
+        released.set()
+        return caplog.text
+
+    (log,) = run_distributed(fail, 1, init=False)
+    assert "rank 0: its process groups were not destroyed within 0.05 s, since other ranks have not left theirs" in log

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-FORKS = ("test_mtp_on_device.py", "test_weight_transports.py", "test_features_on_device.py")
+FORKS = (
+    "test_mtp_on_device.py",
+    "test_weight_transports.py",
+    "test_features_on_device.py",
+    "test_failed_rank_on_device.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -376,6 +376,17 @@ class HangMonitor:
             {self._rank: self.sequence.counts} if self._rank in ranks else {}
         )
 
+    def departed(self, channel: str, number: int, ranks: Sequence[int]) -> list[int]:
+        """Return the ``ranks`` that left their process groups without entering collective ``number`` of ``channel``."""
+        heartbeat = self._heartbeat
+        peers = [rank for rank in ranks if rank != self._rank]
+        records = heartbeat.read(peers) if heartbeat is not None else None
+        return [
+            rank
+            for rank, record in (records or {}).items()
+            if record is not None and record.ended and record.collectives.of(channel) < number
+        ]
+
     def _publish_failure(
         self, phase: Phase, error: BaseException, *, mark: bool = True, secondary: bool = False
     ) -> None:

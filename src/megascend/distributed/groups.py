@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,10 +24,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 CARRIERS = ("world", "dp", "dp_cp", "edp", "tp", "pp", "cp", "ep")
 """Groups that carry objects, in the order in which every rank creates their channels."""
 BACKGROUND_TIMEOUT = timedelta(days=1)
 """Timeout of collectives on threads other than the main one."""
+LEAVE_S = 10.0
+"""Seconds for which a rank that has failed waits for others in destroying its groups."""
 
 
 @dataclass
@@ -110,8 +116,16 @@ class ProcessGroups:
         """Set this run's timeout on groups that the engine's libraries have created themselves."""
         self._factory.limit_timeouts(self.timeout_s)
 
-    def destroy(self) -> None:
-        """Destroy the engine's groups, the channels and, if it was created with them, the default group."""
+    def destroy(self, limit_s: float | None = None) -> None:
+        """Destroy the engine's groups, the channels and, if it was created with them, the default group.
+
+        NCCL destroys a communicator only together with the other ranks of the host. Those that wait for this one in a channel
+        learn from its record that it left.
+
+        Args:
+            limit_s: seconds after which to go on without: after an error, which has to become known although other ranks are in
+                a collective. Default: wait.
+        """
         # First: peers that are still in a collective then see that this rank left, not that it went silent.
         self.monitor.close()
         if not self._device_groups:
@@ -119,9 +133,23 @@ class ProcessGroups:
         # Before the groups go: the redirected functions of torch.distributed look up channels here.
         while self._undo:
             self._undo.pop()()
-        self._factory.forget(destroy=not self.owns_default)
         self._device_groups.clear()
         self._channels.clear()
+        if limit_s is None:
+            self._destroy_created()
+            return
+        thread = threading.Thread(target=self._destroy_created, name="megascend-destroy", daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            logger.warning(
+                "rank %d: its process groups were not destroyed within %g s, since other ranks have not left theirs; going on",
+                self.rank,
+                limit_s,
+            )
+
+    def _destroy_created(self) -> None:
+        self._factory.forget(destroy=not self.owns_default)
         if self.owns_default:
             # Without an argument torch destroys every group of the process, the engine's and the channels' among them.
             dist.destroy_process_group()

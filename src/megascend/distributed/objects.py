@@ -214,6 +214,7 @@ class _Collective:
 
     def __init__(self, channel: Channel, groups: ProcessGroups, position: Position, activity: str) -> None:
         self._channel, self._groups, self._position, self._activity = channel, groups, position, activity
+        self._departed: list[int] = []
 
     def pickled(self, obj: Any) -> bytes:
         """Pickle ``obj`` for the exchange."""
@@ -245,15 +246,19 @@ class _Collective:
         with self._naming_missing_ranks(timeout_s):
             position = replace(self._position, number=self._number)
             received = channel.exchange(
-                frames.encode(position, content), timeout_s, lambda: self._resolve_deadlock(position)
+                frames.encode(position, content), timeout_s, lambda: self._check_others(position)
             )
         # Before the frames are judged, which raises: this rank may be the only one that can release the rest of a deadlock.
         self._release(frames.pending_of(received), position)
         return frames.aligned_frames(received, channel.ranks, self._groups.rank)
 
-    def _resolve_deadlock(self, position: Position) -> None:
-        """Check for a deadlock between groups that involves this rank, and resolve it."""
+    def _check_others(self, position: Position) -> None:
+        """Raise if a rank left for good without coming here; resolve a deadlock between groups that involves this rank."""
         groups = self._groups
+        # Its connections may stay open: destroying NCCL's groups waits for the ranks that wait here.
+        if departed := groups.monitor.departed(self._channel.name, position.number, self._channel.ranks):
+            self._departed = departed
+            raise RuntimeError(f"ranks {departed} left their process groups")
         if self._channel.name in groups.carriers:
             self._release(find_cycle(groups.rank, groups.monitor.collective_counts, groups.carried_to), position)
 
@@ -349,6 +354,12 @@ class _Collective:
 
         def headline(late: list[int]) -> str:
             limit = channel.timeout_s if timeout_s is None else timeout_s
+            if self._departed:
+                names = f"rank{'s' * (len(self._departed) > 1)} {', '.join(map(str, self._departed))}"
+                return (
+                    f"rank {self._groups.rank}: {self._activity} cannot complete without {names}. "
+                    "Look at the first error in the logs"
+                )
             if late:
                 return did_not_arrive(self._groups.rank, self._activity, late, len(channel.ranks), limit)
             reason = f"although ranks {channel.ranks} came; one may have died since"

@@ -26,6 +26,7 @@ from megascend.config import (
 )
 from megascend.distributed import process_groups
 from megascend.distributed.engine_groups import GroupFactory
+from megascend.distributed.groups import LEAVE_S
 from megascend.distributed.launch import Launch
 from megascend.distributed.process_groups import ProcessGroups
 from megascend.errors import CheckpointError, ConfigError
@@ -178,7 +179,7 @@ def engine_context(
             with groups.monitor.phase("build"):
                 yield EngineContext(runtime, topology, groups, info, model_dir, factory)
         except BaseException:
-            groups.destroy()
+            groups.destroy(LEAVE_S)
             raise
 
 
