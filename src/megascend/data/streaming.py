@@ -6,6 +6,7 @@ own; a position is the block's beginning and the number of records drawn from it
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import random
@@ -513,6 +514,8 @@ class PrefetchedBatches:
         if self._thread is None:
             # A daemon: a read that never returns must not keep the process from ending.
             self._thread = threading.Thread(target=self._read, name="megascend-stream", daemon=True)
+            # One that comes back to the interpreter from C++ while this ends would abort the process.
+            atexit.register(self.close)
             self._thread.start()
         result = self._results.get()
         if isinstance(result, BaseException):
@@ -532,6 +535,7 @@ class PrefetchedBatches:
 
     def close(self) -> None:
         """End the thread after the batch that it is at."""
+        atexit.unregister(self.close)
         self._closed = True
         self._room.release()
         if self._thread is not None:
