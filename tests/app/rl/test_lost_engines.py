@@ -144,7 +144,19 @@ def test_run_goes_on_without_an_engine_and_gives_it_weights_when_it_is_back(
     rollout = {"max_lag": 0, "prompts_per_step": 3}
     config = settings(folder, output, steps=12, rollout=rollout, sync={"mode": mode, "timeout_s": 20})
     mortal = MortalEngine(folder / "model", name="mortal", death=death)
-    sound = MortalEngine(folder / "model", name="sound", seed=1)
+
+    class Waiting(MortalEngine):
+        """Engine that answers no more than half of the run's prompts until the other one is back: the run could end before."""
+
+        async def ask(self, call: str, arguments: dict[str, Any], timeout_s: float) -> Any:
+            until = time.monotonic() + DEADLINE_S
+            while call == "generate" and self.calls.count(call) >= 18 and time.monotonic() < until:
+                if any(message.startswith("mortal answers again") for message in caplog.messages):
+                    break
+                await asyncio.sleep(0.02)
+            return await super().ask(call, arguments, timeout_s)
+
+    sound = Waiting(folder / "model", name="sound", seed=1)
     with caplog.at_level(logging.WARNING):
         assert run(config, mortal, sound).steps == 12
     assert [row["version"] for row in rows(config)] == list(range(1, 13))
