@@ -65,6 +65,7 @@ def test_outputs_states_and_gradients_equal_the_recurrence(function, tokens: int
     tensors, plain = inputs(tokens, batch=2, value_heads=4), inputs(tokens, batch=2, value_heads=4)
     output, state = function(**tensors, output_final_state=True)
     expected, expected_state = recurrence(**plain)
+    assert output.is_contiguous()  # as the kernels': models view it
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(state, expected_state, rtol=0, atol=1e-12)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

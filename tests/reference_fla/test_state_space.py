@@ -122,6 +122,7 @@ def test_outputs_states_and_gradients_equal_the_recurrence(tokens: int) -> None:
     tensors, plain = inputs(tokens, batch=2), inputs(tokens, batch=2)
     output, state = mamba_chunk_scan_combined(**tensors, chunk_size=128, dt_softplus=True, return_final_states=True)
     expected, expected_state = recurrence(**plain)
+    assert output.is_contiguous()  # as the kernels': models view it
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(state, expected_state, rtol=0, atol=1e-12)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -147,7 +147,8 @@ def _by_sequence(
         outputs.append(output)
         states.append(state)
     final = torch.cat(states).to(torch.promote_types(dtype, torch.float32)) if output_final_state else None
-    return torch.cat(outputs, dim=2).transpose(1, 2).to(v.dtype), final
+    # Contiguous, as the kernels' outputs: models view them.
+    return torch.cat(outputs, dim=2).transpose(1, 2).to(v.dtype).contiguous(), final
 
 
 # Not torch.compiler.disable, which imports the compiler: every bootstrap would, and it sets variables of the environment.

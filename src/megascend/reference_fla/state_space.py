@@ -290,7 +290,7 @@ def _scan(
         result = result + inputs * (d.to(wide).unsqueeze(-1) if d.dim() == 1 else d.to(wide))
     if z is not None:
         result = result * torch.nn.functional.silu(z.to(wide))
-    return result.to(x.dtype), state
+    return result.to(x.dtype).contiguous(), state  # as the kernel's: models view it
 
 
 @_disable_dynamo
