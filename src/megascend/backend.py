@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -664,13 +665,16 @@ class Backend:
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and destroy the process groups. The object is unusable afterwards.
 
+        While an exception is handled, as in a ``finally`` block, other ranks may still use the groups: this one then waits for
+        them for at most ``LEAVE_S`` seconds.
+
         Raises:
             CheckpointError: the last checkpoint could not be written.
         """
         try:
             self._saver.close()
         finally:
-            self._destroy()
+            self._destroy(None if sys.exc_info()[1] is None else LEAVE_S)
 
     def _destroy(self, limit_s: float | None = None) -> None:
         self.engine.close()

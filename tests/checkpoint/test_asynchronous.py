@@ -18,6 +18,7 @@ from small_runs import exact_state, files_of, make_backend, small_model, train
 
 from megascend import CheckpointError, ConfigError
 from megascend.checkpoint import manifest
+from megascend.distributed.groups import LEAVE_S, ProcessGroups
 from megascend.distributed.objects import gather_objects
 from megascend.errors import MegascendError
 from megascend.testing import run_distributed
@@ -320,6 +321,28 @@ def test_exception_in_the_block_waits_for_the_pending_checkpoint(checkpoint, tmp
 
     assert run_distributed(work, 2, init=False, timeout_s=180) == ["'caller'"] * 2
     assert manifest.problems(tmp_path / "last", files := manifest.read(tmp_path / "last").files, files) == []
+
+
+def test_close_in_a_finally_block_limits_the_wait_for_other_ranks(checkpoint, monkeypatch):
+    def work():
+        limits, destroy = [], ProcessGroups.destroy
+        monkeypatch.setattr(
+            ProcessGroups, "destroy", lambda self, limit_s=None: limits.append(limit_s) or destroy(self, limit_s)
+        )
+        make_backend(checkpoint).close()
+        backend = make_backend(checkpoint)
+
+        def fail():
+            try:
+                raise KeyError("caller")
+            finally:
+                backend.close()
+
+        with pytest.raises(KeyError):
+            fail()
+        return limits
+
+    assert run_distributed(work, 1, init=False) == [[None, LEAVE_S]]
 
 
 @pytest.mark.parametrize("failing_ranks", [(0, 1), (1,)], ids=["all ranks", "one rank"])
