@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +33,6 @@ def launched(ranks: int, *arguments: str) -> list[str]:
         "-m",
         "torch.distributed.run",
         f"--nproc-per-node={ranks}",
-        f"--master-port={random.randint(20000, 60000)}",
+        "--standalone",
     ]
     return [sys.executable, *(torchrun if ranks > 1 else []), "-m", "megascend.integrations.twinkle", *arguments]

@@ -6,7 +6,6 @@ On one rank by the engine's methods, on several by verl's own worker.
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ pytest.importorskip("verl.workers", reason="no verl in this environment: bash sc
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.elastic.utils.distributed import get_free_port
 from verl_runs import FOLDER, ROOT, python
 
 from megascend.testing import write_tiny_checkpoint
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("critic")
     write_tiny_checkpoint(directory / "critic", "qwen3", **CRITIC)
     write_tiny_checkpoint(directory / "causal", "qwen3")
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 60000))}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     calls = [str(FOLDER / "critic_calls.py"), str(directory / "critic"), str(directory / "causal"), str(directory)]
     completed = python(calls, directory, **meeting)
     assert completed.returncode == 0, completed.stderr[-6000:]
@@ -146,7 +146,7 @@ def test_on_two_ranks_it_is_transformers_too(folder: Path, reference: dict[str, 
     settings, answering = LAYOUTS[layout]
     out = folder / layout
     out.mkdir()
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={random.randint(20000, 60000)}"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     completed = python(
         [*command, str(FOLDER / "critic_ranks.py"), str(folder / "critic"), str(out), json.dumps(settings)], out
     )

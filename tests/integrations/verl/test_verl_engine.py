@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 pytest.importorskip("verl.workers", reason="no verl in this environment: bash scripts/test_integrations.sh verl")
 
+from torch.distributed.elastic.utils.distributed import get_free_port
 from verl_runs import python
 
 FOLDER = Path(__file__).parent
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("engine")
     new_model = python(["-m", "megascend", "new-model", "model", "--hidden", "64", "--layers", "2"], directory)
     assert new_model.returncode == 0, new_model.stderr
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(random.randint(20000, 60000))}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     completed = python([str(FOLDER / "engine_calls.py"), str(directory / "model"), "calls.json"], directory, **meeting)
     assert completed.returncode == 0, completed.stderr[-4000:]
     (directory / "ids.json").write_text(json.dumps(json.loads((directory / "calls.json").read_text())["ids"]))

@@ -36,7 +36,7 @@ def run(script: str, folder: Path, deadline_s: float, **more: str) -> str:
 
 
 def test_the_five_minute_start(tmp_path: Path) -> None:
-    blocks = scripts("## Five-minute start", "## Reinforcement learning")
+    blocks = scripts("## Five-minute start", "## Reinforcement learning on a CPU")
     printed = run("\n".join(blocks), tmp_path, DEADLINE_S)
     losses = [float(value) for value in re.findall(r"train/loss:([\d.]+)", printed)]
     assert len(losses) == 12
@@ -46,9 +46,9 @@ def test_the_five_minute_start(tmp_path: Path) -> None:
 
 def test_reinforcement_learning_on_a_cpu(tmp_path: Path) -> None:
     """Check that the reward rises, and actor and transformers, which samples, give equal probabilities to 1e-5."""
-    model = scripts("## Five-minute start", "## Reinforcement learning")[0].splitlines()[0]
+    model = scripts("## Five-minute start", "## Reinforcement learning on a CPU")[0].splitlines()[0]
     assert model.startswith("megascend new-model")
-    blocks = scripts("## Reinforcement learning", "## How it is found")
+    blocks = scripts("## Reinforcement learning on a CPU", "## How verl loads it")
     printed = run("\n".join([model, *blocks]), tmp_path, RL_DEADLINE_S, **RAY)
     rewards = [float(value) for value in re.findall(r"critic/score/mean:([\d.]+)", printed)]
     differences = [float(value) for value in re.findall(r"rollout_probs_diff_max:([\d.e-]+)", printed)]

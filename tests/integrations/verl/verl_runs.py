@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +52,7 @@ def write_data(folder: Path) -> None:
 def sft_command(folder: Path, model: str, name: str, ranks: int, *settings: str) -> list[str]:
     """Return the command of verl's SFT trainer under torchrun; two epochs of three steps, validation after each."""
     return [
-        *("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={random.randint(20000, 60000)}"),
+        *("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"),
         *("-m", "verl.trainer.sft_trainer", "engine=megatron", "optim=megatron", FP32),
         f"model.path={folder / model}",
         f"data.train_files={folder / 'train.parquet'}",
