@@ -215,10 +215,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.folder) as temporary:
         folder = options.folder if "RANK" in os.environ else Path(temporary)
         model = folder / "model"
-        if rank == 0 and not (model / "model.safetensors").is_file():
+        index = model / "model.safetensors.index.json"  # written last
+        if rank == 0 and not index.is_file():
             model.mkdir(exist_ok=True)
             write_checkpoint(work, model)
-        while not (model / "model.safetensors").is_file():
+        while not index.is_file():
             time.sleep(0.5)
         bench = Bench(work, model)
         figures = bench.measure(folder, options.saves, options.syncs)

@@ -1,9 +1,14 @@
-"""A service on real ranks for tests, and clients' data."""
+"""A service on real ranks for tests, and clients' data; as a script it serves until it is told to stop.
+
+python serve_ranks.py SETTINGS RANKS FOLDER DEADLINE        # SETTINGS: a file of ServeConfig in JSON
+"""
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -45,14 +50,22 @@ def service(
 
     Args:
         deadline_s: after which its ranks are killed, and the test fails.
-        before: what each rank does first.
+        before: what each rank of engine megatron does first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            run_distributed(run_service, ranks, settings, folder, before, timeout_s=deadline_s, init=False)
+            if settings.engine == "megatron":
+                run_distributed(run_service, ranks, settings, folder, before, timeout_s=deadline_s, init=False)
+                return
+            # A test before this one may have imported Megatron, which must not be in another engine's process.
+            job = folder / "service.json"
+            job.write_text(settings.model_dump_json())
+            command = [sys.executable, __file__, str(job), str(ranks), str(folder), str(deadline_s)]
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=2 * deadline_s, check=False)
+            assert completed.returncode == 0, completed.stderr[-4000:]
         except BaseException as error:  # noqa: BLE001  raised below
             failures.append(error)
 
@@ -114,3 +127,15 @@ def write_json(path: Path, job: dict[str, Any]) -> Path:
     """Write a job as a JSON file."""
     path.write_text(json.dumps(job))
     return path
+
+
+if __name__ == "__main__":
+    run_distributed(
+        run_service,
+        int(sys.argv[2]),
+        ServeConfig.model_validate_json(Path(sys.argv[1]).read_text()),
+        Path(sys.argv[3]),
+        nothing,
+        timeout_s=float(sys.argv[4]),
+        init=False,
+    )

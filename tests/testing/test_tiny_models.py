@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from megascend.errors import ConfigError
+from megascend.models.registry import BUILT_IN
 from megascend.testing import ARCHITECTURES, tiny_config, write_tiny_checkpoint
 from megascend.testing.reference import run_reference
 
@@ -30,10 +31,12 @@ for path in sys.argv[1:]:
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_transformers_loads_tiny_models_with_varying_logits(tmp_path: Path) -> None:
-    paths = [str(write_tiny_checkpoint(tmp_path / arch, arch)) for arch in ARCHITECTURES]
+    # Others take pictures, or need the code beside their weights, as Kimi-K2, or megascend's registration.
+    names = [arch for arch in ARCHITECTURES if BUILT_IN[arch].transformers is None and BUILT_IN[arch].inputs is None]
+    paths = [str(write_tiny_checkpoint(tmp_path / arch, arch)) for arch in names]
     completed = run_reference(LOADS, *paths)
     assert completed.returncode == 0, completed.stderr
-    for line, arch in zip(completed.stdout.splitlines()[-len(paths) :], ARCHITECTURES, strict=True):
+    for line, arch in zip(completed.stdout.splitlines()[-len(paths) :], names, strict=True):
         shape, spread, is_float32, keys = json.loads(line)
         assert shape == [1, 16, 320]
         assert 0.8 < spread < 4.0

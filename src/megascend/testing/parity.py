@@ -266,6 +266,10 @@ def family_matrix(platform: str = "cpu") -> list[Case]:
                 # Gradients agree within 2e-6; YaRN's attention factor of 1.35 makes of Adam's first steps what other families
                 # have after ten.
                 overrides["loss_bound"] = 5e-5
+            if architecture.model_type == "glm4_moe" and case.precision == "fp32":
+                # On some processors its layouts are up to 9.4e-6 apart in the third step, on both sides of fp64: Adam makes
+                # steps of a few gradients near its epsilon, whose sums only round differently.
+                overrides["loss_bound"] = 2e-5
             if platform == "npu" and case.parallel.context > 1:
                 overrides |= {"packing": False, "micro_batch_tokens": 200}
             if platform == "cuda" and case.precision == "fp32":
