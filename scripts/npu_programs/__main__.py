@@ -299,7 +299,7 @@ def run_one(program: Program, run: Path) -> tuple[Result, float]:
 
 def first_error(log: str) -> str:
     """Return the first line that ends a traceback; later ones are of ranks that lost a failed one."""
-    match = re.search(r"^(?:\[rank\d+\]: )?(\w*(?:Error|Exception): .*)$", log, re.MULTILINE)
+    match = re.search(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception): .*)$", log, re.MULTILINE)
     return match[1][:200] if match else ""
 
 

@@ -191,6 +191,7 @@ def test_a_program_that_stops_early_or_loses_its_numbers_fails(programs: Any) ->
 def test_the_reason_is_the_first_error_of_any_rank(programs: Any) -> None:
     log = "[rank1]: NotImplementedError: no experts\nTraceback\n[rank0]: RuntimeError: Connection reset by peer\n"
     assert programs.first_error(log) == "NotImplementedError: no experts"
+    assert programs.first_error("[rank0]: torch.AcceleratorError: out\n") == "torch.AcceleratorError: out"
     assert programs.first_error("Killed\n") == ""
 
 
