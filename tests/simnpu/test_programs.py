@@ -1,10 +1,11 @@
 """What programs that are not ours do on the device, and nobody here did: small stand-ins of their calls.
 
-The programs themselves run by `python scripts/npu_programs` (docs/npu-programs.md says how they went).
+The programs themselves run by `python scripts/npu_programs` (docs/simnpu.md says how they went).
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -185,6 +186,47 @@ def test_a_program_that_stops_early_or_loses_its_numbers_fails(programs: Any) ->
     assert judge("loss 2 norm 1\nloss 1 norm 1\n").verdict == "OK"
     assert judge("loss 2 norm 1\n").verdict == "FAILED (1 of 2 steps)"
     assert judge("loss 2 norm 1\nloss nan norm 1\n").verdict == "FAILED (NaN)"
+
+
+def test_the_reason_is_the_first_error_of_any_rank(programs: Any) -> None:
+    log = "[rank1]: NotImplementedError: no experts\nTraceback\n[rank0]: RuntimeError: Connection reset by peer\n"
+    assert programs.first_error(log) == "NotImplementedError: no experts"
+    assert programs.first_error("[rank0]: torch.AcceleratorError: out\n") == "torch.AcceleratorError: out"
+    assert programs.first_error("Killed\n") == ""
+
+
+@pytest.mark.parametrize("adaptor", [True, False])
+def test_the_stack_decides_the_packages_on_the_path(
+    adaptor: bool, tmp_path: Path, programs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(programs, "ON_ADAPTOR", adaptor)
+    monkeypatch.setenv("MEGASCEND_VERL", str(tmp_path / "verl"))
+    monkeypatch.setenv("MEGASCEND_MINDSPEED", str(tmp_path / "mindspeed"))
+    by_name = {program.name: program for program in programs.PROGRAMS}
+
+    def path(name: str) -> list[str]:
+        return programs.environment(by_name[name], tmp_path)["PYTHONPATH"].split(":")
+
+    stand_ins = str(ROOT / "tests" / "doubles" / "adaptor_packages")
+    assert (stand_ins in path("verl_imports")) is adaptor
+    assert str(tmp_path / "mindspeed") in path("verl_imports")
+    assert stand_ins not in path("ddp")
+
+
+@pytest.mark.parametrize("version", ["0.16.0", "0.12.1"])
+def test_mindspeed_has_the_version_of_its_checkout(
+    version: str, tmp_path: Path, programs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Branch core_r0.18.0 states 0.12.1; mcore-bridge chooses its LoRA layers by it."""
+    checkout = tmp_path / "mindspeed"
+    checkout.mkdir()
+    (checkout / "setup.py").write_text(f"import sys\n__version__ = '{version}'\nsetup(version=__version__)\n")
+    monkeypatch.setenv("MEGASCEND_MINDSPEED", str(checkout))
+    for name in ("qwen3", "qwen3_moe"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    programs.prepare(tmp_path)
+    distribution = next(iter(importlib.metadata.distributions(name="mindspeed", path=[str(tmp_path / "metadata")])))
+    assert distribution.version == version
 
 
 @pytest.fixture
