@@ -653,8 +653,11 @@ class Backend:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an error without waiting long: a checkpoint that is being written gets ``GRACE_S`` seconds, and the
-        process groups, which other ranks may still use, ``LEAVE_S``."""
+        """Close; after an error, without waiting long.
+
+        A checkpoint that is being written then gets ``GRACE_S`` seconds, and the process groups, which other ranks may still
+        use, ``LEAVE_S``.
+        """
         if error is None:
             self.close()
             return

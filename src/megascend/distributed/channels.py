@@ -21,9 +21,9 @@ RELAYED_ABOVE = 256
 """Ranks above which frames are relayed, in log2(n) rounds. Below, each rank sends its frame to every other one: that is faster,
 and connects every pair of ranks, with a socket on each side and a read of the store."""
 LOOK_S = 1.0
-"""Seconds that a rank waits before its first check for a deadlock between groups."""
+"""Seconds that a rank waits before its first check for ranks that left and for a deadlock between groups."""
 MAX_PAUSE_S = 30.0
-"""Longest pause between two checks, in seconds: each reads the store once for every rank of the group."""
+"""Longest pause between two checks, in seconds: each reads the store at most twice for every rank of the group."""
 MARGIN_S = 1.0
 """Seconds that a rank waits past the group's timeout, so that Gloo's own error, which says more, arrives first."""
 
