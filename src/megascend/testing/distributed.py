@@ -27,6 +27,10 @@ from megascend.testing._rank import RankFiles, RankOutcome, run_rank
 
 T = TypeVar("T")
 
+# Megatron-Core 0.19 and torch._inductor call torch.cuda.is_available() while they are imported. Without this variable that asks
+# the CUDA driver, and no fork of the process can use a GPU from then on; with it, it asks NVML.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 POLL_S = 0.005
 GRACE_S = 0.3  # after the first failure: time for failures that explain each other to arrive
 LOST_PEER_S = 5.0  # the same where each failure so far is a connection that a peer has closed
@@ -68,6 +72,9 @@ def run_distributed(
             traceback, signal or exit code, or Python stack, and the end of its output. Where a rank's exception can be
             pickled, it is the error's ``__cause__``. No rank survives the call.
         ProcessGroupError: the caller has a default process group or an initialised GPU, which a fork cannot share.
+
+    On CUDA, import this module before Megatron-Core 0.19: it sets ``PYTORCH_NVML_BASED_CUDA_CHECK``, without which that import
+    leaves a process whose forks cannot use a GPU.
     """
     _check_forkable(world_size)
     with tempfile.TemporaryDirectory(prefix="megascend-ranks-") as folder:
