@@ -47,8 +47,8 @@ def patch_reduce() -> None:
 def reduce(input_: Tensor, group: Any) -> Tensor:
     """Sum ``input_`` over the tensor parallel group.
 
-    Megatron's function reduces a contiguous copy and returns its argument: for a tensor that is not contiguous (the gradient
-    of hidden states of several samples, [batch, sequence] viewed as [sequence, batch]) it returns this rank's part.
+    Megatron's function up to 0.18 reduces a contiguous copy and returns its argument: for a tensor that is not contiguous (the
+    gradient of hidden states of several samples, [batch, sequence] viewed as [sequence, batch]) it returns this rank's part.
     """
     import torch.distributed as dist
 
