@@ -25,10 +25,11 @@ from megascend import Parallel
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint, causal_samples, token_lists
-from megascend.weightsync.sharded import ShardedSync
+from megascend.weightsync.sharded import ShardedSync, why_complete
 from support.forked_programs import run_forked
 from support.trainers import make_trainer
 from weightwire.errors import PlanError
+from weightwire.manifest import TensorSpec
 from weightwire.transports.choice import Location, choose_pairs
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -154,22 +155,46 @@ def test_a_rank_that_fails_to_describe_its_slices_leaves_the_push_to_rank_0(pari
             assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
 
 
-@pytest.mark.parametrize(("sharded", "device"), [(None, "cpu"), (None, "cuda"), (True, "cuda")])
-def test_weights_on_accelerators_are_sharded_only_if_set(sharded, device):
-    places = [Location(device, "a", "space", f"gpu {rank}", ("gpu 0", "gpu 1"), nccl="2.27") for rank in range(2)]
+@pytest.mark.parametrize(
+    ("sharded", "device", "engine", "transport"),
+    [
+        (None, "cpu", "gpu 0", "gloo"),
+        (None, "cuda", "gpu 1", "cuda_ipc"),
+        (None, "cuda", "gpu 2", None),
+        (True, "cuda", "gpu 2", "nccl"),
+    ],
+)
+def test_weights_on_accelerators_are_sharded_by_default_over_cuda_ipc(sharded, device, engine, transport):
+    """An engine that shares a GPU with a trainer rank cannot join them over NCCL."""
+    gpus = ("gpu 0", "gpu 1", "gpu 2")
+    places = [Location(device, "a", "space", gpu, gpus, nccl="2.27") for gpu in gpus[:2]]
+    members = {"engine": Location(device, "a", "space", engine, gpus, nccl="2.27")}
     delivery: Any = SimpleNamespace(
         is_loopback=True,
-        members=lambda engines: ({"engine": 1}, {"engine": places[0]}),
+        members=lambda engines: ({"engine": 1}, members),
         check_pairs=lambda members, places: choose_pairs(None, dict(enumerate(places)), members),
     )
     backend: Any = SimpleNamespace(groups=None)
     sync = ShardedSync(backend, None, sharded=sharded, mode="full", full_every=1, chunk_bytes=1)  # type: ignore[arg-type]
-    if sharded or device == "cpu":
-        transport = "cuda_ipc" if device == "cuda" else "gloo"
+    if transport is not None:
         assert sync._connection([], places, delivery) == ({"engine": 1}, transport)
     else:
-        with pytest.raises(PlanError, match="weights on cuda are no default yet: set sharded=True"):
+        with pytest.raises(PlanError, match="weights on cuda over nccl are no default yet: set sharded=True"):
             sync._connection([], places, delivery)
+
+
+@pytest.mark.parametrize(
+    ("transport", "dtype", "reason"),
+    [
+        ("nccl", "bfloat16", ""),
+        ("gloo", "float32", "more than 16 bits"),
+        ("cuda_ipc", "bfloat16", "the search for changes"),
+    ],
+)
+def test_mode_auto_sends_complete_weights_where_changes_cannot_be_worth_it(transport, dtype, reason):
+    specs = [TensorSpec("weight", dtype, (4, 4))]
+    assert reason in why_complete(transport, specs)
+    assert bool(why_complete(transport, specs)) == bool(reason)
 
 
 def test_ranks_of_another_host_need_an_address_of_rank_0(parity_folder, tmp_path, monkeypatch):

@@ -370,13 +370,14 @@ class Sync(Section):
     sharded: bool | None = Field(
         None,
         description="every rank sends the slices that it holds and every worker of an engine receives those that it loads; "
-        "default: on CPUs, where both can describe them and several ranks or workers share the transfer. true refuses updates "
-        "otherwise",
+        "default: on CPUs and over CUDA IPC, where both can describe them and several ranks or workers share the transfer. true "
+        "refuses updates otherwise",
     )
     mode: Literal["full", "delta", "auto"] = Field(
         "full",
         description="full: complete weights; delta: what has changed since the last update, exactly; auto: changes "
-        "while they are worth it. Ranks and engines keep a copy of the last update for delta and auto",
+        "while they are worth it, which they are not over CUDA IPC. Ranks and engines keep a copy of the last update that can be "
+        "the base of changes",
     )
     full_every: Size = Field(50, description="with mode delta or auto, send complete weights after so many updates")
 

@@ -60,6 +60,7 @@ class Ticket:
         address, name: address and name of the update's group.
         device: type of the device of the buffers.
         base: version from which differences are sent, or None.
+        keep: ranks keep what they send, as the base of differences.
     """
 
     address: tuple[str, int]
@@ -70,6 +71,7 @@ class Ticket:
     options: Mapping[str, Any]
     timeout_s: float
     base: int | None
+    keep: bool
 
 
 @dataclass
@@ -400,6 +402,7 @@ class Delivery:
             options=self._options,
             timeout_s=self._timeout_s,
             base=update.base,
+            keep=plan.keep,
         )
 
     def verify(self, update: Update) -> None:

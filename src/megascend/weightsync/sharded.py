@@ -174,7 +174,10 @@ class ShardedSync:
             return reason
         self._share = shares[self._groups.rank]
         ranks, workers = self._groups.world_size, len(shares) - self._groups.world_size
-        self._log_once(logging.INFO, f"by every rank (sharded): {ranks} ranks, {workers} workers")
+        text = f"by every rank (sharded): {ranks} ranks, {workers} workers"
+        if self._mode == "auto" and self._planned is not None and not self._planned.keep:
+            text += f"; complete, as {why_complete(self._planned.transport, self._specs)}"
+        self._log_once(logging.INFO, text)
         return ""
 
     def _log_once(self, level: int, text: str) -> None:
@@ -202,7 +205,8 @@ class ShardedSync:
                 # Equal needs become one object: the planner then looks at each kind of worker once.
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
         result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
-        return PlanRecord(counts, result.shares(), transport, keep=self._history is not None)
+        keep = self._history is not None and (self._mode == "delta" or not why_complete(transport, self._specs))
+        return PlanRecord(counts, result.shares(), transport, keep)
 
     def _connection(
         self, engines: Sequence[InferenceEngine], places: list[Location], delivery: Delivery
@@ -221,13 +225,13 @@ class ShardedSync:
                 f"the ranks are on {len(hosts)} hosts, and rank 0 listens on {delivery.host} (host, sync.host): set an address "
                 "that all of them reach"
             )
+        transport = delivery.check_pairs(members, places)
         devices = {location.device for location in places} - {"cpu"}
-        if self._sharded is None and self._mode == "full" and devices:
-            # Until a GPU has shown that it ends and how fast it is: pushes over CUDA IPC once waited for each other there.
-            raise PlanError(
-                f"sharded updates of weights on {', '.join(sorted(devices))} are no default yet: set sharded=True (sync.sharded)"
-            )
-        return counts, delivery.check_pairs(members, places)
+        if self._sharded is None and self._mode == "full" and devices and transport != "cuda_ipc":
+            # Until more than two devices have shown that it ends: over CUDA IPC, ranks once waited for each other.
+            weights = f"weights on {', '.join(sorted(devices))} over {transport}"
+            raise PlanError(f"sharded updates of {weights} are no default yet: set sharded=True (sync.sharded)")
+        return counts, transport
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
@@ -329,16 +333,15 @@ class ShardedSync:
             device=device,
             timeout_s=ticket.timeout_s,
             options=ticket.options,
-            history=self._history,
+            history=self._history if ticket.keep else None,
             base=ticket.base,
         )
 
     def _base(self) -> int | None:
         """Return the version from which to send differences; on rank 0, whose decision all ranks follow."""
-        if self._history is None or self._planned is None or self._differences >= self._full_every or self._rest > 0:
+        if self._history is None or self._planned is None or not self._planned.keep:
             return None
-        # Decided by the dtype, without a trial: differences of fp32 weights are as large as the weights.
-        if self._mode == "auto" and not mostly_16_bit(self._specs):
+        if self._differences >= self._full_every or self._rest > 0:
             return None
         return self._history.base(self._planned.identity)
 
@@ -441,6 +444,10 @@ def joined(parts: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> list[tuple[
     return slices
 
 
-def mostly_16_bit(specs: Sequence[TensorSpec]) -> bool:
-    """Check that most bytes are those of 16-bit numbers: a step changes nearly all fp32 numbers."""
-    return 2 * sum(spec.nbytes for spec in specs if DTYPE_BYTES[spec.dtype] == 2) > sum(spec.nbytes for spec in specs)
+def why_complete(transport: str, specs: Sequence[TensorSpec]) -> str:
+    """Return the reason why mode ``auto`` sends complete weights, decided without a trial; empty if it sends changes."""
+    if transport == "cuda_ipc":
+        return "the memory of one host's GPUs takes less time than the search for changes"
+    if 2 * sum(spec.nbytes for spec in specs if DTYPE_BYTES[spec.dtype] == 2) <= sum(spec.nbytes for spec in specs):
+        return "a step changes nearly all numbers of more than 16 bits"
+    return ""

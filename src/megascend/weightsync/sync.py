@@ -87,11 +87,11 @@ class WeightSync:
         timeout_s: deadline of each wait, in seconds; default: less than half of the backend's timeout, at most 120.
         overlap: export into one bucket while another one is sent.
         options: options of the transport.
-        sharded: every rank sends the slices that it holds, and every worker receives those that it loads. None: where engines and
-            backend can describe them, one transport connects all, and several ranks or several workers of an engine share the
-            transfer; rank 0 otherwise sends whole tensors. True: a push without a plan is refused.
+        sharded: every rank sends the slices that it holds, and every worker receives those that it loads. None: with weights on
+            CPUs, and on GPUs that CUDA IPC connects, if engines and backend can describe the slices and several ranks or several
+            workers of an engine share the transfer; rank 0 otherwise sends whole tensors. True: a push without a plan is refused.
         mode: ``full``, or ``delta``: send what has changed since the last push, exactly; or ``auto``: while that is possible and
-            worth it. All ranks and workers then keep a copy of what was sent last.
+            worth it. All ranks and workers then keep a copy of what was sent last; with ``auto``, only if changes may follow.
         full_every: in modes ``delta`` and ``auto``, send everything after so many pushes of changes.
         run: runs a coroutine to completion, for engines bound to your own event loop; called on another thread than the loop's:
             ``lambda c: asyncio.run_coroutine_threadsafe(c, loop).result()``. Default: a loop on a separate thread.
