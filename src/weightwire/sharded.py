@@ -24,7 +24,7 @@ from weightwire.errors import PlanError
 from weightwire.group import Group, join
 from weightwire.manifest import Manifest, TensorSpec
 from weightwire.plan import Chunk, Region, Share
-from weightwire.sender import RECEIVED, MemberSender, connect_transport, synchronise_stream
+from weightwire.sender import RECEIVED, Buffers, MemberSender, connect_transport, synchronise_stream
 from weightwire.slices import index_of, minus
 from weightwire.transports.base import PairTransport, Setup, Work
 from weightwire.transports.pairs import make_pairs
@@ -144,6 +144,7 @@ class ShardSender(MemberSender[PairTransport]):
         options: Mapping[str, Any] | None = None,
         history: History | None = None,
         base: int | None = None,
+        buffers: Buffers | None = None,
     ) -> Self:
         """Join the group ``name`` at a listener's ``address`` as trainer rank ``rank``, and connect the transport.
 
@@ -152,7 +153,8 @@ class ShardSender(MemberSender[PairTransport]):
         """
         group = join(*address, name, rank, timeout_s)
         medium = connect_transport(make_pairs, transport, Setup(group, manifest, device, timeout_s, options or {}))
-        return cls(manifest, share, group, medium, device=device, timeout_s=timeout_s, history=history, base=base)
+        member: dict[str, Any] = {"device": device, "timeout_s": timeout_s, "buffers": buffers}
+        return cls(manifest, share, group, medium, history=history, base=base, **member)
 
     def send(self, slices: Sequence[HeldSlice]) -> list[str]:
         """Send this rank's chunks; on rank 0, return only when every worker has received everything.

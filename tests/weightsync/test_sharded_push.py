@@ -155,31 +155,39 @@ def test_a_rank_that_fails_to_describe_its_slices_leaves_the_push_to_rank_0(pari
             assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
 
 
+GPUS = ("gpu 0", "gpu 1", "gpu 2")
+
+
 @pytest.mark.parametrize(
-    ("sharded", "device", "engine", "transport"),
+    ("settings", "device", "engines", "visible", "outcome"),
     [
-        (None, "cpu", "gpu 0", "gloo"),
-        (None, "cuda", "gpu 1", "cuda_ipc"),
-        (None, "cuda", "gpu 2", None),
-        (True, "cuda", "gpu 2", "nccl"),
+        ({}, "cpu", ["gpu 0"], GPUS, "gloo"),
+        ({}, "cuda", ["gpu 1"], GPUS, "cuda_ipc"),
+        ({"mode": "auto"}, "cuda", ["gpu 1"], GPUS, "cuda_ipc"),
+        ({}, "cuda", ["gpu 0", "gpu 1"], GPUS, "to several engines are no default yet: set sharded=True"),
+        ({"sharded": True}, "cuda", ["gpu 0", "gpu 1"], GPUS, "cuda_ipc"),
+        ({}, "cuda", ["gpu 2"], GPUS, "weights on cuda over nccl are no default yet: set sharded=True"),
+        ({"sharded": True}, "cuda", ["gpu 2"], GPUS, "nccl"),
+        ({}, "cuda", ["gpu 1"], ("gpu 1",), "not all members see each other's GPUs"),
     ],
 )
-def test_weights_on_accelerators_are_sharded_by_default_over_cuda_ipc(sharded, device, engine, transport):
+def test_weights_on_accelerators_are_sharded_by_default_over_cuda_ipc(settings, device, engines, visible, outcome):
     """An engine that shares a GPU with a trainer rank cannot join them over NCCL."""
-    gpus = ("gpu 0", "gpu 1", "gpu 2")
-    places = [Location(device, "a", "space", gpu, gpus, nccl="2.27") for gpu in gpus[:2]]
-    members = {"engine": Location(device, "a", "space", engine, gpus, nccl="2.27")}
+    places = [Location(device, "a", "space", gpu, GPUS, nccl="2.27") for gpu in GPUS[:2]]
+    members = {f"engine on {gpu}": Location(device, "a", "space", gpu, visible, nccl="2.27") for gpu in engines}
+    counts = dict.fromkeys(members, 1)
     delivery: Any = SimpleNamespace(
         is_loopback=True,
-        members=lambda engines: ({"engine": 1}, members),
+        members=lambda engines: (counts, members),
         check_pairs=lambda members, places: choose_pairs(None, dict(enumerate(places)), members),
     )
     backend: Any = SimpleNamespace(groups=None)
-    sync = ShardedSync(backend, None, sharded=sharded, mode="full", full_every=1, chunk_bytes=1)  # type: ignore[arg-type]
-    if transport is not None:
-        assert sync._connection([], places, delivery) == ({"engine": 1}, transport)
+    options: dict[str, Any] = {"sharded": None, "mode": "full", "full_every": 1, "chunk_bytes": 1} | settings
+    sync = ShardedSync(backend, None, **options)  # type: ignore[arg-type]
+    if " " not in outcome:
+        assert sync._connection([], places, delivery) == (counts, outcome)
     else:
-        with pytest.raises(PlanError, match="weights on cuda over nccl are no default yet: set sharded=True"):
+        with pytest.raises(PlanError, match=outcome):
             sync._connection([], places, delivery)
 
 
@@ -187,7 +195,7 @@ def test_weights_on_accelerators_are_sharded_by_default_over_cuda_ipc(sharded, d
     ("transport", "dtype", "reason"),
     [
         ("nccl", "bfloat16", ""),
-        ("gloo", "float32", "more than 16 bits"),
+        ("gloo", "float32", "16-bit numbers"),
         ("cuda_ipc", "bfloat16", "the search for changes"),
     ],
 )

@@ -351,6 +351,7 @@ class Delivery:
             PlanError: an engine cannot describe them; the message names it.
             EngineFaultError: an engine is lost.
         """
+        self._drop_left(engines)  # an engine with an open update refuses to answer
         needs, failed = self._all(engines, lambda engine: engine.needs(specs), self._timeout_s)
         if failed:
             name, error = next(iter(failed.items()))

@@ -24,6 +24,7 @@ from weightwire.fp8 import SCALES, BlockFormat, quantise, require_finite
 from weightwire.manifest import DTYPE_BYTES, TensorSpec
 from weightwire.offer import Seal
 from weightwire.plan import Region, Share, by_name, complete, plan
+from weightwire.sender import Buffers
 from weightwire.sharded import HeldSlice, History, ShardSender, digests_by_worker
 from weightwire.transports.choice import Location
 
@@ -74,6 +75,7 @@ class ShardedSync:
         self._backend, self._ranks, self._groups = backend, ranks, backend.groups
         self._sharded, self._mode, self._full_every, self._chunk_bytes = sharded, mode, full_every, chunk_bytes
         self._history = History() if mode != "full" else None
+        self._buffers = Buffers()
         self._differences = self._rest = 0  # pushes of differences in a row; complete pushes still to come in mode auto
         self._specs: tuple[TensorSpec, ...] = ()
         self._formats: Mapping[str, BlockFormat] = {}
@@ -193,7 +195,8 @@ class ShardedSync:
         needs = delivery.ask_needs(engines, self._specs)
         all_pieces = complete(self._specs)
         silent = [name for name, answer in needs.items() if answer is None]
-        if silent and self._mode == "full":
+        keep = self._sends_changes(transport)
+        if silent and not keep:
             raise PlanError(f"{', '.join(silent)} do not describe what their workers load")
         workers: list[Sequence[Region]] = []
         kinds: dict[int, Sequence[Region]] = {}
@@ -204,8 +207,14 @@ class ShardedSync:
             for pieces in [all_pieces] * count if answer is None else answer:
                 # Equal needs become one object: the planner then looks at each kind of worker once.
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
-        result = plan(self._specs, slices, workers, chunk_bytes=self._chunk_bytes)
-        keep = self._history is not None and (self._mode == "delta" or not why_complete(transport, self._specs))
+        # Over CUDA IPC no worker forwards: those of two engines do not see each other's GPUs.
+        result = plan(
+            self._specs,
+            slices,
+            workers,
+            chunk_bytes=self._chunk_bytes,
+            relay=False if transport == "cuda_ipc" else None,
+        )
         return PlanRecord(counts, result.shares(), transport, keep)
 
     def _connection(
@@ -217,8 +226,6 @@ class ShardedSync:
             PlanError: no transport connects them or, unless the settings need a plan, one is not worth it.
         """
         counts, members = delivery.members(engines)
-        if self._sharded is None and self._mode == "full" and len(places) == 1 and max(counts.values()) == 1:
-            raise PlanError("a single rank has nothing to share out to engines of one worker")
         hosts = {location.host for location in places}
         if len(hosts) > 1 and delivery.is_loopback:
             raise PlanError(
@@ -226,12 +233,36 @@ class ShardedSync:
                 "that all of them reach"
             )
         transport = delivery.check_pairs(members, places)
-        devices = {location.device for location in places} - {"cpu"}
-        if self._sharded is None and self._mode == "full" and devices and transport != "cuda_ipc":
-            # Until more than two devices have shown that it ends: over CUDA IPC, ranks once waited for each other.
-            weights = f"weights on {', '.join(sorted(devices))} over {transport}"
-            raise PlanError(f"sharded updates of {weights} are no default yet: set sharded=True (sync.sharded)")
+        devices = sorted({location.device for location in places} - {"cpu"})
+        if self._sharded is None and devices and transport == "shared_memory":
+            raise PlanError(
+                "not all members see each other's GPUs, and shared memory of the host would be slower than rank 0"
+            )
+        if self._sharded is None and not self._sends_changes(transport):
+            self._require_worth(counts, len(places), devices, transport)
         return counts, transport
+
+    def _require_worth(self, counts: Mapping[str, int], ranks: int, devices: Sequence[str], transport: str) -> None:
+        """Raise PlanError unless complete weights are better sent by every rank, as far as that has been measured."""
+        if ranks == 1 and max(counts.values()) == 1:
+            raise PlanError("a single rank has nothing to share out to engines of one worker")
+        if not devices:
+            return
+        advice = "set sharded=True (sync.sharded)"
+        if transport != "cuda_ipc":
+            # Until more than two devices have shown that it ends: over CUDA IPC, ranks once waited for each other.
+            raise PlanError(
+                f"sharded updates of weights on {', '.join(devices)} over {transport} are no default yet: {advice}"
+            )
+        if len(counts) > 1:
+            raise PlanError(f"sharded updates from GPUs to several engines are no default yet: {advice}")
+        if self._formats:
+            raise PlanError(
+                f"every rank would quantise all its slices at once, and rank 0 quantises tensor by tensor: {advice}"
+            )
+
+    def _sends_changes(self, transport: str) -> bool:
+        return self._mode == "delta" or (self._mode == "auto" and not why_complete(transport, self._specs))
 
     def _describe(self) -> tuple[list[HeldSlice], str]:
         """Return this rank's slices of the model, or the reason why they cannot be described. Collective."""
@@ -335,6 +366,7 @@ class ShardedSync:
             options=ticket.options,
             history=self._history if ticket.keep else None,
             base=ticket.base,
+            buffers=self._buffers,
         )
 
     def _base(self) -> int | None:
@@ -410,8 +442,9 @@ class ShardedSync:
             self._history.forget()
 
     def close(self) -> None:
-        """Release the copy of what was sent, and the views of the model, which keep its memory. Local."""
+        """Release the buffers, the copy of what was sent, and the views of the model, which keep its memory. Local."""
         self.forget()
+        self._buffers = Buffers()
         self._views = ({}, [])
 
 
@@ -447,7 +480,7 @@ def joined(parts: Sequence[tuple[tuple[int, ...], torch.Tensor]]) -> list[tuple[
 def why_complete(transport: str, specs: Sequence[TensorSpec]) -> str:
     """Return the reason why mode ``auto`` sends complete weights, decided without a trial; empty if it sends changes."""
     if transport == "cuda_ipc":
-        return "the memory of one host's GPUs takes less time than the search for changes"
+        return "complete weights take less time between the GPUs of a host than the search for changes"
     if 2 * sum(spec.nbytes for spec in specs if DTYPE_BYTES[spec.dtype] == 2) <= sum(spec.nbytes for spec in specs):
-        return "a step changes nearly all numbers of more than 16 bits"
+        return "most bytes are not those of 16-bit numbers"
     return ""
