@@ -23,6 +23,9 @@ IN_CI = ("deepseek_v3", "gpt_oss")
 WHOLE_SEQUENCES = (
     r"TopologyError: \w+: parallel.context=2: linear attention .* needs whole sequences, .* set context to 1, .+"
 )
+ALL_GATHER = (
+    r"TopologyError: \w+: parallel\.context=2 with .+ has all_gather only; set parallel\.context_algorithm: all_gather"
+)
 NO_EXPERTS = r"TopologyError: parallel\.expert=2, but the model has no experts; .+"
 BIASES = (
     r"TopologyError: parallel\.expert_tensor=2 .+ does not divide experts that have biases; set expert_tensor to 1, .+"
@@ -141,6 +144,8 @@ def refusal(arch: str, recipe: str) -> str | None:
         return NO_EXPERTS
     if recipe == "long_context_cp" and stack_marks(arch, context=2) and architecture.context_core is not None:
         return WHOLE_SEQUENCES
+    if recipe == "long_context_cp" and architecture.context_algorithms == ("all_gather",):
+        return ALL_GATHER
     if recipe == "long_context_cp" and architecture.inputs is not None:
         return WITH_PICTURES
     if refused := engine_refusal(arch):

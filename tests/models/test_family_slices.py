@@ -17,6 +17,8 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import Case, case_backend, case_checkpoint, family_matrix
 from support.covering import first_stack_only, stack_marks
 
+pytestmark = pytest.mark.usefixtures("megatron_imported")
+
 LAYOUTS = ("single", "TP2 + SP", "PP2", "TP2 x EP2 + SP")
 PICTURES = [
     Case(f"{arch}: {name}", 2, parallel, arch=arch)

@@ -81,6 +81,8 @@ def cases() -> list[Case]:
                 continue  # refused, as test_qwen_hybrid.py checks
             tiny = tiny_config(architecture.model_type)
             chunks = case.parallel.pipeline * case.parallel.virtual_pipeline
+            if tiny["num_hidden_layers"] % chunks:
+                continue  # refused: no equal stages
             if architecture.unstaged(tiny, [tiny["num_hidden_layers"] // chunks] * chunks):
                 continue  # refused, as test_sparse_attention.py checks
             if case.parallel.context > 1 and architecture.context_algorithms is not None:

@@ -361,7 +361,8 @@ class Sync(Section):
         "between NPUs, gloo to engines on the CPU",
     )
     bucket_bytes: Size | None = Field(
-        None, description="bytes per transfer, of which rank 0 holds two; default: 512 MiB, on a CPU 256 MiB"
+        None,
+        description="bytes per transfer, of which each rank that sends holds two; default: 512 MiB, on a CPU 256 MiB",
     )
     timeout_s: Size | None = Field(
         None, description="seconds of each wait in an update; default: 120, or less if the run's timeout_s is short"
@@ -370,8 +371,8 @@ class Sync(Section):
     sharded: bool | None = Field(
         None,
         description="every rank sends the slices that it holds and every worker of an engine receives those that it loads; "
-        "default: on CPUs and over CUDA IPC, where both can describe them and several ranks or workers share the transfer. true "
-        "refuses updates otherwise",
+        "default: on CPUs, and over CUDA IPC to one engine, where both can describe them and several ranks or workers share the "
+        "transfer. true refuses updates otherwise",
     )
     mode: Literal["full", "delta", "auto"] = Field(
         "full",

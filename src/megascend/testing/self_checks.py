@@ -51,7 +51,7 @@ def warm(configs: Sequence[dict[str, Any]]) -> None:
 
 
 def warm_tiny_models() -> None:
-    """Make the verdicts on :func:`tiny_config` of every proven architecture, with and without tied embeddings.
+    """Make the verdicts on :func:`tiny_config` of llama, qwen2, qwen3 and qwen3_moe, with and without tied embeddings.
 
     Tests have deadlines, which might pass where a rank had to wait for its own.
     """

@@ -227,7 +227,7 @@ def attention(
 
 
 def _unknown(module: Any, mask: Tensor | None, options: dict[str, Any]) -> str | None:
-    """Return a requested feature of attention that is not supported: a mask, a cap, sinks, biases, chosen tokens; or None."""
+    """Return a requested feature of attention that is not supported: a mask, a cap, biases, chosen tokens; or None."""
     if mask is not None:
         return "an attention mask"
     if options.get("is_causal") is False or not getattr(module, "is_causal", True):

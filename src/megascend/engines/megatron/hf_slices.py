@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,6 +134,7 @@ class _Probe:
         numbers = torch.full(data.shape[:1], -1, dtype=torch.int64)
         inner = math.prod(data.shape[1:])
         tensors = tensors_of(entry)
+        parts = Counter(tensor.key for tensor in tensors)
         for tensor in tensors:
             values: Any = tensor.data
             dims = tensor.prepend_axis_num
@@ -148,7 +150,7 @@ class _Probe:
                     tuple(tensor.global_offset[:dims]),
                     tensor.global_offset[dims],
                     count,
-                    _fragments(tensor) > len(tensors),
+                    _fragments(tensor) > parts[tensor.key],
                 )
             )
         return numbers.view(-1, *(1 for _ in data.shape[1:]))
