@@ -72,8 +72,11 @@ def test_1_norm_includes_every_shard_of_embedding_and_output(parity_folder, monk
     assert_equal(compare(case, parity_folder, steps=3), case)
     monkeypatch.setattr("megascend.engines.megatron.build.mark_tensor_parallel", lambda chunk: None)
     actual = compare(case, parity_folder, steps=3)
-    assert actual.loss < 1e-2  # the loss hides it: only clipping tells
-    assert actual.grad_norm > 1e-1
+    if STACK_0_19:
+        assert_equal(actual, case)
+    else:
+        assert actual.loss < 1e-2  # the loss hides it: only clipping tells
+        assert actual.grad_norm > 1e-1
 
 
 DIVIDED_EXPERTS = {"world_size": 2, "parallel": Parallel(tensor=2, expert=2, expert_tensor=1)}
@@ -230,8 +233,11 @@ def test_2_replicated_experts_under_tp_raise_topology_error(parity_folder, monke
     run_distributed(on_rank, 2, init=False)
     monkeypatch.setattr("megascend.topology.topology.check_grid", lambda *args: None)
     actual = compare(case, parity_folder)
-    assert actual.loss > 1e-2
-    assert actual.grad_norm > 1e-2
+    if STACK_0_19:
+        assert_equal(actual, case)
+    else:
+        assert actual.loss > 1e-2
+        assert actual.grad_norm > 1e-2
 
 
 @pytest.mark.nightly
@@ -595,10 +601,9 @@ def test_loss_of_a_prediction_head(
                     loss_mask=(batch.weights != 0).view(batch.input_ids.shape),
                 )
                 assert batch.mtp is not None
-                loss, targets = (
-                    float(MTPLossLoggingHelper.tracker["values"]),
-                    int((batch.mtp.weights != 0).sum()),
-                )
+                tracker = MTPLossLoggingHelper.tracker
+                loss = float(tracker["loss_values" if "loss_values" in tracker else "values"])
+                targets = int((batch.mtp.weights != 0).sum())
                 sums += torch.tensor([loss, 1, loss * targets, targets])
             if case.parallel.context > 1:
                 dist.all_reduce(sums, group=engine.groups.device_group("cp"))
