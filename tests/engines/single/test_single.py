@@ -17,6 +17,7 @@ from megascend.testing import run_distributed
 from megascend.testing.parity import (
     Case,
     TrainingCurve,
+    bounds,
     case_checkpoint,
     causal_samples,
     differences,
@@ -128,8 +129,10 @@ def test_precisions_recomputation_and_the_router_loss(parity_folder, tmp_path):
     with_router_loss = hf_reference(
         parity_folder, experts, tokens, aux_loss=coefficient, aux_formula="transformers", micro_batches=[list(range(8))]
     )
+    # Sums of bf16 products differ between processors: with AMX, the norm of the fourth step is 0.1004 from fp32's.
+    in_16_bits = bounds(Case("bf16", precision="bf16"), parity_folder, dense, tokens, len(reference.losses))
     for actual, expected, loss, norm in (
-        (bf16, reference, 2e-2, 0.1),
+        (bf16, reference, *in_16_bits),
         (fp16, reference, 1e-2, 0.1),
         (recomputed, reference, 1e-5, 1e-4),
         (routed, with_router_loss, 5e-5, 3e-4),
