@@ -169,6 +169,8 @@ GPUS = ("gpu 0", "gpu 1", "gpu 2")
         ({}, "cuda", ["gpu 2"], GPUS, "weights on cuda over nccl are no default yet: set sharded=True"),
         ({"sharded": True}, "cuda", ["gpu 2"], GPUS, "nccl"),
         ({}, "cuda", ["gpu 1"], ("gpu 1",), "not all members see each other's GPUs"),
+        ({"mode": "auto"}, "cuda", ["gpu 1"], ("gpu 1",), "not all members see each other's GPUs"),
+        ({"mode": "delta"}, "cuda", ["gpu 1"], ("gpu 1",), "shared_memory"),
     ],
 )
 def test_weights_on_accelerators_are_sharded_by_default_over_cuda_ipc(settings, device, engines, visible, outcome):

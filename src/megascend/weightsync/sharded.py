@@ -207,7 +207,7 @@ class ShardedSync:
             for pieces in [all_pieces] * count if answer is None else answer:
                 # Equal needs become one object: the planner then looks at each kind of worker once.
                 workers.append(kinds.setdefault(hash(tuple(pieces)), pieces))
-        # Over CUDA IPC no worker forwards: those of two engines do not see each other's GPUs.
+        # Over CUDA IPC no worker forwards: those of two engines may not see each other's GPUs.
         result = plan(
             self._specs,
             slices,
@@ -234,10 +234,8 @@ class ShardedSync:
             )
         transport = delivery.check_pairs(members, places)
         devices = sorted({location.device for location in places} - {"cpu"})
-        if self._sharded is None and devices and transport == "shared_memory":
-            raise PlanError(
-                "not all members see each other's GPUs, and shared memory of the host would be slower than rank 0"
-            )
+        if self._sharded is None and self._mode != "delta" and devices and transport == "shared_memory":
+            raise PlanError("not all members see each other's GPUs: the weights would pass through the host's memory")
         if self._sharded is None and not self._sends_changes(transport):
             self._require_worth(counts, len(places), devices, transport)
         return counts, transport
