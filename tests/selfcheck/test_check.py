@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -308,7 +309,12 @@ backend.close()
 
 def workers() -> list[psutil.Process]:
     """Return the self-check workers among this process's children."""
-    return [child for child in psutil.Process().children() if "megascend.app.self_check_worker" in child.cmdline()]
+    children = psutil.Process().children()
+    for child in children:
+        # Linux resumes the parent of a vfork before the arguments of the child's program can be read.
+        while not child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.001)
+    return [child for child in children if "megascend.app.self_check_worker" in child.cmdline()]
 
 
 def logged_warnings(verdict: Verdict, model_type: str) -> list[str]:
