@@ -250,6 +250,14 @@ def test_a_prompt_is_tokenised_as_in_supervised_training(text: str, closes: bool
     assert tokenizer.decode(ids[len(prompt) :]) == "4<|im_end|>"
 
 
+def test_text_prompt_with_tools_is_remarked() -> None:
+    findings = Findings()
+    tokens = prompt_tokens({"prompt": "2+2=", "tools": [{"name": "add"}]}, tokenizer_with_bos(), None, findings, "p:1")
+    assert tokens == prompt_tokens({"prompt": "2+2="}, tokenizer_with_bos())
+    (line,) = findings.lines()
+    assert line == "p:1: tools left out: only a prompt with 'messages' is rendered with them"
+
+
 def test_a_chat_is_tokenised_as_in_supervised_training() -> None:
     """Add no second BOS token, write the run's date, and report messages that the template omits."""
     tokenizer = tokenizer_with_bos()

@@ -94,11 +94,15 @@ def prompt_tokens(
 
     Args:
         template_date: passed to the chat template as today's date; default: today.
-        findings: collects, for ``source``, the content that the chat template leaves out.
+        findings: collects, for ``source``, what is not in the tokens: content that the chat template leaves out, and ``tools`` of
+            a text.
         template_options: further variables of the chat template.
     """
     if "prompt" in prompt:
         check_characters(prompt["prompt"])
+        unused = [name for name in ("tools", "chat_template_kwargs") if prompt.get(name)]
+        if unused and findings is not None:
+            findings.remark(f"{' and '.join(unused)} left out: only a prompt with 'messages' is rendered with them", source)
         tokens: Any = opening_tokens(prompt["prompt"], tokenizer)
     elif not tokenizer.chat_template:
         raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
