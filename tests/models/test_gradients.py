@@ -20,7 +20,7 @@ from megascend.models.registry import proven
 from megascend.testing.parity import Case
 from megascend.testing.tiny_models import tiny_config
 from support.covering import FIRST_STACK, stack_marks
-from support.gradients import compare, compare_adapter
+from support.gradients import compare, compare_adapter, errors_in_bf16
 from support.lora_parity import ALL
 
 pytestmark = pytest.mark.usefixtures("megatron_imported")
@@ -118,6 +118,23 @@ def with_adapters() -> list[Case]:
 @pytest.mark.parametrize("case", params(CASES, IN_CI), ids=lambda case: case.name)
 def test_gradients_equal_transformers(case: Case, parity_folder: Path) -> None:
     assert compare(case, parity_folder) == {}
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(
+            architecture.model_type,
+            marks=([] if architecture.model_type in ("qwen3", "deepseek_v3") and FIRST_STACK else [pytest.mark.nightly])
+            + stack_marks(architecture.model_type, 1),
+        )
+        for architecture in proven()
+    ],
+)
+def test_gradients_in_bf16_are_as_near_as_transformers(arch: str, parity_folder: Path) -> None:
+    """Dense models measured 0.90 to 0.98 of transformers' error, ones with experts 0.4 to 2.2: tokens that other experts get."""
+    ours, transformers = errors_in_bf16(arch, parity_folder)
+    assert ours <= (3 if expert_count(tiny_config(arch)) else 1.05) * transformers
 
 
 @pytest.mark.parametrize("case", params(with_adapters(), ADAPTERS_IN_CI), ids=lambda case: case.name)

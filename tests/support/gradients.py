@@ -127,6 +127,26 @@ def compare(case: Case, folder: Path) -> dict[str, float]:
     return differences(ranks, exact, {name: 2 * float((rounded[name] - exact[name]).norm()) for name in exact})
 
 
+def errors_in_bf16(arch: str, folder: Path) -> tuple[float, float]:
+    """Return how far all gradients of one step in bf16 are from transformers' in fp64: ours, and those of transformers' bf16.
+
+    Both are 2-norms of the difference, relative to the norm of the gradients.
+    """
+    checkpoint, tokens = case_checkpoint(folder, arch), token_lists()
+    case, samples = Case("bf16", arch=arch, precision="bf16"), causal_samples(tokens)
+    (ours,) = run_distributed(reduced_gradients, 1, case, checkpoint, samples, init=False, timeout_s=180)
+    rounded, exact = (
+        hf_reference(folder, checkpoint, tokens, steps=0, gradients=True, dtype=dtype).gradients
+        for dtype in ("bfloat16", "float64")
+    )
+
+    def error(gradients: Mapping[str, Tensor]) -> float:
+        parts = [(gradients[name].double() - tensor).flatten() for name, tensor in exact.items()]
+        return float(torch.cat(parts).norm()) / float(torch.cat([tensor.flatten() for tensor in exact.values()]).norm())
+
+    return error(ours.values), error(rounded)
+
+
 def compare_adapter(case: Case, folder: Path, out: Path, seed: int) -> dict[str, float]:
     """Compare the gradients of an adapter on ``case.targets`` with peft's; return those that differ."""
     checkpoint = case_checkpoint(folder, case.arch, **case.overrides)

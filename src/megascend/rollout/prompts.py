@@ -102,7 +102,9 @@ def prompt_tokens(
         check_characters(prompt["prompt"])
         unused = [name for name in ("tools", "chat_template_kwargs") if prompt.get(name)]
         if unused and findings is not None:
-            findings.remark(f"{' and '.join(unused)} left out: only a prompt with 'messages' is rendered with them", source)
+            findings.remark(
+                f"{' and '.join(unused)} left out: only a prompt with 'messages' is rendered with them", source
+            )
         tokens: Any = opening_tokens(prompt["prompt"], tokenizer)
     elif not tokenizer.chat_template:
         raise DataError("a prompt with 'messages' needs a chat template, and the model's tokenizer has none")
