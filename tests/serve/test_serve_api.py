@@ -173,6 +173,24 @@ def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
     assert "error" not in system.alice.fetch(system.alice.forward_backward(model, 2, 10))
 
 
+def test_checkpoint_name_of_a_record_is_refused(system) -> None:
+    model = system.alice.model()
+    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    answer = system.alice.ask("save_weights", {"model_id": model, "path": "one.json", "seq_id": 2})
+    assert (answer["category"], "as records do" in answer["error"]) == ("user", True)
+    assert [entry["tinker_path"] for entry in system.alice.get("checkpoints").json()["checkpoints"]] == [path]
+
+
+def test_directory_named_like_a_record_hides_no_checkpoint(system) -> None:
+    model = system.alice.model()
+    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    directory = next(system.service.checkpoints.root.rglob("one")).with_name("two.json")
+    directory.mkdir()
+    assert [entry["tinker_path"] for entry in system.alice.get("checkpoints").json()["checkpoints"]] == [path]
+    assert "error" not in system.alice.ask("save_weights", {"model_id": model, "path": "three", "seq_id": 2})
+    system.tick(601)  # looks for expired checkpoints
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

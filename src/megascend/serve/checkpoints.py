@@ -24,6 +24,8 @@ from megascend.serve.errors import RequestRefusedError
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 SCHEME = "tinker://"
+RECORD_SUFFIX = ".json"
+"""End of the name of a checkpoint's record, a file beside its directory."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODEL = re.compile(r"(s-[0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})")
 
@@ -228,7 +230,7 @@ class Checkpoints:
         for run in runs:
             name = model_of_run(run)
             for kind in KINDS if name is not None else ():
-                for file in (run / kind).glob("*.json"):
+                for file in (run / kind).glob(f"*{RECORD_SUFFIX}"):
                     try:
                         record = self._read(tenant, CheckpointPath(name or "", kind, file.stem), expired=expired)
                     except RequestRefusedError:
@@ -241,10 +243,12 @@ class Checkpoints:
         try:
             values = json.loads(_record_file(directory).read_text("utf-8"))
             record = CheckpointRecord(**{**values, "path": path})
-        except (FileNotFoundError, NotADirectoryError):
+        # A directory: of a checkpoint that an earlier version saved under the name of another one's record.
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
-        except (ValueError, TypeError) as error:
-            raise RequestRefusedError(f"the record of checkpoint {path} is damaged: {error}", 500) from None
+        except (OSError, ValueError, TypeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"damaged: {error}"
+            raise RequestRefusedError(f"the record of checkpoint {path} cannot be read: {reason}", 500) from None
         # An expired checkpoint is gone for clients at once; its files follow with the next sweep.
         over = record.expires is not None and record.expires < time.time()
         return None if (over and not expired) or not directory.is_dir() else record
@@ -257,4 +261,4 @@ class Checkpoints:
 
 
 def _record_file(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.json")
+    return directory.with_name(f"{directory.name}{RECORD_SUFFIX}")

@@ -13,7 +13,7 @@ from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, parse_adam
 from megascend.serve.api.wire import TrainAnswer, TrainRequest, number_of
-from megascend.serve.checkpoints import CheckpointPath, CheckpointRecord, Kind, sampler_name
+from megascend.serve.checkpoints import RECORD_SUFFIX, CheckpointPath, CheckpointRecord, Kind, sampler_name
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of, with_recorded
 from megascend.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, Load, OptimizerStep, Save
@@ -124,6 +124,11 @@ def _save_target(
 ) -> tuple[CheckpointPath, str | None]:
     """Return the checkpoint path, and the name of the sampler to create from it, or None."""
     if options.path is not None:
+        # Its directory would have the name of the record of another checkpoint.
+        if options.path.endswith(RECORD_SUFFIX):
+            raise RequestRefusedError(
+                f"{options.path[:120]!r} cannot be a checkpoint's name: it ends in {RECORD_SUFFIX!r}, as records do"
+            )
         return CheckpointPath(model.name, kind, options.path), None
     # Names made from the request's number, not at random: a replay after a restart must save under the same one.
     sampler_number = options.sampling_session_seq_id
