@@ -191,6 +191,19 @@ def test_directory_named_like_a_record_hides_no_checkpoint(system) -> None:
     system.tick(601)  # looks for expired checkpoints
 
 
+def test_save_over_an_unreadable_record_fails_alone(system) -> None:
+    model = system.alice.model()
+    save = {"model_id": model, "path": "one", "seq_id": 1}
+    path = system.alice.ask("save_weights", save)["path"]
+    next(system.service.checkpoints.root.rglob("one.json")).write_text("{")
+    later = system.alice.forward_backward(model, 3, 10)  # arrives first, and runs in the same turn as the save
+    for _ in range(2):  # sent again by a client that got no answer
+        answer = system.alice.ask("save_weights", {**save, "seq_id": 2})
+        assert (answer["category"], "cannot be read" in answer["error"]) == ("server", True)
+    assert "error" not in system.alice.fetch(later)
+    assert system.alice.ask("save_weights", {**save, "seq_id": 4, "overwrite": True})["path"] == path
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

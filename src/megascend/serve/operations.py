@@ -103,7 +103,7 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         return {"type": request, "path": str(path)}
 
     def command(ticket: int) -> Save | None:
-        exists = service.checkpoints.exists(model.tenant, path) and not options.overwrite and sampler is None
+        exists = sampler is None and not options.overwrite and service.checkpoints.exists(model.tenant, path)
         if exists and not (service.durability.replaying and _saved_by(service, model, path, number)):
             error = ConfigError(f"checkpoint {path} exists; save under another name, or with overwrite")
             service.break_future(ticket, error)

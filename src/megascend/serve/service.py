@@ -280,9 +280,14 @@ class Service:
 
         def submit() -> None:
             # Built in its turn, not on arrival: whether a checkpoint exists, for one, depends on the requests before it.
-            built = command(future.number)
-            if built is not None:
-                self.submit(built)
+            # An error ends the future only: its number has had its turn, and later requests must have theirs.
+            try:
+                built = command(future.number)
+            except Exception as error:  # noqa: BLE001  an unreadable storage, for one
+                self.break_future(future.number, error)
+            else:
+                if built is not None:
+                    self.submit(built)
             self.durability.note_turn(model, future, number)
 
         for turn in [submit] if number is None else model.order.offer(number, submit):
@@ -356,7 +361,7 @@ class Service:
         """Make a future for a command of the server's own, whose outcome no client fetches."""
         return self.futures.make(self.new_label(kind), tenant, None, kind, then=then, internal=True)
 
-    def break_future(self, number: int, error: MegascendError) -> None:
+    def break_future(self, number: int, error: Exception) -> None:
         """Fail a future that has no command on the ranks."""
         future = self.futures.by_number(number)
         if future is not None:
