@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from recording_backend import KEYS, Caller, Served, served, train_body
 
+from megascend.serve.checkpoints import run_directory
+
 OPEN = {"/healthz", "/readyz", "/api/v1/healthz", "/metrics", "/"}
 
 
@@ -202,6 +204,24 @@ def test_save_over_an_unreadable_record_fails_alone(system) -> None:
         assert (answer["category"], "cannot be read" in answer["error"]) == ("server", True)
     assert "error" not in system.alice.fetch(later)
     assert system.alice.ask("save_weights", {**save, "seq_id": 4, "overwrite": True})["path"] == path
+
+
+def test_record_that_cannot_be_written_fails_its_save(system) -> None:
+    model = system.alice.model()
+    record = run_directory(system.service.checkpoints.root, "alice", model) / "weights" / "one.json"
+    record.mkdir(parents=True)  # in its way
+    answer = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    assert (answer["category"], "cannot be written: Is a directory" in answer["error"]) == ("server", True)
+
+
+def test_internal_error_in_an_answer_is_logged(system, monkeypatch, caplog) -> None:
+    model = system.alice.model()
+    monkeypatch.setattr(system.service.checkpoints, "commit", lambda tenant, record: 1 // 0)
+    answer = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    assert answer == {"error": "internal error (ZeroDivisionError)", "category": "server"}
+    (entry,) = [entry for entry in caplog.records if entry.name == "megascend.serve"]
+    assert entry.exc_info is not None
+    assert "save_weights" in entry.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from megascend.errors import CheckpointError
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
 from megascend.serve.api.bodies import LoraSettings
@@ -256,8 +257,11 @@ class Checkpoints:
     def _write(self, tenant: str, record: CheckpointRecord) -> None:
         file = _record_file(record.path.directory(self.root, tenant))
         # Durable: the client is told that the checkpoint is saved, which a power cut must not take back.
-        with replacing(file, durable=True) as temporary:
-            temporary.write_text(json.dumps({**asdict(record), "path": str(record.path)}, indent=1), "utf-8")
+        try:
+            with replacing(file, durable=True) as temporary:
+                temporary.write_text(json.dumps({**asdict(record), "path": str(record.path)}, indent=1), "utf-8")
+        except OSError as error:  # a full disk, for one
+            raise CheckpointError(f"the record of checkpoint {record.path} cannot be written: {error.strerror}") from None
 
 
 def _record_file(directory: Path) -> Path:

@@ -7,6 +7,7 @@ Everything runs on the HTTP server's event loop, so nothing here takes a lock.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -29,6 +30,8 @@ from megascend.serve.scheduler.futures import Future, Futures
 from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.served_model import ServedModel
 from megascend.serve.tenancy import Model, Session, Tenancy, sampling_line
+
+log = logging.getLogger("megascend.serve")
 
 
 class Durability:
@@ -283,7 +286,9 @@ class Service:
             # An error ends the future only: its number has had its turn, and later requests must have theirs.
             try:
                 built = command(future.number)
-            except Exception as error:  # noqa: BLE001  an unreadable storage, for one
+            except Exception as error:  # an unreadable storage, for one
+                if not isinstance(error, MegascendError):  # the client gets only its class
+                    log.exception("a %s cannot be started", kind)
                 self.break_future(future.number, error)
             else:
                 if built is not None:

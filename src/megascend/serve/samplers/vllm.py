@@ -103,7 +103,9 @@ class VllmSampling:
             outcome = Outcome(number, error=ConfigError(str(error)))
         except asyncio.CancelledError:
             outcome = Outcome(number, error=ConfigError("the request was cancelled"))
-        except Exception as error:  # noqa: BLE001  every command must have an outcome
+        except Exception as error:  # every command must have an outcome
+            if not isinstance(error, MegascendError):  # the client gets only its class
+                log.exception("a command for the vLLM servers has failed")
             outcome = Outcome(number, error=error)
         self._report([outcome])
 

@@ -6,12 +6,14 @@ Used from the HTTP server's event loop only.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megascend.errors import MegascendError
 from megascend.serve.errors import Failure
 
 RETRIEVED_S = 120.0
@@ -20,6 +22,7 @@ MAX_ANSWERS = 16384
 """Maximum number of answers retained per tenant; beyond it the oldest is dropped, fetched or not."""
 ANSWER_OVERHEAD_BYTES = 2048
 """Bytes charged for an answer in addition to its arrays."""
+log = logging.getLogger("megascend.serve")
 
 
 @dataclass(eq=False)
@@ -155,7 +158,9 @@ class Futures:
         """Complete a future with the ranks' return value; it fails if no answer can be built from that."""
         try:
             future.answer = future.answer_of(value)
-        except Exception as error:  # noqa: BLE001  an error in one answer must not end the server
+        except Exception as error:  # an error in one answer must not end the server
+            if not isinstance(error, MegascendError):  # the client gets only its class
+                log.exception("the answer to a %s cannot be built", future.kind)
             self.fail(future, Failure.of(error))
             return
         self._end(future, True)
