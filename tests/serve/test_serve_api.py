@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recording_backend import KEYS, Caller, Served, served, train_body
 
+from megascend.serve.api import application
 from megascend.serve.checkpoints import run_directory
 
 OPEN = {"/healthz", "/readyz", "/api/v1/healthz", "/metrics", "/"}
@@ -362,6 +365,25 @@ def test_a_silent_session_ends_and_its_models_go(system) -> None:
     assert system.bob.post("get_info", {"model_id": other}).json()["lora_rank"] == 4
     system.bob.fetch(system.bob.forward_backward(other, 1, 10))
     assert list(system.backend.adapters) == ["a2"]
+
+
+def test_sessions_end_after_an_error_of_an_earlier_sweep(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(application, "TICK_S", 0.01)
+
+    def wait_until(true: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    with served(tmp_path / "storage", log="none") as service:
+        shutil.rmtree(tmp_path / "storage")  # unmounted, say
+        service.clock.now += application.SWEEP_S + 1
+        wait_until(lambda: "timeouts could not be applied" in caplog.text)
+        (tmp_path / "storage").mkdir()
+        service.alice.post("create_session", {})
+        service.clock.now += service.service.settings.session_timeout_s + 1
+        wait_until(lambda: not service.service.tenancy.sessions)
 
 
 def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None:

@@ -261,7 +261,9 @@ class Checkpoints:
             with replacing(file, durable=True) as temporary:
                 temporary.write_text(json.dumps({**asdict(record), "path": str(record.path)}, indent=1), "utf-8")
         except OSError as error:  # a full disk, for one
-            raise CheckpointError(f"the record of checkpoint {record.path} cannot be written: {error.strerror}") from None
+            raise CheckpointError(
+                f"the record of checkpoint {record.path} cannot be written: {error.strerror}"
+            ) from None
 
 
 def _record_file(directory: Path) -> Path:

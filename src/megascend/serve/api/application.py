@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -40,6 +41,7 @@ SWEEP_S = 600.0
 """Interval of the search for expired checkpoints."""
 TRIM_S = 30.0
 """Interval of returning freed memory to the system."""
+log = logging.getLogger("megascend.serve")
 
 ABSENT = {
     ("POST", "auth/token"): "exchanging keys for tokens; every request carries the API key",
@@ -294,7 +296,11 @@ def make_application(service: Service, keys: Keys) -> Starlette:
             returned = service.clock()
             while True:
                 await asyncio.sleep(TICK_S)
-                sweep(service)  # on the event loop, like all that touches the service's state
+                # Without this task no session would end, and no request that waits for a missing one would run.
+                try:
+                    sweep(service)  # on the event loop, like all that touches the service's state
+                except Exception:  # storage that cannot be read, for one
+                    log.exception("timeouts could not be applied; trying again in %g s", TICK_S)
                 if service.clock() - returned > TRIM_S:
                     returned = service.clock()
                     await asyncio.to_thread(return_freed)
