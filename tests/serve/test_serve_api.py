@@ -14,6 +14,7 @@ from recording_backend import KEYS, Caller, Served, served, train_body
 
 from megascend.serve.api import application
 from megascend.serve.checkpoints import run_directory
+from megascend.serve.service import MAX_AHEAD
 
 OPEN = {"/healthz", "/readyz", "/api/v1/healthz", "/metrics", "/"}
 
@@ -75,6 +76,17 @@ def test_missing_request_fails_only_its_step(system) -> None:
         assert (answer["category"], "request 1 of this model did not arrive" in answer["error"]) == ("user", True)
     assert all("error" not in system.alice.fetch(name) for name in after)
     assert steps(system)[-2:] == [("forward_backward", ("a1", [[30]])), ("optimizer_step", "a1")]
+
+
+def test_request_far_ahead_of_its_models_order_is_refused(system) -> None:
+    model = system.alice.model()
+    for number in (1 + MAX_AHEAD + 1, 2**61):
+        refused = system.alice.post("forward_backward", train_body(model, number, 10))
+        assert (refused.status_code, "ahead of 1" in refused.text) == (422, True)
+    last = system.alice.forward_backward(model, 1 + MAX_AHEAD, 10)
+    system.tick(121)
+    system.alice.post("session_heartbeat", {"session_id": model.partition(":")[0]})
+    assert "did not arrive" in system.alice.fetch(last)["error"]
 
 
 def test_models_share_a_batch(system) -> None:

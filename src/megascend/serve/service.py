@@ -31,6 +31,8 @@ from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.served_model import ServedModel
 from megascend.serve.tenancy import Model, Session, Tenancy, sampling_line
 
+MAX_AHEAD = 4096
+"""Largest distance of a request's number from that of its model's next request; clients send few requests at a time."""
 log = logging.getLogger("megascend.serve")
 
 
@@ -274,6 +276,12 @@ class Service:
                 )
                 raise RequestRefusedError(f"request {number} of {model.name} {reason}")
             return earlier
+        # Missing numbers are failed one by one after gap_timeout_s: a loop over 2**61 of them would never end.
+        if number is not None and number - model.order.following > MAX_AHEAD and not self.durability.replaying:
+            raise RequestRefusedError(
+                f"seq_id {number} of {model.name} is more than {MAX_AHEAD} ahead of {model.order.following}, the next to run",
+                422,
+            )
         # A request that fills a gap is always taken: refusing it would keep the later ones, already taken, from running.
         new = number is None or number > model.order.following or not model.order.early
         # A replay enqueues what was accepted before the restart, whatever the limits are now.
