@@ -407,6 +407,15 @@ def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None
     assert "no longer kept" in system.alice.post("forward_backward", train_body(model, 1, 10)).text
 
 
+def test_model_is_not_replaced_once_the_answer_to_its_creation_is_dropped(system) -> None:
+    model = system.alice.model()
+    system.tick(121)
+    body = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    refused = system.alice.post("create_model", {"session_id": model.partition(":")[0], **body})
+    assert (refused.status_code, "no longer kept" in refused.text) == (400, True)
+    assert list(system.backend.adapters) == [system.service.tenancy.models[model].adapter] == ["a1"]
+
+
 def test_unloading_a_model_fails_its_waiting_requests(system) -> None:
     model = system.alice.model()
     early = [system.alice.forward_backward(model, 2, 10), system.alice.optim_step(model, 4)]

@@ -20,7 +20,7 @@ from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.api.bodies import CreateModel, LoraSettings
 from megascend.serve.api.wire import TrainRequest
-from megascend.serve.checkpoints import Checkpoints
+from megascend.serve.checkpoints import Checkpoints, model_name
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
 from megascend.serve.samplers.sequences import Sequences
@@ -203,6 +203,10 @@ class Service:
         earlier = self.futures.get(name, session.tenant)
         if earlier is not None:
             return earlier
+        if model_name(session.name, number) in self.tenancy.models:
+            raise RequestRefusedError(
+                f"model {number} of {session.name} exists, and the answer to its creation is no longer kept"
+            )
         model = self.tenancy.add_model(session, number, lora, metadata)
 
         # The model exists from here on, before the ranks have it: clients send its first requests without waiting, and they are
