@@ -421,6 +421,12 @@ def test_unloading_a_model_fails_its_waiting_requests(system) -> None:
     early = [system.alice.forward_backward(model, 2, 10), system.alice.optim_step(model, 4)]
     assert system.alice.ask("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
     assert [system.alice.fetch(name)["category"] for name in early] == ["user", "user"]
+    # sent again by a client that lost the response
+    assert system.alice.ask("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
+    assert system.bob.post("unload_model", {"model_id": model}).status_code == 404
+    session, body = model.partition(":")[0], {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    assert system.alice.ask("create_model", {"session_id": session, **body})["model_id"] == model
+    assert system.alice.ask("unload_model", {"model_id": model})["type"] == "unload_model"
     assert (system.backend.adapters, system.alice.post("get_info", {"model_id": model}).status_code) == ({}, 404)
 
 

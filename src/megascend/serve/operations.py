@@ -18,7 +18,7 @@ from megascend.serve.errors import RequestRefusedError
 from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of, with_recorded
 from megascend.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, Load, OptimizerStep, Save
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.service import Service
+from megascend.serve.service import Service, unload_name
 from megascend.serve.tenancy import Model, Session
 
 
@@ -203,8 +203,10 @@ def create_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Futu
 
 
 def unload_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Remove a model."""
-    return service.unload(service.tenancy.model(body.get("model_id"), tenant))
+    """Remove a model; a repeated request returns the same future."""
+    name = str(body.get("model_id"))
+    earlier = None if name in service.tenancy.models else service.futures.get(unload_name(name), tenant)
+    return earlier or service.unload(service.tenancy.model(body.get("model_id"), tenant))
 
 
 def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:

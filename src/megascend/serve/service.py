@@ -36,6 +36,11 @@ MAX_AHEAD = 4096
 log = logging.getLogger("megascend.serve")
 
 
+def unload_name(model: str) -> str:
+    """Return the name of the future of a model's removal."""
+    return f"{model}:unload"
+
+
 class Durability:
     """Hooks of a service that keeps no state on disk: sessions, models and their steps end with the server.
 
@@ -233,11 +238,15 @@ class Service:
         """
         self.tenancy.remove_model(model)
         self.durability.note_unload(model)
-        name = f"{model.name}:unload"
         answer = {"model_id": model.name, "type": "unload_model"}
         self.futures.forget_fetched(model.name)
         future = self.futures.make(
-            name, model.tenant, model.name, "unload_model", answer_of=lambda _: answer, internal=internal
+            unload_name(model.name),
+            model.tenant,
+            model.name,
+            "unload_model",
+            answer_of=lambda _: answer,
+            internal=internal,
         )
         self._inbox.submit(Remove(future.number, model.adapter))
         # Behind the removal in the inbox, so that the ranks refuse the requests that waited for a missing number.
