@@ -355,6 +355,29 @@ def test_checkpoints_expire(tmp_path) -> None:
         assert list(tmp_path.glob("alice/*/weights/*")) == []
 
 
+def test_checkpoint_saved_again_is_not_removed_with_its_expired_record(tmp_path, monkeypatch) -> None:
+    with served(tmp_path, session_timeout_s=10_000) as service:
+        model = service.alice.model()
+        save = {"model_id": model, "path": "latest"}
+        route = f"training_runs/{model}/checkpoints/weights/latest"
+        service.alice.ask("save_weights", {**save, "seq_id": 1, "ttl_seconds": 0})
+        save_adapter, statuses = service.backend.save_adapter, []
+
+        def save_and_wait(*arguments: Any, **options: Any) -> None:
+            save_adapter(*arguments, **options)
+            # Before its record is written, which takes as long as the training batch behind it.
+            service.tick(601)
+            statuses.append(service.alice.get(route, "DELETE").status_code)
+
+        monkeypatch.setattr(service.backend, "save_adapter", save_and_wait)
+        path = service.alice.ask("save_weights", {**save, "seq_id": 2})["path"]
+        assert service.alice.post("weights_info", {"tinker_path": path}).status_code == 200
+        service.alice.ask("save_weights", {**save, "seq_id": 3, "overwrite": True})
+        assert service.alice.post("weights_info", {"tinker_path": path}).status_code == 200
+        assert statuses == [404, 409]
+        assert service.alice.get(route, "DELETE").status_code == 204
+
+
 def test_requests_are_noted_but_not_their_keys(tmp_path) -> None:
     with served(tmp_path) as service:
         service.alice.model()

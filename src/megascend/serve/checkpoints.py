@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -154,11 +155,28 @@ class Checkpoints:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._saving: Counter[CheckpointPath] = Counter()
         make_directory(root)
+
+    def begin_save(self, path: CheckpointPath) -> None:
+        """Protect a checkpoint's directory from removal until :meth:`end_save`.
+
+        Without it, the removal of an earlier checkpoint of that name would take the new files before their record is written.
+        """
+        self._saving[path] += 1
+
+    def end_save(self, path: CheckpointPath) -> None:
+        """End :meth:`begin_save`; ignored without one."""
+        if self._saving[path] <= 1:
+            del self._saving[path]
+        else:
+            self._saving[path] -= 1
 
     def commit(self, tenant: str, record: CheckpointRecord) -> CheckpointRecord:
         """Write the record of a complete checkpoint directory, which publishes it; fill in its size."""
         directory = record.path.directory(self.root, tenant)
+        if not directory.is_dir():
+            raise CheckpointError(f"{record.path} was saved, and its files are missing")
         # The size is stored, since quotas and listings ask for it often, and a checkpoint does not change once it is published.
         sized = replace(record, size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
         self._write(tenant, sized)
@@ -203,8 +221,14 @@ class Checkpoints:
         return record
 
     def delete(self, tenant: str, path: CheckpointPath) -> None:
-        """Delete a tenant's checkpoint."""
+        """Delete a tenant's checkpoint.
+
+        Raises:
+            RequestRefusedError: 404 as :meth:`find`; 409, it is being saved again.
+        """
         _, directory = self.find(tenant, path)
+        if path in self._saving:
+            raise RequestRefusedError(f"{path} is being saved; delete it afterwards", 409)
         self._remove(directory)
 
     def remove_expired(self) -> int:
@@ -212,7 +236,8 @@ class Checkpoints:
         count = 0
         for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
             for record in list(self._records(tenant.name, None, expired=True)):
-                if record.expires is not None and record.expires < time.time():
+                expired = record.expires is not None and record.expires < time.time()
+                if expired and record.path not in self._saving:
                     self._remove(record.path.directory(self.root, tenant.name))
                     count += 1
         return count

@@ -108,6 +108,10 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
             error = ConfigError(f"checkpoint {path} exists; save under another name, or with overwrite")
             service.break_future(ticket, error)
             return None
+        service.checkpoints.begin_save(path)
+        future = service.futures.by_number(ticket)
+        assert future is not None
+        future.then = lambda succeeded: service.checkpoints.end_save(path)
         directory = path.directory(service.settings.storage, model.tenant)
         return Save(ticket, model.adapter, str(directory), kind == "weights")
 
