@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -257,7 +258,8 @@ class Completions:
     """Finished sampling requests by client of a sampler, so that one call can poll for all of them."""
 
     def __init__(self) -> None:
-        self._count = 0
+        # Not from 0: a client of the server before this one would acknowledge these requests with its old cursor.
+        self._count = time.time_ns() // 1000
         self._logs: dict[tuple[str, int], _Log] = {}
 
     def add(self, request: str, *, succeeded: bool) -> None:
@@ -276,6 +278,8 @@ class Completions:
         Args:
             seen: cursor of the previous call, which acknowledges everything up to it; 0 at first.
         """
+        # From a server whose clock was ahead of this one's: it acknowledges nothing of this one.
+        seen = seen if seen <= self._count else 0
         log = self._logs.setdefault((sampler, clone), _Log())
         log.waiting += 1
         try:
