@@ -9,7 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from controller_doubles import KEY, BlockingClient, ManualClock, Served, a_seal, an_offer, read_response, until
+from controller_doubles import (
+    KEY,
+    BlockingClient,
+    ManualClock,
+    NotingEngine,
+    Served,
+    a_seal,
+    an_offer,
+    read_response,
+    until,
+)
 
 from megascend.errors import (
     ConfigError,
@@ -31,6 +41,7 @@ from megascend.rollout.controller.controller import Controller, ControllerLimits
 from megascend.rollout.controller.messages import BEARER, new_id, write_call
 from megascend.rollout.controller.server import ControllerServer, HttpLimits
 from weightwire.auth import ANSWER_HEADER, sign
+from weightwire.engine import Completion, Sampling
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError
 from weightwire.keys import Key
@@ -100,6 +111,26 @@ def test_an_engine_of_the_controller_claims_again_after_its_claim_was_lost() -> 
         assert client.status()["engines"]["one"]["owner"] == "trainer"
         asyncio.run(engine.close())
         assert client.status()["engines"]["one"]["owner"] is None
+
+
+def test_engine_whose_logprobs_are_not_finite_gets_no_further_prompts() -> None:
+    class OneToken(NotingEngine):
+        logprob = -1.0
+
+        async def generate(self, *_: object) -> list[Completion]:
+            return [Completion((5,), (self.logprob,), "length", 0, 0)]
+
+    broken = OneToken("one")
+    broken.logprob = float("nan")
+    with (
+        Served(engines=[broken, OneToken("two")]) as served,
+        served.client() as client,
+        client.claim("trainer") as claim,
+    ):
+        with pytest.raises(EngineError, match=r"engine 'one' gave .* log-probability nan"):
+            claim.generate([1], Sampling(1))
+        for _ in range(4):
+            assert claim.generate([1], Sampling(1))[0].logprobs == (-1.0,)
 
 
 async def _count_renewals(served: Served) -> list[str]:
