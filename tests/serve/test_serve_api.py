@@ -404,13 +404,6 @@ def test_a_silent_session_ends_and_its_models_go(system) -> None:
 
 def test_sessions_end_after_an_error_of_an_earlier_sweep(tmp_path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(application, "TICK_S", 0.01)
-
-    def wait_until(true: Callable[[], bool]) -> None:
-        end = time.monotonic() + 60
-        while not true():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
     with served(tmp_path / "storage", log="none") as service:
         shutil.rmtree(tmp_path / "storage")  # unmounted, say
         service.clock.now += application.SWEEP_S + 1
@@ -419,6 +412,35 @@ def test_sessions_end_after_an_error_of_an_earlier_sweep(tmp_path, monkeypatch, 
         service.alice.post("create_session", {})
         service.clock.now += service.service.settings.session_timeout_s + 1
         wait_until(lambda: not service.service.tenancy.sessions)
+
+
+def test_sessions_survive_a_server_that_could_not_hear_their_clients(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(application, "TICK_S", 0.1)
+    monkeypatch.setattr(application, "LATE_S", 1.0)
+    with served(tmp_path) as service:
+        model = service.alice.model()
+        early = service.alice.forward_backward(model, 2, 10)
+        portal = service.client.portal
+        assert portal is not None
+
+        def stop_loop(seconds: float) -> None:
+            service.clock.now += 400
+            time.sleep(seconds)
+
+        portal.call(stop_loop, 1.5)  # a suspended process, or a file system that does not answer
+        time.sleep(0.5)  # several ticks
+        assert service.alice.post("get_info", {"model_id": model}).status_code == 200
+        service.alice.forward_backward(model, 1, 10)
+        assert "error" not in service.alice.fetch(early)
+        portal.call(stop_loop, 0.0)
+        wait_until(lambda: not service.service.tenancy.sessions)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None:

@@ -37,6 +37,8 @@ from megascend.serve.tenancy import Model
 LONG_POLL_S = 30.0
 """Longest wait of a poll; clients time out after 45 s."""
 TICK_S = 2.0
+LATE_S = 10.0
+"""Delay of a tick from which on this process counts as stopped meanwhile: clients' heartbeats, every 10 s, were not read."""
 SWEEP_S = 600.0
 """Interval of the search for expired checkpoints."""
 TRIM_S = 30.0
@@ -294,10 +296,17 @@ def make_application(service: Service, keys: Keys) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async def run_periodically() -> None:
             returned = service.clock()
+            loop = asyncio.get_running_loop()
             while True:
+                start = loop.time()
                 await asyncio.sleep(TICK_S)
                 # Without this task no session would end, and no request that waits for a missing one would run.
                 try:
+                    if loop.time() - start - TICK_S > LATE_S:
+                        log.warning(
+                            "this process was stopped or blocked for %.0f s; timeouts start again", loop.time() - start
+                        )
+                        restart_timeouts(service)
                     sweep(service)  # on the event loop, like all that touches the service's state
                 except Exception:  # storage that cannot be read, for one
                     log.exception("timeouts could not be applied; trying again in %g s", TICK_S)
@@ -326,9 +335,8 @@ def make_application(service: Service, keys: Keys) -> Starlette:
 
 def sweep(service: Service) -> None:
     """Apply timeouts: silent sessions, requests missing from a model's order, unfetched answers, expired checkpoints."""
-    if service.durability.stalled:  # nothing is answered meanwhile, so silence is not the clients' fault
-        service.tenancy.restart_session_timeouts()
-        service.futures.restart_retention()
+    if service.durability.stalled:
+        restart_timeouts(service)
         return
     for session in service.tenancy.silent(service.settings.session_timeout_s):
         service.end_session(session)
@@ -340,6 +348,14 @@ def sweep(service: Service) -> None:
     if service.clock() - service.swept > SWEEP_S:
         service.swept = service.clock()
         service.checkpoints.remove_expired()
+
+
+def restart_timeouts(service: Service) -> None:
+    """Restart all timeouts, after a time in which nothing was answered: silence was not the clients' fault."""
+    service.tenancy.restart_session_timeouts()
+    service.futures.restart_retention()
+    for model in service.tenancy.models.values():
+        model.gap_since = None if model.gap_since is None else service.clock()
 
 
 def _skip_missing(service: Service, model: Model) -> None:
