@@ -155,6 +155,19 @@ def test_cursor_of_an_earlier_server_acknowledges_nothing(disks, monkeypatch, ah
         assert poll(second, poll(second, cursor)[1])[0] == []
 
 
+def test_clients_that_join_a_sampler_after_a_restart_get_numbers_of_their_own(disks) -> None:
+    def join(server: Served) -> int:
+        return server.alice.post("join_sampling_session", {"sampling_session_id": sampler}).json()["client_counter"]
+
+    with disks() as first:
+        session = first.alice.post("create_session", {}).json()["session_id"]
+        body = {"session_id": session, "sampling_session_seq_id": 0}
+        sampler = first.alice.post("create_sampling_session", body).json()["sampling_session_id"]
+        assert [join(first), join(first)] == [1, 2]
+        with disks(storage_of(first)) as second:
+            assert join(second) == 3
+
+
 def test_replay_repeats_no_client_save_and_loads_the_same_state(disks) -> None:
     with disks() as first:
         model = first.alice.model()

@@ -71,8 +71,8 @@ class Durability:
     def note_session_end(self, session: Session) -> None:
         """Record the end of a session."""
 
-    def note_sampler(self, session: Session, name: str, path: str | None) -> None:
-        """Record a session's sampler."""
+    def note_sampler(self, session: Session, name: str) -> None:
+        """Record a session's sampler, and its number of clients."""
 
     def note_request(
         self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None
@@ -171,7 +171,14 @@ class Service:
     def add_sampler(self, session: Session, name: str, path: str | None) -> None:
         """Add a sampler to a session, of a checkpoint or (None) of the base model."""
         session.add_sampler(name, path)
-        self.durability.note_sampler(session, name, path)
+        self.durability.note_sampler(session, name)
+
+    def add_clone(self, session: Session, sampler: str) -> int:
+        """Count another client of a sampler; return its number, from which it numbers its requests."""
+        session.clones[sampler] = session.clones.get(sampler, 0) + 1
+        # Two clients with one number, before and after a restart, would get each other's responses.
+        self.durability.note_sampler(session, sampler)
+        return session.clones[sampler]
 
     # --- models ---
 

@@ -225,8 +225,8 @@ class Api:
     async def join_sampling_session(self, request: Request, tenant: str) -> Response:
         sampler = SamplerTarget.read(await read_json(request)).sampling_session_id
         session, _ = self.service.tenancy.sampler(sampler, tenant)
-        session.clones[sampler] = session.clones.get(sampler, 0) + 1
-        return Json({"type": "join_sampling_session", "client_counter": session.clones[sampler]})
+        counter = self.service.add_clone(session, sampler)
+        return Json({"type": "join_sampling_session", "client_counter": counter})
 
     async def retrieve_futures(self, request: Request, tenant: str) -> Response:
         """Answer with the requests of one client of a sampler that have ended since its last poll."""
