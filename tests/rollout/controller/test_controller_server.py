@@ -193,6 +193,21 @@ def test_remote_trainer_gets_results_as_they_complete() -> None:
         assert served.controller.tasks.status() == {"in_flight": 0, "kept": 0, "kept_bytes": 0}
 
 
+def test_result_that_expired_costs_no_other() -> None:
+    clock = ManualClock()
+    with Served(clock=clock) as served, served.client() as client:
+        client.expect(["a", "b", "c"], 3600)
+        client.complete("a", {"n": 1})
+        served.thread.run(clock.advance(601))  # its trainer was in a long step
+        client.complete("b", {"n": 2})
+        results = client.results(["a", "b", "c"])
+        first = dict([next(results), next(results)])
+        client.complete("c", {"n": 3})
+        assert isinstance(first["a"], RolloutTaskError)
+        assert "nobody fetched its result" in str(first["a"])
+        assert {"b": first["b"], **dict(results)} == {"b": {"n": 2}, "c": {"n": 3}}
+
+
 def test_waiting_costs_no_processor_time() -> None:
     """Wait with forty requests for results that never arrive: the process uses no CPU time."""
     with Served() as served:
