@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recording_backend import KEYS, Caller, Served, served, train_body
+
+from megascend.serve.api import application
+from megascend.serve.checkpoints import run_directory
+from megascend.serve.service import MAX_AHEAD
 
 OPEN = {"/healthz", "/readyz", "/api/v1/healthz", "/metrics", "/"}
 
@@ -70,6 +76,17 @@ def test_missing_request_fails_only_its_step(system) -> None:
         assert (answer["category"], "request 1 of this model did not arrive" in answer["error"]) == ("user", True)
     assert all("error" not in system.alice.fetch(name) for name in after)
     assert steps(system)[-2:] == [("forward_backward", ("a1", [[30]])), ("optimizer_step", "a1")]
+
+
+def test_request_far_ahead_of_its_models_order_is_refused(system) -> None:
+    model = system.alice.model()
+    for number in (1 + MAX_AHEAD + 1, 2**61):
+        refused = system.alice.post("forward_backward", train_body(model, number, 10))
+        assert (refused.status_code, "ahead of 1" in refused.text) == (422, True)
+    last = system.alice.forward_backward(model, 1 + MAX_AHEAD, 10)
+    system.tick(121)
+    system.alice.post("session_heartbeat", {"session_id": model.partition(":")[0]})
+    assert "did not arrive" in system.alice.fetch(last)["error"]
 
 
 def test_models_share_a_batch(system) -> None:
@@ -171,6 +188,55 @@ def test_a_name_is_never_a_path(system, tmp_path, name) -> None:
     for path in (f"tinker://{model}/weights/{name}", f"tinker://../{model}/weights/a", f"file:///{name}", name):
         assert system.alice.post("weights_info", {"tinker_path": path}).status_code in (400, 404, 422)
     assert "error" not in system.alice.fetch(system.alice.forward_backward(model, 2, 10))
+
+
+def test_checkpoint_name_of_a_record_is_refused(system) -> None:
+    model = system.alice.model()
+    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    answer = system.alice.ask("save_weights", {"model_id": model, "path": "one.json", "seq_id": 2})
+    assert (answer["category"], "as records do" in answer["error"]) == ("user", True)
+    assert [entry["tinker_path"] for entry in system.alice.get("checkpoints").json()["checkpoints"]] == [path]
+
+
+def test_directory_named_like_a_record_hides_no_checkpoint(system) -> None:
+    model = system.alice.model()
+    path = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})["path"]
+    directory = next(system.service.checkpoints.root.rglob("one")).with_name("two.json")
+    directory.mkdir()
+    assert [entry["tinker_path"] for entry in system.alice.get("checkpoints").json()["checkpoints"]] == [path]
+    assert "error" not in system.alice.ask("save_weights", {"model_id": model, "path": "three", "seq_id": 2})
+    system.tick(601)  # looks for expired checkpoints
+
+
+def test_save_over_an_unreadable_record_fails_alone(system) -> None:
+    model = system.alice.model()
+    save = {"model_id": model, "path": "one", "seq_id": 1}
+    path = system.alice.ask("save_weights", save)["path"]
+    next(system.service.checkpoints.root.rglob("one.json")).write_text("{")
+    later = system.alice.forward_backward(model, 3, 10)  # arrives first, and runs in the same turn as the save
+    for _ in range(2):  # sent again by a client that got no answer
+        answer = system.alice.ask("save_weights", {**save, "seq_id": 2})
+        assert (answer["category"], "cannot be read" in answer["error"]) == ("server", True)
+    assert "error" not in system.alice.fetch(later)
+    assert system.alice.ask("save_weights", {**save, "seq_id": 4, "overwrite": True})["path"] == path
+
+
+def test_record_that_cannot_be_written_fails_its_save(system) -> None:
+    model = system.alice.model()
+    record = run_directory(system.service.checkpoints.root, "alice", model) / "weights" / "one.json"
+    record.mkdir(parents=True)  # in its way
+    answer = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    assert (answer["category"], "cannot be written: Is a directory" in answer["error"]) == ("server", True)
+
+
+def test_internal_error_in_an_answer_is_logged(system, monkeypatch, caplog) -> None:
+    model = system.alice.model()
+    monkeypatch.setattr(system.service.checkpoints, "commit", lambda tenant, record: 1 // 0)
+    answer = system.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+    assert answer == {"error": "internal error (ZeroDivisionError)", "category": "server"}
+    (entry,) = [entry for entry in caplog.records if entry.name == "megascend.serve"]
+    assert entry.exc_info is not None
+    assert "save_weights" in entry.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -289,6 +355,29 @@ def test_checkpoints_expire(tmp_path) -> None:
         assert list(tmp_path.glob("alice/*/weights/*")) == []
 
 
+def test_checkpoint_saved_again_is_not_removed_with_its_expired_record(tmp_path, monkeypatch) -> None:
+    with served(tmp_path, session_timeout_s=10_000) as service:
+        model = service.alice.model()
+        save = {"model_id": model, "path": "latest"}
+        route = f"training_runs/{model}/checkpoints/weights/latest"
+        service.alice.ask("save_weights", {**save, "seq_id": 1, "ttl_seconds": 0})
+        save_adapter, statuses = service.backend.save_adapter, []
+
+        def save_and_wait(*arguments: Any, **options: Any) -> None:
+            save_adapter(*arguments, **options)
+            # Before its record is written, which takes as long as the training batch behind it.
+            service.tick(601)
+            statuses.append(service.alice.get(route, "DELETE").status_code)
+
+        monkeypatch.setattr(service.backend, "save_adapter", save_and_wait)
+        path = service.alice.ask("save_weights", {**save, "seq_id": 2})["path"]
+        assert service.alice.post("weights_info", {"tinker_path": path}).status_code == 200
+        service.alice.ask("save_weights", {**save, "seq_id": 3, "overwrite": True})
+        assert service.alice.post("weights_info", {"tinker_path": path}).status_code == 200
+        assert statuses == [404, 409]
+        assert service.alice.get(route, "DELETE").status_code == 204
+
+
 def test_requests_are_noted_but_not_their_keys(tmp_path) -> None:
     with served(tmp_path) as service:
         service.alice.model()
@@ -313,6 +402,47 @@ def test_a_silent_session_ends_and_its_models_go(system) -> None:
     assert list(system.backend.adapters) == ["a2"]
 
 
+def test_sessions_end_after_an_error_of_an_earlier_sweep(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(application, "TICK_S", 0.01)
+    with served(tmp_path / "storage", log="none") as service:
+        shutil.rmtree(tmp_path / "storage")  # unmounted, say
+        service.clock.now += application.SWEEP_S + 1
+        wait_until(lambda: "timeouts could not be applied" in caplog.text)
+        (tmp_path / "storage").mkdir()
+        service.alice.post("create_session", {})
+        service.clock.now += service.service.settings.session_timeout_s + 1
+        wait_until(lambda: not service.service.tenancy.sessions)
+
+
+def test_sessions_survive_a_server_that_could_not_hear_their_clients(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(application, "TICK_S", 0.1)
+    monkeypatch.setattr(application, "LATE_S", 1.0)
+    with served(tmp_path) as service:
+        model = service.alice.model()
+        early = service.alice.forward_backward(model, 2, 10)
+        portal = service.client.portal
+        assert portal is not None
+
+        def stop_loop(seconds: float) -> None:
+            service.clock.now += 400
+            time.sleep(seconds)
+
+        portal.call(stop_loop, 1.5)  # a suspended process, or a file system that does not answer
+        time.sleep(0.5)  # several ticks
+        assert service.alice.post("get_info", {"model_id": model}).status_code == 200
+        service.alice.forward_backward(model, 1, 10)
+        assert "error" not in service.alice.fetch(early)
+        portal.call(stop_loop, 0.0)
+        wait_until(lambda: not service.service.tenancy.sessions)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None:
     model = system.alice.model()
     name = system.alice.forward_backward(model, 1, 10)
@@ -322,11 +452,26 @@ def test_answers_are_forgotten_some_time_after_they_were_fetched(system) -> None
     assert "no longer kept" in system.alice.post("forward_backward", train_body(model, 1, 10)).text
 
 
+def test_model_is_not_replaced_once_the_answer_to_its_creation_is_dropped(system) -> None:
+    model = system.alice.model()
+    system.tick(121)
+    body = {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    refused = system.alice.post("create_model", {"session_id": model.partition(":")[0], **body})
+    assert (refused.status_code, "no longer kept" in refused.text) == (400, True)
+    assert list(system.backend.adapters) == [system.service.tenancy.models[model].adapter] == ["a1"]
+
+
 def test_unloading_a_model_fails_its_waiting_requests(system) -> None:
     model = system.alice.model()
     early = [system.alice.forward_backward(model, 2, 10), system.alice.optim_step(model, 4)]
     assert system.alice.ask("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
     assert [system.alice.fetch(name)["category"] for name in early] == ["user", "user"]
+    # sent again by a client that lost the response
+    assert system.alice.ask("unload_model", {"model_id": model}) == {"model_id": model, "type": "unload_model"}
+    assert system.bob.post("unload_model", {"model_id": model}).status_code == 404
+    session, body = model.partition(":")[0], {"model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    assert system.alice.ask("create_model", {"session_id": session, **body})["model_id"] == model
+    assert system.alice.ask("unload_model", {"model_id": model})["type"] == "unload_model"
     assert (system.backend.adapters, system.alice.post("get_info", {"model_id": model}).status_code) == ({}, 404)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megascend.errors import CheckpointError
-from megascend.serve.store.database import PARENTS, Removal, StateDatabase, StoredRow
+from megascend.serve.store.database import ADVICE, PARENTS, Removal, StateDatabase, StoredRow
 
 SESSION = StoredRow("session", "s", {"tenant": "alice", "metadata": None})
 MODEL = StoredRow("model", "m", {"tenant": "alice", "path": "create_model"}, b"made", "s")
@@ -274,3 +274,22 @@ def test_end_of_a_session_removes_its_rows_and_ignores_later_ones(tmp_path) -> N
     assert database.write([Removal("session", "s"), Removal("session", "s"), request(1), saved("b", 2)]) == ["a", "b"]
     database.close()
     assert [row.name for row in rows_of(tmp_path / "state")] == ["another"]
+
+
+def test_database_in_use_is_not_called_damaged(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "state.sqlite"
+    StateDatabase(path).close()
+    program = (
+        "import sqlite3, sys; connection = sqlite3.connect(sys.argv[1], isolation_level=None); "
+        "connection.execute('BEGIN'); connection.execute('SELECT * FROM rows').fetchone(); print(); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as shell:
+        assert shell.stdout is not None
+        shell.stdout.readline()
+        with pytest.raises(CheckpointError, match="another program has it open") as raised:
+            StateDatabase(path)
+        assert ADVICE not in str(raised.value)
+        shell.communicate(b"\n")
+    StateDatabase(path).close()

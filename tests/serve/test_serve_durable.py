@@ -125,6 +125,49 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("ahead_s", [0, 3600])
+def test_cursor_of_an_earlier_server_acknowledges_nothing(disks, monkeypatch, ahead_s: float) -> None:
+    def sample(server: Served, number: int) -> str:
+        body = {"sampling_session_id": sampler, "seq_id": number, "prompt": {"chunks": [{"tokens": [5]}]}}
+        name = server.alice.post("asample", {**body, "sampling_params": {"max_tokens": 1}}).json()["request_id"]
+        server.alice.fetch(name)
+        return name
+
+    def poll(server: Served, cursor: int) -> tuple[list[str], int]:
+        body = {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor, "timeout": 0}
+        answer = server.alice.post("retrieve_futures", body).json()
+        return [entry["request_id"] for entry in answer["completions"]], answer["cursor"]
+
+    now = time.time_ns
+    with monkeypatch.context() as earlier:
+        earlier.setattr(time, "time_ns", lambda: now() + int(ahead_s * 1e9))
+        with disks() as first:
+            session = first.alice.post("create_session", {}).json()["session_id"]
+            body = {"session_id": session, "sampling_session_seq_id": 0}
+            sampler = first.alice.post("create_sampling_session", body).json()["sampling_session_id"]
+            names = [sample(first, number) for number in (1, 2, 3)]
+            observed, cursor = poll(first, 0)
+            assert observed == names
+            storage = storage_of(first)
+    with disks(storage) as second:
+        name = sample(second, 4)
+        assert poll(second, cursor)[0] == [name]
+        assert poll(second, poll(second, cursor)[1])[0] == []
+
+
+def test_clients_that_join_a_sampler_after_a_restart_get_numbers_of_their_own(disks) -> None:
+    def join(server: Served) -> int:
+        return server.alice.post("join_sampling_session", {"sampling_session_id": sampler}).json()["client_counter"]
+
+    with disks() as first:
+        session = first.alice.post("create_session", {}).json()["session_id"]
+        body = {"session_id": session, "sampling_session_seq_id": 0}
+        sampler = first.alice.post("create_sampling_session", body).json()["sampling_session_id"]
+        assert [join(first), join(first)] == [1, 2]
+        with disks(storage_of(first)) as second:
+            assert join(second) == 3
+
+
 def test_replay_repeats_no_client_save_and_loads_the_same_state(disks) -> None:
     with disks() as first:
         model = first.alice.model()

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import resource
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from megascend.serve.api import keys, reading, wire
 from megascend.serve.api.application import ABSENT
 from megascend.serve.api.bodies import LONGEST_S
 from megascend.serve.api.catalogue import MAX_DOWNLOADS
+from megascend.serve.api.guard import Audit
 from megascend.serve.api.reading import MAX_CONTAINERS
 from megascend.serve.checkpoints import new_session
 from megascend.serve.errors import RequestRefusedError
@@ -500,6 +502,38 @@ def test_the_audit_log_cannot_be_forged(tmp_path) -> None:
     assert [entry["path"].rsplit("/", 1)[-1] for entry in lines[:5]] == ["create_session"] * 5
     assert len(lines) == 9
     assert {(entry["tenant"], entry["from"]) for entry in lines} == {("alice", "testclient")}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_requests_are_answered_while_the_audit_log_cannot_be_written(tmp_path, caplog) -> None:
+    (tmp_path / "audit.jsonl").symlink_to("/dev/full")  # a full disk
+    with served(tmp_path) as server:
+        model = server.alice.model()
+        assert "error" not in server.alice.ask("save_weights", {"model_id": model, "path": "one", "seq_id": 1})
+        route = f"training_runs/{model}/checkpoints/weights/one"
+        assert server.alice.get(route, "DELETE").status_code == 204  # which makes room
+    assert caplog.text.count("audit log") == 1
+
+
+def test_audit_log_continues_behind_a_partial_entry(tmp_path, caplog) -> None:
+    audit, limits = Audit(tmp_path / "audit.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write(*statuses: int) -> None:
+        for status in statuses:
+            audit.write("alice", "POST", "/api/v1/optim_step", status, "")
+
+    write(201)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "audit.jsonl").stat().st_size + 10, limits[1]))
+        write(202, 203)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    write(204, 205)
+    audit.close()
+    whole, partial, *others = (tmp_path / "audit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in (whole, *others)] == [201, 204, 205]
+    assert len(partial) == 10
+    assert "entries of 2 requests are missing" in caplog.text
 
 
 def test_internal_error_reveals_nothing_and_is_audited(tmp_path, monkeypatch) -> None:

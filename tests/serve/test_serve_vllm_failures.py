@@ -8,18 +8,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
+import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from megascend.config.serve import ServeConfig
 from megascend.errors import EngineError, EngineLostError, EngineTimeoutError
 from megascend.rollout.availability import FIRST_S
 from megascend.sampling.request import SampleRequest, SamplingParams
-from megascend.serve.samplers import vllm_server
+from megascend.serve.samplers import vllm, vllm_server
 from megascend.serve.samplers.vllm import Pool, Servers
 from megascend.serve.samplers.vllm_server import RefusedError, ServerFailedError, VllmServer
+from megascend.serve.scheduler.inbox import Inbox
+from megascend.serve.served_model import ServedModel
+from megascend.serve.server import http_server
+from weightwire.engine_calls import LoopThread
 
 REQUEST = SampleRequest([1, 2, 3], SamplingParams(1))
 DIRECTORIES = {"base": "/storage/null"}
@@ -254,3 +262,21 @@ def test_refused_request_is_not_resent_and_counts_no_failure(status) -> None:
 
     run(doubles, work)
     assert doubles[1].targets == []
+
+
+def test_server_ends_although_a_vllm_server_hangs(tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(vllm, "CLOSE_S", 1.0)
+    config = ServeConfig(model=tmp_path, storage=tmp_path, port=0)
+    base = ServedModel(("tiny",), tmp_path, "Tiny", 512, 100, ())
+    hanging, good = socket.create_server(("127.0.0.1", 0)), Double(2)
+    with LoopThread("vLLM") as loop:
+        loop.run(good.start())
+        servers = [VllmServer(f"http://127.0.0.1:{port}") for port in (hanging.getsockname()[1], good.port)]
+        sampling = partial(vllm.VllmSampling, Servers(servers, "s", "/storage/null"), vocab_size=100, max_length=512)
+        with http_server(config, {"0" * 64: "alice"}, base, Inbox(0, 10), vllm=sampling):
+            pass
+        loop.loop.call_soon_threadsafe(good.stop)
+    hanging.close()
+    assert good.targets == ["/v1/unload_lora_adapter"]
+    assert "did not answer within 1 s" in caplog.text
+    assert "http" not in [thread.name for thread in threading.enumerate()]

@@ -11,11 +11,13 @@ import re
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from megascend.errors import CheckpointError
 from megascend.io.atomic import replacing
 from megascend.io.paths import make_directory
 from megascend.serve.api.bodies import LoraSettings
@@ -24,6 +26,8 @@ from megascend.serve.errors import RequestRefusedError
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 SCHEME = "tinker://"
+RECORD_SUFFIX = ".json"
+"""End of the name of a checkpoint's record, a file beside its directory."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODEL = re.compile(r"(s-[0-9a-f]{32}):train:(0|[1-9][0-9]{0,8})")
 
@@ -151,11 +155,28 @@ class Checkpoints:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._saving: Counter[CheckpointPath] = Counter()
         make_directory(root)
+
+    def begin_save(self, path: CheckpointPath) -> None:
+        """Protect a checkpoint's directory from removal until :meth:`end_save`.
+
+        Without it, the removal of an earlier checkpoint of that name would take the new files before their record is written.
+        """
+        self._saving[path] += 1
+
+    def end_save(self, path: CheckpointPath) -> None:
+        """End :meth:`begin_save`; ignored without one."""
+        if self._saving[path] <= 1:
+            del self._saving[path]
+        else:
+            self._saving[path] -= 1
 
     def commit(self, tenant: str, record: CheckpointRecord) -> CheckpointRecord:
         """Write the record of a complete checkpoint directory, which publishes it; fill in its size."""
         directory = record.path.directory(self.root, tenant)
+        if not directory.is_dir():
+            raise CheckpointError(f"{record.path} was saved, and its files are missing")
         # The size is stored, since quotas and listings ask for it often, and a checkpoint does not change once it is published.
         sized = replace(record, size=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()))
         self._write(tenant, sized)
@@ -200,8 +221,14 @@ class Checkpoints:
         return record
 
     def delete(self, tenant: str, path: CheckpointPath) -> None:
-        """Delete a tenant's checkpoint."""
+        """Delete a tenant's checkpoint.
+
+        Raises:
+            RequestRefusedError: 404 as :meth:`find`; 409, it is being saved again.
+        """
         _, directory = self.find(tenant, path)
+        if path in self._saving:
+            raise RequestRefusedError(f"{path} is being saved; delete it afterwards", 409)
         self._remove(directory)
 
     def remove_expired(self) -> int:
@@ -209,7 +236,8 @@ class Checkpoints:
         count = 0
         for tenant in [directory for directory in self.root.iterdir() if directory.is_dir()]:
             for record in list(self._records(tenant.name, None, expired=True)):
-                if record.expires is not None and record.expires < time.time():
+                expired = record.expires is not None and record.expires < time.time()
+                if expired and record.path not in self._saving:
                     self._remove(record.path.directory(self.root, tenant.name))
                     count += 1
         return count
@@ -228,7 +256,7 @@ class Checkpoints:
         for run in runs:
             name = model_of_run(run)
             for kind in KINDS if name is not None else ():
-                for file in (run / kind).glob("*.json"):
+                for file in (run / kind).glob(f"*{RECORD_SUFFIX}"):
                     try:
                         record = self._read(tenant, CheckpointPath(name or "", kind, file.stem), expired=expired)
                     except RequestRefusedError:
@@ -241,10 +269,12 @@ class Checkpoints:
         try:
             values = json.loads(_record_file(directory).read_text("utf-8"))
             record = CheckpointRecord(**{**values, "path": path})
-        except (FileNotFoundError, NotADirectoryError):
+        # A directory: of a checkpoint that an earlier version saved under the name of another one's record.
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return None
-        except (ValueError, TypeError) as error:
-            raise RequestRefusedError(f"the record of checkpoint {path} is damaged: {error}", 500) from None
+        except (OSError, ValueError, TypeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else f"damaged: {error}"
+            raise RequestRefusedError(f"the record of checkpoint {path} cannot be read: {reason}", 500) from None
         # An expired checkpoint is gone for clients at once; its files follow with the next sweep.
         over = record.expires is not None and record.expires < time.time()
         return None if (over and not expired) or not directory.is_dir() else record
@@ -252,9 +282,14 @@ class Checkpoints:
     def _write(self, tenant: str, record: CheckpointRecord) -> None:
         file = _record_file(record.path.directory(self.root, tenant))
         # Durable: the client is told that the checkpoint is saved, which a power cut must not take back.
-        with replacing(file, durable=True) as temporary:
-            temporary.write_text(json.dumps({**asdict(record), "path": str(record.path)}, indent=1), "utf-8")
+        try:
+            with replacing(file, durable=True) as temporary:
+                temporary.write_text(json.dumps({**asdict(record), "path": str(record.path)}, indent=1), "utf-8")
+        except OSError as error:  # a full disk, for one
+            raise CheckpointError(
+                f"the record of checkpoint {record.path} cannot be written: {error.strerror}"
+            ) from None
 
 
 def _record_file(directory: Path) -> Path:
-    return directory.with_name(f"{directory.name}.json")
+    return directory.with_name(f"{directory.name}{RECORD_SUFFIX}")

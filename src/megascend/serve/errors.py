@@ -37,6 +37,8 @@ class Failure:
     def of(cls, error: Exception) -> Failure:
         """Describe an error to a client: storage, memory and engine errors are the server's fault, our others the user's."""
         is_ours = isinstance(error, MegascendError)
-        is_server_fault = isinstance(error, CheckpointError | EngineError | OutOfDeviceMemoryError)
+        is_server_fault = isinstance(error, CheckpointError | EngineError | OutOfDeviceMemoryError) or (
+            isinstance(error, RequestRefusedError) and error.status >= 500
+        )
         category: Category = "user" if is_ours and not is_server_fault else "server"
         return cls(str(error) if is_ours else f"internal error ({type(error).__name__})", category)

@@ -13,12 +13,12 @@ from megascend.config import Adam
 from megascend.errors import ConfigError, DataError
 from megascend.serve.api.bodies import CreateModel, LoadNewModel, LoadWeights, SaveWeights, parse_adam
 from megascend.serve.api.wire import TrainAnswer, TrainRequest, number_of
-from megascend.serve.checkpoints import CheckpointPath, CheckpointRecord, Kind, sampler_name
+from megascend.serve.checkpoints import RECORD_SUFFIX, CheckpointPath, CheckpointRecord, Kind, sampler_name
 from megascend.serve.errors import RequestRefusedError
 from megascend.serve.samples import arrange_as_targets, loss_of, samples_of, value_of, with_recorded
 from megascend.serve.scheduler.commands import Command, Create, Forward, ForwardBackward, Load, OptimizerStep, Save
 from megascend.serve.scheduler.futures import Future
-from megascend.serve.service import Service
+from megascend.serve.service import Service, unload_name
 from megascend.serve.tenancy import Model, Session
 
 
@@ -103,11 +103,15 @@ def _save(service: Service, model: Model, body: Mapping[str, Any], kind: Kind) -
         return {"type": request, "path": str(path)}
 
     def command(ticket: int) -> Save | None:
-        exists = service.checkpoints.exists(model.tenant, path) and not options.overwrite and sampler is None
+        exists = sampler is None and not options.overwrite and service.checkpoints.exists(model.tenant, path)
         if exists and not (service.durability.replaying and _saved_by(service, model, path, number)):
             error = ConfigError(f"checkpoint {path} exists; save under another name, or with overwrite")
             service.break_future(ticket, error)
             return None
+        service.checkpoints.begin_save(path)
+        future = service.futures.by_number(ticket)
+        assert future is not None
+        future.then = lambda succeeded: service.checkpoints.end_save(path)
         directory = path.directory(service.settings.storage, model.tenant)
         return Save(ticket, model.adapter, str(directory), kind == "weights")
 
@@ -124,6 +128,11 @@ def _save_target(
 ) -> tuple[CheckpointPath, str | None]:
     """Return the checkpoint path, and the name of the sampler to create from it, or None."""
     if options.path is not None:
+        # Its directory would have the name of the record of another checkpoint.
+        if options.path.endswith(RECORD_SUFFIX):
+            raise RequestRefusedError(
+                f"{options.path[:120]!r} cannot be a checkpoint's name: it ends in {RECORD_SUFFIX!r}, as records do"
+            )
         return CheckpointPath(model.name, kind, options.path), None
     # Names made from the request's number, not at random: a replay after a restart must save under the same one.
     sampler_number = options.sampling_session_seq_id
@@ -198,8 +207,10 @@ def create_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Futu
 
 
 def unload_model(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:
-    """Remove a model."""
-    return service.unload(service.tenancy.model(body.get("model_id"), tenant))
+    """Remove a model; a repeated request returns the same future."""
+    name = str(body.get("model_id"))
+    earlier = None if name in service.tenancy.models else service.futures.get(unload_name(name), tenant)
+    return earlier or service.unload(service.tenancy.model(body.get("model_id"), tenant))
 
 
 def optim_step(service: Service, tenant: str, body: Mapping[str, Any]) -> Future:

@@ -224,11 +224,13 @@ def http_server(
     try:
         yield f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}", report
     finally:
-        if service.vllm is not None:  # while the loop still runs
-            asyncio.run_coroutine_threadsafe(service.vllm.close(), loop).result(30)
-        server.should_exit = True
-        inbox.close()
-        thread.join(10)  # longer than uvicorn's grace for open requests; the thread is a daemon
+        try:
+            if service.vllm is not None:  # while the loop still runs
+                asyncio.run_coroutine_threadsafe(service.vllm.close(), loop).result(30)
+        finally:
+            server.should_exit = True
+            inbox.close()
+            thread.join(10)  # longer than uvicorn's grace for open requests; the thread is a daemon
 
 
 MAX_CONNECTIONS = 4096

@@ -7,6 +7,7 @@ Everything runs on the HTTP server's event loop, so nothing here takes a lock.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from megascend.errors import ConfigError, DataError, MegascendError
 from megascend.platforms.base import MemoryFigures
 from megascend.serve.api.bodies import CreateModel, LoraSettings
 from megascend.serve.api.wire import TrainRequest
-from megascend.serve.checkpoints import Checkpoints
+from megascend.serve.checkpoints import Checkpoints, model_name
 from megascend.serve.errors import Failure, RequestRefusedError
 from megascend.serve.figures import Figures
 from megascend.serve.samplers.sequences import Sequences
@@ -29,6 +30,15 @@ from megascend.serve.scheduler.futures import Future, Futures
 from megascend.serve.scheduler.inbox import Inbox
 from megascend.serve.served_model import ServedModel
 from megascend.serve.tenancy import Model, Session, Tenancy, sampling_line
+
+MAX_AHEAD = 4096
+"""Largest distance of a request's number from that of its model's next request; clients send few requests at a time."""
+log = logging.getLogger("megascend.serve")
+
+
+def unload_name(model: str) -> str:
+    """Return the name of the future of a model's removal."""
+    return f"{model}:unload"
 
 
 class Durability:
@@ -61,8 +71,8 @@ class Durability:
     def note_session_end(self, session: Session) -> None:
         """Record the end of a session."""
 
-    def note_sampler(self, session: Session, name: str, path: str | None) -> None:
-        """Record a session's sampler."""
+    def note_sampler(self, session: Session, name: str) -> None:
+        """Record a session's sampler, and its number of clients."""
 
     def note_request(
         self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None
@@ -161,7 +171,14 @@ class Service:
     def add_sampler(self, session: Session, name: str, path: str | None) -> None:
         """Add a sampler to a session, of a checkpoint or (None) of the base model."""
         session.add_sampler(name, path)
-        self.durability.note_sampler(session, name, path)
+        self.durability.note_sampler(session, name)
+
+    def add_clone(self, session: Session, sampler: str) -> int:
+        """Count another client of a sampler; return its number, from which it numbers its requests."""
+        session.clones[sampler] = session.clones.get(sampler, 0) + 1
+        # Two clients with one number, before and after a restart, would get each other's responses.
+        self.durability.note_sampler(session, sampler)
+        return session.clones[sampler]
 
     # --- models ---
 
@@ -198,6 +215,10 @@ class Service:
         earlier = self.futures.get(name, session.tenant)
         if earlier is not None:
             return earlier
+        if model_name(session.name, number) in self.tenancy.models:
+            raise RequestRefusedError(
+                f"model {number} of {session.name} exists, and the answer to its creation is no longer kept"
+            )
         model = self.tenancy.add_model(session, number, lora, metadata)
 
         # The model exists from here on, before the ranks have it: clients send its first requests without waiting, and they are
@@ -224,11 +245,15 @@ class Service:
         """
         self.tenancy.remove_model(model)
         self.durability.note_unload(model)
-        name = f"{model.name}:unload"
         answer = {"model_id": model.name, "type": "unload_model"}
         self.futures.forget_fetched(model.name)
         future = self.futures.make(
-            name, model.tenant, model.name, "unload_model", answer_of=lambda _: answer, internal=internal
+            unload_name(model.name),
+            model.tenant,
+            model.name,
+            "unload_model",
+            answer_of=lambda _: answer,
+            internal=internal,
         )
         self._inbox.submit(Remove(future.number, model.adapter))
         # Behind the removal in the inbox, so that the ranks refuse the requests that waited for a missing number.
@@ -271,6 +296,12 @@ class Service:
                 )
                 raise RequestRefusedError(f"request {number} of {model.name} {reason}")
             return earlier
+        # Missing numbers are failed one by one after gap_timeout_s: a loop over 2**61 of them would never end.
+        if number is not None and number - model.order.following > MAX_AHEAD and not self.durability.replaying:
+            raise RequestRefusedError(
+                f"seq_id {number} of {model.name} is more than {MAX_AHEAD} ahead of {model.order.following}, the next to run",
+                422,
+            )
         # A request that fills a gap is always taken: refusing it would keep the later ones, already taken, from running.
         new = number is None or number > model.order.following or not model.order.early
         # A replay enqueues what was accepted before the restart, whatever the limits are now.
@@ -280,9 +311,16 @@ class Service:
 
         def submit() -> None:
             # Built in its turn, not on arrival: whether a checkpoint exists, for one, depends on the requests before it.
-            built = command(future.number)
-            if built is not None:
-                self.submit(built)
+            # An error ends the future only: its number has had its turn, and later requests must have theirs.
+            try:
+                built = command(future.number)
+            except Exception as error:  # an unreadable storage, for one
+                if not isinstance(error, MegascendError):  # the client gets only its class
+                    log.exception("a %s cannot be started", kind)
+                self.break_future(future.number, error)
+            else:
+                if built is not None:
+                    self.submit(built)
             self.durability.note_turn(model, future, number)
 
         for turn in [submit] if number is None else model.order.offer(number, submit):
@@ -356,7 +394,7 @@ class Service:
         """Make a future for a command of the server's own, whose outcome no client fetches."""
         return self.futures.make(self.new_label(kind), tenant, None, kind, then=then, internal=True)
 
-    def break_future(self, number: int, error: MegascendError) -> None:
+    def break_future(self, number: int, error: Exception) -> None:
         """Fail a future that has no command on the ranks."""
         future = self.futures.by_number(number)
         if future is not None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megascend.errors import EngineError
@@ -198,10 +198,14 @@ class Served:
     """A controller served on a thread, with access to its state."""
 
     def __init__(
-        self, clock: ManualClock | None = None, controller: ControllerLimits | None = None, **options: Any
+        self,
+        clock: ManualClock | None = None,
+        controller: ControllerLimits | None = None,
+        engines: Sequence[NotingEngine] | None = None,
+        **options: Any,
     ) -> None:
         self.thread = LoopThread("served controller")
-        self.engines = [NotingEngine("one"), NotingEngine("two")]
+        self.engines = [NotingEngine("one"), NotingEngine("two")] if engines is None else engines
         self.key = Key(KEY)
 
         async def start() -> tuple[Controller, ControllerServer]:

@@ -10,6 +10,7 @@ import requests
 from controller_doubles import ManualClock, Served
 
 from megascend.rollout.controller.messages import AUDIENCE, BEARER
+from megascend.rollout.controller.ownership import REMEMBERED
 from weightwire.auth import sign
 
 META = {
@@ -77,6 +78,25 @@ def test_a_trainer_that_is_gone_leaves_no_engine_paused(
     areal.pause_generation()  # the next trainer
     areal.continue_generation()
     assert [engine.paused for engine in served.engines] == [False, False]
+
+
+def test_a_pause_that_lapsed_long_ago_prevents_no_later_one(
+    served: Served, areal: ArealStandIn, clock: ManualClock
+) -> None:
+    def lapse() -> None:
+        areal.pause_generation()
+        served.thread.run(clock.advance(served.controller.limits.max_lease_s + 1))
+        with served.client() as client:
+            for _ in range(REMEMBERED + 1):  # until the controller has forgotten why the claim ended
+                with client.claim("another"):
+                    pass
+
+    lapse()
+    areal.pause_generation()
+    assert [engine.paused for engine in served.engines] == [True, True]
+    areal.continue_generation()
+    lapse()
+    assert areal.continue_generation() == {"status": "ok"}
 
 
 def test_a_workers_callback_completes_the_rollout_of_its_number(served: Served, areal: ArealStandIn) -> None:

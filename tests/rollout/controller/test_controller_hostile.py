@@ -227,6 +227,16 @@ def test_invalid_bodies_raise_message_error(served: Served, body: bytes) -> None
     assert (status, answer["error"]["kind"]) == (400, "malformed")
 
 
+def test_result_with_an_infinite_number_leaves_its_rollout_expected() -> None:
+    with Served() as served, served.client() as client:
+        client.expect(["large"], deadline_s=60)
+        body = served.call("/v1/rollouts/complete", rollout="large", result={"reward": 1.5})
+        status, answer = served.send(served.request("/v1/rollouts/complete", body.replace(b"1.5", b"-1e999")))
+        assert (status, answer["error"]["message"]) == (400, "-1e999 is too large")
+        client.complete("large", {"reward": 1.5})
+        assert dict(client.results(["large"])) == {"large": {"reward": 1.5}}
+
+
 def test_verifier_runs_before_the_body_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse a caller without the key that announces a large body before it sends any of it."""
     checks = []

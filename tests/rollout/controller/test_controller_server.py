@@ -9,7 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from controller_doubles import KEY, BlockingClient, ManualClock, Served, a_seal, an_offer, read_response, until
+from controller_doubles import (
+    KEY,
+    BlockingClient,
+    ManualClock,
+    NotingEngine,
+    Served,
+    a_seal,
+    an_offer,
+    read_response,
+    until,
+)
 
 from megascend.errors import (
     ConfigError,
@@ -31,6 +41,7 @@ from megascend.rollout.controller.controller import Controller, ControllerLimits
 from megascend.rollout.controller.messages import BEARER, new_id, write_call
 from megascend.rollout.controller.server import ControllerServer, HttpLimits
 from weightwire.auth import ANSWER_HEADER, sign
+from weightwire.engine import Completion, Sampling
 from weightwire.engine_calls import LoopThread
 from weightwire.errors import AuthError
 from weightwire.keys import Key
@@ -102,6 +113,26 @@ def test_an_engine_of_the_controller_claims_again_after_its_claim_was_lost() -> 
         assert client.status()["engines"]["one"]["owner"] is None
 
 
+def test_engine_whose_logprobs_are_not_finite_gets_no_further_prompts() -> None:
+    class OneToken(NotingEngine):
+        logprob = -1.0
+
+        async def generate(self, *_: object) -> list[Completion]:
+            return [Completion((5,), (self.logprob,), "length", 0, 0)]
+
+    broken = OneToken("one")
+    broken.logprob = float("nan")
+    with (
+        Served(engines=[broken, OneToken("two")]) as served,
+        served.client() as client,
+        client.claim("trainer") as claim,
+    ):
+        with pytest.raises(EngineError, match=r"engine 'one' gave .* log-probability nan"):
+            claim.generate([1], Sampling(1))
+        for _ in range(4):
+            assert claim.generate([1], Sampling(1))[0].logprobs == (-1.0,)
+
+
 async def _count_renewals(served: Served) -> list[str]:
     renewals, renew = [], served.controller.renew
 
@@ -160,6 +191,21 @@ def test_remote_trainer_gets_results_as_they_complete() -> None:
         with pytest.raises(RolloutTaskError, match="fetched or given up"):
             worker.complete("b", {})
         assert served.controller.tasks.status() == {"in_flight": 0, "kept": 0, "kept_bytes": 0}
+
+
+def test_result_that_expired_costs_no_other() -> None:
+    clock = ManualClock()
+    with Served(clock=clock) as served, served.client() as client:
+        client.expect(["a", "b", "c"], 3600)
+        client.complete("a", {"n": 1})
+        served.thread.run(clock.advance(601))  # its trainer was in a long step
+        client.complete("b", {"n": 2})
+        results = client.results(["a", "b", "c"])
+        first = dict([next(results), next(results)])
+        client.complete("c", {"n": 3})
+        assert isinstance(first["a"], RolloutTaskError)
+        assert "nobody fetched its result" in str(first["a"])
+        assert {"b": first["b"], **dict(results)} == {"b": {"n": 2}, "c": {"n": 3}}
 
 
 def test_waiting_costs_no_processor_time() -> None:

@@ -20,6 +20,9 @@ from megascend.rollout.engines.vllm import VllmEngine
 from weightwire.errors import WireError
 from weightwire.keys import load_key
 
+RELEASE_S = 10.0
+"""Deadline for releasing all servers at the end; the claim on one that does not answer expires."""
+
 
 def main() -> int:
     """Run the controller; return the exit status."""
@@ -73,8 +76,13 @@ async def serve(arguments: argparse.Namespace) -> int:
     async with server:
         print(f"rollout controller at {server.address}", flush=True)
         number = await server.until_signal()
-    for engine in engines:
-        await engine.close()
+    # At once and with a deadline: one that fails or does not answer must not keep the others' claims, which others wait for.
+    releases = {asyncio.ensure_future(engine.close()): engine for engine in engines}
+    await asyncio.wait(releases, timeout=RELEASE_S)
+    for release, engine in releases.items():
+        problem = release.exception() if release.done() else f"no answer within {RELEASE_S:g} s"
+        if problem is not None:
+            logging.warning("%s was not released: %s", engine.name, problem)
     return 128 + number
 
 

@@ -12,7 +12,7 @@ import base64
 import binascii
 from typing import Any
 
-from megascend.errors import ControllerBusyError, LeaseLapsedError, MegascendError, MessageError, RolloutTaskError
+from megascend.errors import ControllerBusyError, ControllerError, MegascendError, MessageError, RolloutTaskError
 from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.messages import read_object
 
@@ -78,7 +78,7 @@ class ArealCallbacks:
             if self._claim is not None:
                 # A pause during a pause extends it.
                 self._controller.renew(self._claim, lease_s)
-        except LeaseLapsedError:
+        except ControllerError:  # it lapsed, possibly so long ago that the controller does not know it any more
             self._claim = None
         if self._claim is None:
             self._claim = (await self._controller.claim(OWNER, lease_s=lease_s)).id
@@ -90,5 +90,5 @@ class ArealCallbacks:
         if claim is not None:
             try:
                 await self._controller.release(claim)  # which resumes paused engines
-            except LeaseLapsedError:
+            except ControllerError:  # as above: its engines were resumed when it lapsed
                 return

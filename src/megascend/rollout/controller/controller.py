@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -352,9 +353,18 @@ class OwnedEngines(InferenceEngine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, n: int = 1, adapter: str | None = None
     ) -> list[Completion]:
-        return await self._controller._sample(
-            self._claim, lambda engine: engine.generate(prompt, sampling, n, adapter), n
-        )
+        async def sample(engine: InferenceEngine) -> list[Completion]:
+            completions = await engine.generate(prompt, sampling, n, adapter)
+            # A failure of the engine, which would otherwise get all requests: it answers them at once, and is the least busy.
+            for completion in completions:
+                if wrong := [value for value in completion.logprobs if not math.isfinite(value)]:
+                    raise EngineError(
+                        f"engine {engine.name!r} gave a token that it sampled the log-probability {wrong[0]}: its weights or its "
+                        "numbers are not finite"
+                    )
+            return completions
+
+        return await self._controller._sample(self._claim, sample, n)
 
     async def logprobs(self, tokens: Sequence[int], adapter: str | None = None) -> list[float]:
         return await self._controller._sample(self._claim, lambda engine: engine.logprobs(tokens, adapter), 1)

@@ -8,6 +8,7 @@ attempt), ``caller`` and ``arguments``; an answer has ``version``, ``instance`` 
 from __future__ import annotations
 
 import json
+import math
 import re
 import secrets
 import time
@@ -152,7 +153,7 @@ def _dump(data: Mapping[str, Any]) -> bytes:
 def read_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
-        data = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant)
+        data = json.loads(body.decode(), object_pairs_hook=_object, parse_constant=_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         if isinstance(error, MessageError):
             raise
@@ -172,3 +173,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> NoReturn:
     raise MessageError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    # 1e999 is JSON, and would be an infinity that cannot be sent on: a rollout's result, for one, could never be fetched.
+    number = float(text)
+    if not math.isfinite(number):
+        raise MessageError(f"{text[:40]} is too large")
+    return number

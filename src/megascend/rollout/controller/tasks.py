@@ -118,17 +118,24 @@ class RolloutTasks:
             max_bytes: limit on the size of the results, unless a single one is larger.
 
         Returns:
-            Name -> result, or the RolloutTaskError it ended in.
+            Name -> result, or the RolloutTaskError it ended in, which may be that it is over and its result was not kept.
+
+        Raises:
+            RolloutTaskError: a rollout was never expected.
         """
         waiting: dict[asyncio.Future[Any], tuple[str, _Task]] = {}
-        for name in names:
-            if name not in self._tasks:
-                raise RolloutTaskError(self._over.get(name, f"rollout {name!r} is not expected here"))
-            waiting[self._tasks[name].future] = name, self._tasks[name]
-        if not waiting:
-            return {}
-        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         results: dict[str, Any] = {}
+        for name in names:
+            if name in self._tasks:
+                waiting[self._tasks[name].future] = name, self._tasks[name]
+            elif name in self._over:
+                # Not raised: one result that nobody fetched in time must not cost the caller the others.
+                results[name] = RolloutTaskError(self._over[name])
+            else:
+                raise RolloutTaskError(f"rollout {name!r} is not expected here")
+        if waiting:
+            timeout_s = 0.0 if results else timeout_s
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for future, (name, task) in waiting.items():
             if future.done() and not future.cancelled():
                 max_bytes -= task.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -36,10 +37,13 @@ from megascend.serve.tenancy import Model
 LONG_POLL_S = 30.0
 """Longest wait of a poll; clients time out after 45 s."""
 TICK_S = 2.0
+LATE_S = 10.0
+"""Delay of a tick from which on this process counts as stopped meanwhile: clients' heartbeats, every 10 s, were not read."""
 SWEEP_S = 600.0
 """Interval of the search for expired checkpoints."""
 TRIM_S = 30.0
 """Interval of returning freed memory to the system."""
+log = logging.getLogger("megascend.serve")
 
 ABSENT = {
     ("POST", "auth/token"): "exchanging keys for tokens; every request carries the API key",
@@ -221,8 +225,8 @@ class Api:
     async def join_sampling_session(self, request: Request, tenant: str) -> Response:
         sampler = SamplerTarget.read(await read_json(request)).sampling_session_id
         session, _ = self.service.tenancy.sampler(sampler, tenant)
-        session.clones[sampler] = session.clones.get(sampler, 0) + 1
-        return Json({"type": "join_sampling_session", "client_counter": session.clones[sampler]})
+        counter = self.service.add_clone(session, sampler)
+        return Json({"type": "join_sampling_session", "client_counter": counter})
 
     async def retrieve_futures(self, request: Request, tenant: str) -> Response:
         """Answer with the requests of one client of a sampler that have ended since its last poll."""
@@ -292,9 +296,20 @@ def make_application(service: Service, keys: Keys) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async def run_periodically() -> None:
             returned = service.clock()
+            loop = asyncio.get_running_loop()
             while True:
+                start = loop.time()
                 await asyncio.sleep(TICK_S)
-                sweep(service)  # on the event loop, like all that touches the service's state
+                # Without this task no session would end, and no request that waits for a missing one would run.
+                try:
+                    if loop.time() - start - TICK_S > LATE_S:
+                        log.warning(
+                            "this process was stopped or blocked for %.0f s; timeouts start again", loop.time() - start
+                        )
+                        restart_timeouts(service)
+                    sweep(service)  # on the event loop, like all that touches the service's state
+                except Exception:  # storage that cannot be read, for one
+                    log.exception("timeouts could not be applied; trying again in %g s", TICK_S)
                 if service.clock() - returned > TRIM_S:
                     returned = service.clock()
                     await asyncio.to_thread(return_freed)
@@ -320,9 +335,8 @@ def make_application(service: Service, keys: Keys) -> Starlette:
 
 def sweep(service: Service) -> None:
     """Apply timeouts: silent sessions, requests missing from a model's order, unfetched answers, expired checkpoints."""
-    if service.durability.stalled:  # nothing is answered meanwhile, so silence is not the clients' fault
-        service.tenancy.restart_session_timeouts()
-        service.futures.restart_retention()
+    if service.durability.stalled:
+        restart_timeouts(service)
         return
     for session in service.tenancy.silent(service.settings.session_timeout_s):
         service.end_session(session)
@@ -334,6 +348,14 @@ def sweep(service: Service) -> None:
     if service.clock() - service.swept > SWEEP_S:
         service.swept = service.clock()
         service.checkpoints.remove_expired()
+
+
+def restart_timeouts(service: Service) -> None:
+    """Restart all timeouts, after a time in which nothing was answered: silence was not the clients' fault."""
+    service.tenancy.restart_session_timeouts()
+    service.futures.restart_retention()
+    for model in service.tenancy.models.values():
+        model.gap_since = None if model.gap_since is None else service.clock()
 
 
 def _skip_missing(service: Service, model: Model) -> None:

@@ -39,12 +39,14 @@ class Json(Response):
 
 QUIET = frozenset(f"/api/v1/{path}" for path in ("session_heartbeat", "retrieve_future", "telemetry", "client/config"))
 """Paths polled by clients, which are not logged."""
+log = logging.getLogger("megascend.serve")
 
 
 class Audit:
     """Audit log in a file that only its owner can read.
 
-    Requests without a valid key are not logged, only counted: anyone could fill the disk with them.
+    Requests without a valid key are not logged, only counted: anyone could fill the disk with them. While the file cannot be
+    written (a full disk), requests are answered without an entry.
 
     Args:
         file: created if missing; None: no log.
@@ -52,12 +54,12 @@ class Audit:
 
     def __init__(self, file: Path | None) -> None:
         self._stream = None
+        self._missing = 0  # entries since the file could not be written
+        self._partial = False
         if file is not None:
             make_directory(file.parent)
             file.touch(mode=0o600)
-            self._stream = file.open(
-                "a", encoding="utf-8", buffering=1
-            )  # by the line, so that a kill leaves whole ones
+            self._stream = file.open("ab", buffering=0)  # so that a kill leaves whole lines
 
     def write(self, tenant: str, method: str, path: str, status: int, address: str) -> None:
         """Append a request and the HTTP status of its answer."""
@@ -65,7 +67,22 @@ class Audit:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         entry = {"time": now, "tenant": tenant, "from": address, "method": method, "path": path[:300], "status": status}
-        self._stream.write(json.dumps(entry) + "\n")
+        line = f"{json.dumps(entry)}\n".encode("ascii")
+        if self._partial:  # the disk had room for a part of an entry
+            line = b"\n" + line
+        try:
+            written = self._stream.write(line)
+            problem = None if written == len(line) else "no space left"
+            self._partial = problem is not None
+        except OSError as error:  # the request has had its effect: its client must get the answer
+            problem = error.strerror
+        if problem is not None and not self._missing:
+            log.error(
+                "the audit log %s cannot be written: %s; requests are answered without", self._stream.name, problem
+            )
+        elif problem is None and self._missing:
+            log.warning("the audit log can be written again; entries of %d requests are missing", self._missing)
+        self._missing = 0 if problem is None else self._missing + 1
 
     def close(self) -> None:
         """Close the file."""
@@ -76,8 +93,6 @@ class Audit:
 
 Handler = Callable[[Request, str], Awaitable[Response]]
 """Handles a tenant's request: (request, tenant) to a response."""
-
-log = logging.getLogger("megascend.serve")
 
 
 class RequestGuard:

@@ -36,6 +36,8 @@ SAME_MODEL = 0.05
 """Largest mean difference of log-probabilities accepted as the same model: bf16 on either side stays below 0.02."""
 SAME_MODEL_RELATIVE = 0.01
 """Additional tolerance, relative to their mean."""
+CLOSE_S = 5.0
+"""Time that all servers together have to unload our adapters when this server ends."""
 log = logging.getLogger("megascend.serve")
 
 
@@ -89,12 +91,16 @@ class VllmSampling:
         return task is not None and task.cancel()
 
     async def close(self) -> None:
-        """Unload our adapters from the servers, ignoring those that do not answer."""
+        """Unload our adapters from the servers, except from those that do not answer within ``CLOSE_S``."""
         # Cancelled first: a request in progress would load its adapter again.
         for task in list(self._tasks.values()):
             task.cancel()
-        for adapter in list(self._directories):
-            await self.pool.unload(adapter, always=adapter == BASE)
+        # At once: one that does not answer must not keep the others' adapters loaded.
+        unloads = [self.pool.unload(adapter, always=adapter == BASE) for adapter in self._directories]
+        try:
+            await asyncio.wait_for(asyncio.gather(*unloads), CLOSE_S)
+        except (TimeoutError, asyncio.TimeoutError):
+            log.warning("adapters stay loaded: a vLLM server did not answer within %g s", CLOSE_S)
 
     async def _carry_out(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -103,7 +109,9 @@ class VllmSampling:
             outcome = Outcome(number, error=ConfigError(str(error)))
         except asyncio.CancelledError:
             outcome = Outcome(number, error=ConfigError("the request was cancelled"))
-        except Exception as error:  # noqa: BLE001  every command must have an outcome
+        except Exception as error:  # every command must have an outcome
+            if not isinstance(error, MegascendError):  # the client gets only its class
+                log.exception("a command for the vLLM servers has failed")
             outcome = Outcome(number, error=error)
         self._report([outcome])
 
@@ -256,11 +264,14 @@ class Pool:
 
     async def unload(self, adapter: str, *, always: bool = False) -> None:
         """Unload an adapter from all servers that loaded it for this object, or ``always``; failures are logged."""
-        for server in self._servers:
+
+        async def unload(server: _PooledServer) -> None:
             try:
                 await server.unload(self._remote_name(adapter), always=always)
             except MegascendError as error:
                 log.warning("an unused adapter stays loaded: %s", error)
+
+        await asyncio.gather(*map(unload, self._servers))
 
     def collect(self) -> Iterator[Metric]:
         """Collect metrics of the servers for Prometheus; the label ``server`` is the index in the settings."""

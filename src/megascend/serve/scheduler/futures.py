@@ -6,12 +6,15 @@ Used from the HTTP server's event loop only.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megascend.errors import MegascendError
 from megascend.serve.errors import Failure
 
 RETRIEVED_S = 120.0
@@ -20,6 +23,7 @@ MAX_ANSWERS = 16384
 """Maximum number of answers retained per tenant; beyond it the oldest is dropped, fetched or not."""
 ANSWER_OVERHEAD_BYTES = 2048
 """Bytes charged for an answer in addition to its arrays."""
+log = logging.getLogger("megascend.serve")
 
 
 @dataclass(eq=False)
@@ -155,7 +159,9 @@ class Futures:
         """Complete a future with the ranks' return value; it fails if no answer can be built from that."""
         try:
             future.answer = future.answer_of(value)
-        except Exception as error:  # noqa: BLE001  an error in one answer must not end the server
+        except Exception as error:  # an error in one answer must not end the server
+            if not isinstance(error, MegascendError):  # the client gets only its class
+                log.exception("the answer to a %s cannot be built", future.kind)
             self.fail(future, Failure.of(error))
             return
         self._end(future, True)
@@ -252,7 +258,8 @@ class Completions:
     """Finished sampling requests by client of a sampler, so that one call can poll for all of them."""
 
     def __init__(self) -> None:
-        self._count = 0
+        # Not from 0: a client of the server before this one would acknowledge these requests with its old cursor.
+        self._count = time.time_ns() // 1000
         self._logs: dict[tuple[str, int], _Log] = {}
 
     def add(self, request: str, *, succeeded: bool) -> None:
@@ -271,6 +278,8 @@ class Completions:
         Args:
             seen: cursor of the previous call, which acknowledges everything up to it; 0 at first.
         """
+        # From a server whose clock was ahead of this one's: it acknowledges nothing of this one.
+        seen = seen if seen <= self._count else 0
         log = self._logs.setdefault((sampler, clone), _Log())
         log.waiting += 1
         try:

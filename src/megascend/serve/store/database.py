@@ -241,6 +241,11 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
+            # Without the advice to move it away: it is sound.
+            raise CheckpointError(
+                f"{path}: another program has it open ({error}); close that, and start again"
+            ) from error
         raise CheckpointError(f"{path}: damaged, or it cannot be read: {error}. {ADVICE}") from error
 
 

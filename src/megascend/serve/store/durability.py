@@ -102,8 +102,9 @@ class DurableState(Durability):
     def note_session_end(self, session: Session) -> None:
         self._writer.enqueue(Removal("session", session.name))
 
-    def note_sampler(self, session: Session, name: str, path: str | None) -> None:
-        self._writer.enqueue(StoredRow("sampler", name, {"path": path}, parent=session.name))
+    def note_sampler(self, session: Session, name: str) -> None:
+        values = {"path": session.samplers[name], "clones": session.clones.get(name, 0)}
+        self._writer.enqueue(StoredRow("sampler", name, values, parent=session.name))
 
     def note_request(
         self, future: Future, path: str, body: bytes | Mapping[str, Any], number: int | None = None

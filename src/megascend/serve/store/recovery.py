@@ -133,7 +133,9 @@ class Recovery:
             service.tenancy.restore_session(row.name, row.values["tenant"], row.values["metadata"])
         sessions = service.tenancy.sessions
         for row in rows("sampler"):
-            sessions[row.parent or ""].add_sampler(row.name, row.values["path"])
+            session = sessions[row.parent or ""]
+            session.add_sampler(row.name, row.values["path"])
+            session.clones[row.name] = row.values.get("clones", 0)  # not in rows of earlier versions
         for row in rows("sequence"):
             service.sequences.keep(sessions[row.parent or ""].tenant, row.name, stored_sequence(row))
         # Only now: the rows just restored need not be written again.
