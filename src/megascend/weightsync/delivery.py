@@ -373,24 +373,26 @@ class Delivery:
 
     def begin_sharded(
         self, update: Update, specs: tuple[TensorSpec, ...], plan: PlanRecord, base: int | None
-    ) -> Ticket:
+    ) -> Ticket | None:
         """Offer a sharded update to all engines.
 
-        An engine that does not have its share of the plan, or the base version, gets a complete update: all of them are offered
-        one again.
+        If an engine does not have the base version, all of them are offered a complete update.
 
         Returns:
-            What every rank needs to join the update's group.
+            What every rank needs to join the update's group; None if an engine no longer has the plan.
         """
         update.transport, update.base = plan.transport, base
         manifest, device = self._manifest(update, specs)
         accepted, failed = self._offer(update, manifest, plan.engines, plan)
-        # An engine that was restarted knows neither the plan nor the base: no failure, it needs a complete update.
-        unknown = [error for error in failed.values() if isinstance(error, BaseError | PlanError)]
-        if unknown and (base is not None or plan.provisioned):
-            log.info("version %d is sent completely: %s", update.version, unknown[0])
+        unknown = next((error for error in failed.values() if isinstance(error, PlanError)), None)
+        if unknown is not None and plan.provisioned:
+            # It was restarted, perhaps with other workers or other slices: its old share may not be what it needs now.
+            log.info("version %d is planned anew: %s", update.version, unknown)
+            return None
+        without_base = next((error for error in failed.values() if isinstance(error, BaseError)), None)
+        if without_base is not None and base is not None:
+            log.info("version %d is sent completely: %s", update.version, without_base)
             self.drop(update)
-            plan.provisioned.clear()
             update.base = None
             accepted, failed = self._offer(update, manifest, plan.engines, plan)
         self._require_all(accepted, failed, f"version {update.version} was not begun", OLD_WEIGHTS)
