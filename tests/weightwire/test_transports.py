@@ -106,6 +106,20 @@ def test_files_are_a_checkpoint_that_safetensors_reads(tmp_path):
     assert (folder / "adapter_config.json").read_text() == '{"r": 4, "lora_alpha": 8}'
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_greater_versions_of_an_earlier_run_do_not_remove_new_files(tmp_path, keep):
+    for versions in ((8, 9), (1, 2, 3)):
+        receiver, engine = Receiver("engine"), Engine()
+        trainer = Trainer([receiver], "files", directory=str(tmp_path), keep=keep)
+        trainer.timeout_s = 5.0
+        for version in versions:
+            seal = trainer.push(version, NEW)
+            receiver.commit(seal.update, engine.load)
+            receiver.settle(seal.update)
+        assert same(engine.weights, NEW)
+    assert sorted(int(path.name[1:]) for path in tmp_path.iterdir()) == [2, 3][-keep:]
+
+
 def test_tampered_files_raise_wire_error(tmp_path, monkeypatch):
     receiver = Receiver("engine")
     trainer = Trainer([receiver], "files", directory=str(tmp_path))
