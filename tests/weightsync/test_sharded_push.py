@@ -78,6 +78,8 @@ def test_workers_get_their_slices_of_the_export(parity_folder, tmp_path, name, p
         assert second.version == 2
         largest = max(sum(piece.nbytes(specs) for piece in vllm_like(specs, 2, number)) for number in range(2))
         assert second.nbytes == largest
+        received = [piece.nbytes(specs) for number in range(2) for piece in vllm_like(specs, 2, number)]
+        assert second.payload == 2 * sum(received)  # two engines, whether from ranks or from each other
 
 
 def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_folder, tmp_path):

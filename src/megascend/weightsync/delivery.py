@@ -115,7 +115,7 @@ class Update:
         seal: digest of the sent data; None before the transfer.
         transport: transport in use; empty before it is offered.
         nbytes, buckets: amounts sent to each receiver or, of a sharded update, received by the largest one and sent in all.
-        payload: bytes handed to the transport, over all ranks.
+        payload: bytes that the workers of all engines receive, together.
         content: bytes of complete messages in their place.
         base: version from which differences are sent; None: complete weights.
         seconds: duration of each phase.
@@ -138,7 +138,7 @@ class Update:
 
     @property
     def share(self) -> float:
-        """Return the sent bytes relative to those of complete messages."""
+        """Return the received bytes relative to those of complete messages."""
         return self.payload / max(1, self.content)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -147,7 +147,7 @@ class Update:
         with self.sender as sender:
             self.seal = sender.send(tensors)
         self.nbytes, self.buckets = sender.traffic.nbytes, sender.traffic.buckets
-        self.payload = self.content = self.nbytes
+        self.payload = self.content = self.nbytes * sender.receivers
         self.parts |= {f"transfer.{part}": seconds for part, seconds in sender.traffic.seconds.items()}
 
     @contextlib.contextmanager

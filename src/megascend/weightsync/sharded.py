@@ -397,7 +397,7 @@ class ShardedSync:
         # Only now: other members may still read the last messages from this process. Rank 0 leaves last.
         if self._groups.rank != 0:
             sender.close()
-        row = digests, sender.traffic.nbytes, sender.traffic.content
+        row = digests, sender.traffic.delivered, sender.traffic.content
         collected = collect_objects(row, "world", self._groups, "digests of the chunks")
         if collected is None or self._planned is None:
             return
@@ -407,7 +407,7 @@ class ShardedSync:
         update.seal = Seal(update.name, update.version, sender.manifest.identity, (), by_member)
         update.nbytes = max(share.nbytes for share in shares[senders:])
         update.buckets = sum(len(share.chunks) for share in shares[:senders])
-        update.payload = sum(nbytes for _, nbytes, _ in collected)
+        update.payload = sum(delivered for _, delivered, _ in collected)
         update.content = sum(content for _, _, content in collected)
 
     def _send(self, sender: ShardSender) -> list[str]:

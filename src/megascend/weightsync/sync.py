@@ -37,7 +37,7 @@ class PushResult:
 
     Attributes:
         version: version now active on all engines.
-        nbytes: bytes sent to each receiver.
+        nbytes: bytes of the weights of each worker, or of the largest share of a sharded push.
         buckets: number of buckets sent.
         engines: names of the engines.
         seconds: duration of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
@@ -47,9 +47,9 @@ class PushResult:
         base: version from which the changes were sent; None: complete weights.
         parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
             ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
-        payload: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
-            push, has in the end.
-        share: ``payload`` of a sharded push relative to complete weights.
+        payload: bytes that the workers of all engines received, together, whoever sent them: ``nbytes`` for each worker if rank 0
+            has sent whole tensors; of a sharded push, the slices or changes of each worker.
+        share: ``payload`` relative to that of complete weights.
     """
 
     version: int
