@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -212,3 +214,15 @@ def test_receiver_without_the_transport_raises(monkeypatch):
     monkeypatch.setitem(base.BUILT_IN, "gone", ("weightwire.transports.gone", "Gone", ("cpu",)))
     with pytest.raises((DeadlineError, PeerLostError, ImportError)):
         Trainer([receiver], "gone").send(manifest_of(NEW, 1), NEW.items())
+
+
+def test_a_process_ends_after_the_calls_of_a_library():
+    """Return from a call during the exit, as Gloo does at its deadline."""
+    program = (
+        "import time, torch\n"
+        "from weightwire.transports.base import ThreadWork\n"
+        "wait = lambda: (time.sleep(1.0), print('returned', flush=True))\n"
+        "ThreadWork(wait, torch.zeros(1), None, 'library')\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (completed.returncode, completed.stdout) == (0, "returned\n"), completed.stderr
