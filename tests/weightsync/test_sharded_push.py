@@ -489,10 +489,11 @@ def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tm
             assert slices_are(weights, vllm_like(specs, 2, worker), source)
 
 
-def test_fsdp_ranks_send_their_shards(parity_folder, tmp_path):
+@pytest.mark.parametrize(("engine", "arch"), [("fsdp", "qwen3_moe"), ("single", "deepseek_v3")])
+def test_engines_without_megatron_send_their_slices(parity_folder, tmp_path, engine, arch):
     """In another process, which has not imported Megatron: complete weights and differences, in fp32 and bf16."""
-    script = Path(__file__).with_name("fsdp_sharded_push.py")
-    completed = run_forked(script, case_checkpoint(parity_folder, "qwen3_moe"), tmp_path, timeout_s=300)
+    script = Path(__file__).with_name("sharded_push_without_megatron.py")
+    completed = run_forked(script, engine, case_checkpoint(parity_folder, arch), tmp_path, timeout_s=300)
     assert completed.returncode == 0, completed.stderr[-6000:]
 
 
