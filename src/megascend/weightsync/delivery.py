@@ -195,8 +195,10 @@ def run_phases(
         droppable = False
         with update.timed("commit"):
             engines.commit(update)
-    except BaseException:  # an interrupt, too: engines would keep the update in memory until its lease ends
-        if droppable:
+    except BaseException as error:
+        # After an interrupt, too: engines would keep the update, and refuse others, until its lease ends. An interrupted
+        # commit may not have reached every engine; on those that have committed, a drop does nothing.
+        if droppable or not isinstance(error, Exception):
             engines.drop(update)
         raise
 
