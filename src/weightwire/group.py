@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -35,6 +36,8 @@ EXPLAIN_S = 3.0
 ATTEMPT_S = 6.0
 """Deadline of one attempt to connect to the store: torch looks up every address's name in DNS, which may take 5 s."""
 MAX_MEMBERS = 4096
+KEPT_GROUPS = 8
+"""Groups of a listener whose records are kept: members that are slow to leave still read them."""
 
 
 class Listener:
@@ -66,6 +69,7 @@ class Listener:
             timeout=timedelta(seconds=STORE_S),
         )
         self._count = 0
+        self._names: deque[str] = deque()
 
     def new_group(self, members: Sequence[str], senders: int = 1) -> str:
         """Announce a group that is used once; return its unique name.
@@ -84,7 +88,18 @@ class Listener:
         self._store.set(f"{name}/senders", str(senders))
         # Last: a member that finds the list expects the rest.
         self._store.set(f"{name}/members", json.dumps(list(members)))
+        self._names.append(name)
+        if len(self._names) > KEPT_GROUPS:
+            self._remove(self._store, self._names.popleft())
         return name
+
+    def _remove(self, store: TCPStore, name: str) -> None:
+        """Delete the records of a group that has ended: with a key for each message, a long run would fill the memory."""
+        list_keys = getattr(store, "list_keys", None)  # older versions of torch have none
+        if list_keys is not None and store.check([f"{name}/ended"]):
+            for key in list_keys():
+                if key.startswith(f"{name}/"):
+                    store.delete_key(key)
 
     def close(self) -> None:
         """Stop listening. Open groups lose their store."""

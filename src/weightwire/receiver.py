@@ -7,9 +7,11 @@ dropped when its lease lapses.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -47,7 +49,7 @@ from weightwire.reception import (
 )
 from weightwire.sender import synchronise_stream
 from weightwire.staging import BucketLayout, ShardLayout, StagingMemory
-from weightwire.transports.base import device_types, transports_for
+from weightwire.transports.base import EXIT_S, device_types, transports_for
 from weightwire.transports.choice import Location
 from weightwire.transports.pairs import supports_pairs
 
@@ -171,6 +173,7 @@ class Receiver:
                     f"{self.name}: no memory on {self._device} for the {offer.manifest.nbytes} bytes of {update}: {error}"
                 ) from error
             self._update = update
+        _joining.add(update)
         # A daemon: an engine that ends must not wait for a trainer that no longer sends.
         threading.Thread(target=self._run, args=(update,), name=f"weightwire-{offer.update}", daemon=True).start()
 
@@ -470,6 +473,7 @@ class Receiver:
             log.exception("%s: %s failed", self.name, update)
             self._drop(update, UpdateError(f"{self.name}: {update} failed: {type(error).__name__}: {error}"))
         update.arrived.set()
+        update.left.set()
         self._keep_while_leased(update)
 
     def _note_arrival(self, update: IncomingUpdate) -> None:
@@ -494,6 +498,21 @@ class Receiver:
                     reason = f"{self.name}: {update} was dropped: nobody continued it for {lease:g} s"
                     log.warning("%s", reason)
                     self._drop(update, UpdateError(reason))
+
+
+_joining: weakref.WeakSet[IncomingUpdate] = weakref.WeakSet()
+"""Updates whose threads may be in a group."""
+
+
+@atexit.register
+def _leave_groups() -> None:
+    """Wait for receiving threads to leave their groups: one that the interpreter ends within torch's code aborts the process."""
+    updates, deadline = [update for update in _joining if not update.left.is_set()], time.monotonic() + EXIT_S
+    # Without the receivers' locks, which a commit may hold.
+    for update in updates:
+        update.abandoned.set()
+    for update in updates:
+        update.left.wait(max(0.0, deadline - time.monotonic()))
 
 
 class _Refill(threading.Thread):

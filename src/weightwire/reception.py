@@ -26,7 +26,7 @@ RECEIVING, RECEIVE_DONE, VERIFIED, COMMITTING = OPEN = ("receiving", "received",
 COMMITTED, DROPPED = "committed", "dropped"
 
 
-@dataclass
+@dataclass(eq=False)
 class IncomingUpdate:
     """State of one update of a receiver.
 
@@ -37,6 +37,7 @@ class IncomingUpdate:
         digests: digests of the buckets or chunks that have arrived.
         arrived: set when everything has, or nothing more will.
         abandoned: set when the update is dropped: ends the waits of the thread.
+        left: set when the thread has left the group, and calls no library of the transport any more.
         restore: undoes the commit.
         refill: writes into the staging memory what was received, which the commit has overwritten.
         previous_versions: active before the commit, by target.
@@ -53,6 +54,7 @@ class IncomingUpdate:
     last_activity: float = field(default_factory=time.monotonic)
     arrived: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
+    left: threading.Event = field(default_factory=threading.Event)
     restore: Callable[[], object] | None = None
     refill: Callable[[], object] | None = None
     previous_versions: dict[str, int] = field(default_factory=dict)

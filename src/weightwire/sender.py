@@ -248,6 +248,11 @@ class Sender(MemberSender[Transport]):
             tuple(pending() for pending in self._digests),
         )
 
+    @property
+    def receivers(self) -> int:
+        """Return the number of workers that receive."""
+        return self._group.size - 1
+
     def _activity(self) -> str:
         return f"sending bucket {min(self.traffic.buckets + 1, len(self._buckets))} of {len(self._buckets)}"
 

@@ -93,11 +93,13 @@ class ShardTraffic:
     Attributes:
         messages: their number, differences and complete ones.
         nbytes: bytes handed to the transport.
-        content: bytes of the chunks, once for each receiver: what complete messages would have been.
+        delivered: bytes of the messages, once for each worker, whether it receives them from here or from another worker.
+        content: bytes of the chunks, counted like ``delivered``: what complete messages would have been.
     """
 
     messages: int = 0
     nbytes: int = 0
+    delivered: int = 0
     content: int = 0
 
 
@@ -196,7 +198,9 @@ class ShardSender(MemberSender[PairTransport]):
             self._works.append(
                 [work for peer in receivers[index] for work in self._hand_over(index, message, head, peer)]
             )
-            self.traffic.content += chunk.nbytes * len(receivers[index])
+            nbytes = message.numel() + (0 if head is None else head.numel())
+            self.traffic.delivered += nbytes * len(chunk.receivers)
+            self.traffic.content += chunk.nbytes * len(chunk.receivers)
             self._group.progress(index + 1)
         self._wait_until_in_flight(0)
         return [value() for value in pending]

@@ -130,6 +130,23 @@ def test_an_update_that_could_not_be_dropped_is_dropped_before_the_next_offer(fa
     assert (engine.refusals, engine.open) == (int(failures >= 2), "")
 
 
+def test_an_interrupted_commit_leaves_the_engines_free_for_the_next_update(tmp_path: Path) -> None:
+    with engines(tmp_path, "engine", weights={"w": torch.zeros(8)}, version=1) as served:
+        with contextlib.closing(Delivery(device=torch.device("cpu"), timeout_s=20.0)) as opened:
+            commit = opened.commit
+
+            def interrupted(update: Update) -> None:
+                raise KeyboardInterrupt
+
+            opened.commit = interrupted  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                opened.push(served, 2, {"w": torch.ones(8)})
+            assert served[0].state()["update"]["state"] == "dropped"
+            opened.commit = commit  # type: ignore[method-assign]
+            opened.push(served, 3, {"w": torch.full((8,), 3.0)})
+        assert served[0].weights()[0][0]["w"].unique().tolist() == [3.0]
+
+
 def test_an_engine_restarted_before_the_commit_is_named_and_gets_the_next_update(tmp_path: Path) -> None:
     first, second = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}
     with engines(tmp_path, "kept", "restarted", weights={"w": torch.zeros(8)}, version=1) as served:

@@ -74,6 +74,7 @@ def test_engines_get_the_checkpoint_bit_for_bit(parity_folder, tmp_path, name):
         assert second.engines == ("engine-a", "engine-b")
         assert payload <= first.nbytes <= 1.01 * payload
         assert first.buckets == -(-payload // 100_000)
+        assert first.payload == 4 * first.nbytes  # two engines of two workers
 
 
 def test_the_first_push_is_the_checkpoint(parity_folder, tmp_path):

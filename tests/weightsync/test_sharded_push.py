@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weightwire"))
-from engine_process import ended_by, engines
+from engine_process import EngineProcess, ended_by, engines
 from worker_slices import exported, slices_are, specs_of, vllm_like
 
 import megascend
@@ -78,6 +78,8 @@ def test_workers_get_their_slices_of_the_export(parity_folder, tmp_path, name, p
         assert second.version == 2
         largest = max(sum(piece.nbytes(specs) for piece in vllm_like(specs, 2, number)) for number in range(2))
         assert second.nbytes == largest
+        received = [piece.nbytes(specs) for number in range(2) for piece in vllm_like(specs, 2, number)]
+        assert second.payload == 2 * sum(received)  # two engines, whether from ranks or from each other
 
 
 def test_engines_that_describe_nothing_get_whole_tensors_from_rank_0(parity_folder, tmp_path):
@@ -407,35 +409,43 @@ def test_missing_engine_is_named(parity_folder, tmp_path):
     assert after == ("engine-1", "engine-2")
 
 
-def test_an_engine_restarted_with_other_workers_is_planned_anew(parity_folder, tmp_path):
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_an_engine_restarted_with_other_workers_gets_the_next_push(parity_folder, tmp_path, mode, before, after):
     checkpoint = case_checkpoint(parity_folder, "qwen3")
-    with engines(tmp_path, "engine", workers=2, needs=vllm_like) as served:
-        state: dict[str, Any] = {}
+    with engines(tmp_path, "kept", workers=2, needs=vllm_like) as served:
+        first = EngineProcess(tmp_path, "engine", workers=before, needs=vllm_like)
 
         def on_rank():
-            backend = make_trainer(checkpoint, Parallel(tensor=2), timeout_s=30)
-            with megascend.WeightSync(backend, served, timeout_s=6.0, sharded=True) as sync:
+            backend = make_trainer(checkpoint, Parallel(tensor=2), precision="bf16", timeout_s=30)
+            new: Any = None
+            with megascend.WeightSync(backend, [*served, first], timeout_s=6.0, sharded=True, mode=mode) as sync:
                 sync.push(1)
                 if backend.rank == 0:
-                    served[0].end()
+                    first.end()
                     (tmp_path / "engine.socket").unlink()
-                    from engine_process import EngineProcess
-
-                    state["new"] = sync.engines[0] = EngineProcess(tmp_path, "engine", workers=1, needs=vllm_like)
+                    new = sync.engines[1] = EngineProcess(tmp_path, "engine", workers=after, needs=vllm_like)
                 try:
-                    with pytest.raises(WeightSyncError):
-                        sync.push(2)
-                    pushed = sync.push(3)
-                    weights = sync.engines[0].weights()[0] if backend.rank == 0 else []
+                    pushes = sync.push(2), sync.push(3)
+                    versions = [status["versions"] for status in new.now("status")] if backend.rank == 0 else []
+                    weights = new.weights()[0] if backend.rank == 0 else []
                 finally:
-                    if backend.rank == 0:
-                        state["new"].end()
-            return pushed.sharded, weights
+                    if new is not None:
+                        new.end()
+            backend.export_hf(tmp_path / "sent")
+            order = [name for name, _ in backend.named_weights(receivers="main", device="meta")]
+            return pushes, versions, weights, order
 
-        (sharded, (worker,)), _ = run_distributed(on_rank, 2, init=False, timeout_s=120)
-    assert sharded
-    source = load_file(checkpoint / "model.safetensors")
-    assert all(torch.equal(worker[name], tensor) for name, tensor in source.items())
+        try:
+            (pushes, versions, weights, order), _ = run_distributed(on_rank, 2, init=False, timeout_s=120)
+        finally:
+            first.end()
+        sent = exported(tmp_path / "sent", order)
+        for workers in (served[0].weights()[0], weights):
+            for number, worker in enumerate(workers):
+                assert slices_are(worker, vllm_like(specs_of(sent), len(workers), number), sent)
+    assert versions == [{"model": 3}] * after
+    assert [(push.sharded, push.base) for push in pushes] == [(True, None), (True, 2 if mode == "delta" else None)]
 
 
 @pytest.mark.parametrize(
@@ -479,10 +489,11 @@ def test_a_trainer_killed_at_any_moment_leaves_the_old_weights(parity_folder, tm
             assert slices_are(weights, vllm_like(specs, 2, worker), source)
 
 
-def test_fsdp_ranks_send_their_shards(parity_folder, tmp_path):
+@pytest.mark.parametrize(("engine", "arch"), [("fsdp", "qwen3_moe"), ("single", "deepseek_v3")])
+def test_engines_without_megatron_send_their_slices(parity_folder, tmp_path, engine, arch):
     """In another process, which has not imported Megatron: complete weights and differences, in fp32 and bf16."""
-    script = Path(__file__).with_name("fsdp_sharded_push.py")
-    completed = run_forked(script, case_checkpoint(parity_folder, "qwen3_moe"), tmp_path, timeout_s=300)
+    script = Path(__file__).with_name("sharded_push_without_megatron.py")
+    completed = run_forked(script, engine, case_checkpoint(parity_folder, arch), tmp_path, timeout_s=300)
     assert completed.returncode == 0, completed.stderr[-6000:]
 
 

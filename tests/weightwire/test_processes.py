@@ -189,6 +189,59 @@ def test_receiver_wheel_works_without_megascend(tmp_path):
     assert completed.stdout.strip() == "in force"
 
 
+EXIT = """
+import sys, time
+
+sys.path.insert(0, sys.argv[1])
+from in_process import Engine, Trainer, tensors
+
+from weightwire import reception
+from weightwire.receiver import Receiver
+
+
+class SlowEvent(reception.threading.Event):
+    def set(self):
+        time.sleep(1.0)  # as long as a transport may take to close
+        print("left", flush=True)
+        super().set()
+
+
+receiver, engine = Receiver("engine"), Engine()
+trainer = Trainer([receiver], "shared_memory")
+if sys.argv[2] == "committed":
+    opened = receiver.open
+
+    def open_slowly(offer):
+        opened(offer)
+        receiver._update.left = SlowEvent()
+
+    receiver.open = open_slowly
+    receiver.commit(trainer.push(1, tensors()).update, engine.load)
+else:
+    from in_process import manifest_of
+    from weightwire.group import join
+
+    (offer,) = trainer.offers(manifest_of(tensors(), 1))
+    receiver.open(offer)
+    receiver._update.left = SlowEvent()
+    group = join(offer.host, offer.port, offer.update, 0, 30.0)
+"""
+
+
+@pytest.mark.parametrize("state", ["committed", "receiving"])
+def test_a_process_ends_when_its_receivers_have_left(state):
+    """End right after a commit or within a transfer: a thread within torch's code would abort the process."""
+    completed = subprocess.run(
+        [sys.executable, "-c", EXIT, str(Path(__file__).parent), state],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert completed.stdout.strip() == "left"
+
+
 BUILD = """
 import os, shutil, sys
 from pathlib import Path

@@ -97,6 +97,7 @@ def test_workers_get_their_slices_bit_for_bit(ranks, count, size, transport, rel
     nbytes = sum(sender.traffic.nbytes for sender in trainer.senders)
     assert nbytes == sum(trainer.plan.traffic[0])
     assert (nbytes == need_bytes) or relay
+    assert sum(sender.traffic.delivered for sender in trainer.senders) == need_bytes
 
 
 @pytest.mark.parametrize("name", ["gloo", "shared_memory"])
@@ -283,7 +284,7 @@ def test_differences_give_the_bits_of_complete_updates(transport, relay):
             assert holds(engine, need, weights)
         traffic = [sender.traffic for sender in trainer.senders]
         shares.append(
-            sum(traffic_of.nbytes for traffic_of in traffic) / sum(traffic_of.content for traffic_of in traffic)
+            sum(traffic_of.delivered for traffic_of in traffic) / sum(traffic_of.content for traffic_of in traffic)
         )
         weights = stepped(weights, version)
     assert shares[0] == 1.0

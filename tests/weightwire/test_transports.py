@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -106,6 +108,20 @@ def test_files_are_a_checkpoint_that_safetensors_reads(tmp_path):
     assert (folder / "adapter_config.json").read_text() == '{"r": 4, "lora_alpha": 8}'
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_greater_versions_of_an_earlier_run_do_not_remove_new_files(tmp_path, keep):
+    for versions in ((8, 9), (1, 2, 3)):
+        receiver, engine = Receiver("engine"), Engine()
+        trainer = Trainer([receiver], "files", directory=str(tmp_path), keep=keep)
+        trainer.timeout_s = 5.0
+        for version in versions:
+            seal = trainer.push(version, NEW)
+            receiver.commit(seal.update, engine.load)
+            receiver.settle(seal.update)
+        assert same(engine.weights, NEW)
+    assert sorted(int(path.name[1:]) for path in tmp_path.iterdir()) == [2, 3][-keep:]
+
+
 def test_tampered_files_raise_wire_error(tmp_path, monkeypatch):
     receiver = Receiver("engine")
     trainer = Trainer([receiver], "files", directory=str(tmp_path))
@@ -198,3 +214,15 @@ def test_receiver_without_the_transport_raises(monkeypatch):
     monkeypatch.setitem(base.BUILT_IN, "gone", ("weightwire.transports.gone", "Gone", ("cpu",)))
     with pytest.raises((DeadlineError, PeerLostError, ImportError)):
         Trainer([receiver], "gone").send(manifest_of(NEW, 1), NEW.items())
+
+
+def test_a_process_ends_after_the_calls_of_a_library():
+    """Return from a call during the exit, as Gloo does at its deadline."""
+    program = (
+        "import time, torch\n"
+        "from weightwire.transports.base import ThreadWork\n"
+        "wait = lambda: (time.sleep(1.0), print('returned', flush=True))\n"
+        "ThreadWork(wait, torch.zeros(1), None, 'library')\n"
+    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (completed.returncode, completed.stdout) == (0, "returned\n"), completed.stderr

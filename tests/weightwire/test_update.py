@@ -45,6 +45,21 @@ def served():
     return receiver, engine
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shared_memory"])
+def test_the_listener_keeps_the_records_of_the_last_groups_only(transport):
+    receiver, engine = Receiver("engine"), Engine()
+    trainer, counts = Trainer([receiver], transport), []
+    for version in range(1, 4 * group.KEPT_GROUPS):
+        seal = trainer.push(version, NEW)
+        receiver.commit(seal.update, engine.load, engine.restore)
+        receiver.settle(seal.update)
+        assert trainer.listener._store is not None
+        counts.append(trainer.listener._store.num_keys())
+    # A last heartbeat may be written after the count.
+    assert counts[-1] <= counts[group.KEPT_GROUPS] + group.KEPT_GROUPS
+    assert receiver.version() == version
+
+
 def works_again(receiver: Receiver, engine: Engine, version: int) -> None:
     """Check that the next update works."""
     seal = Trainer([receiver]).push(version, NEW)

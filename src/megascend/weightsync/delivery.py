@@ -115,7 +115,7 @@ class Update:
         seal: digest of the sent data; None before the transfer.
         transport: transport in use; empty before it is offered.
         nbytes, buckets: amounts sent to each receiver or, of a sharded update, received by the largest one and sent in all.
-        payload: bytes handed to the transport, over all ranks.
+        payload: bytes that the workers of all engines receive, together.
         content: bytes of complete messages in their place.
         base: version from which differences are sent; None: complete weights.
         seconds: duration of each phase.
@@ -138,7 +138,7 @@ class Update:
 
     @property
     def share(self) -> float:
-        """Return the sent bytes relative to those of complete messages."""
+        """Return the received bytes relative to those of complete messages."""
         return self.payload / max(1, self.content)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -147,7 +147,7 @@ class Update:
         with self.sender as sender:
             self.seal = sender.send(tensors)
         self.nbytes, self.buckets = sender.traffic.nbytes, sender.traffic.buckets
-        self.payload = self.content = self.nbytes
+        self.payload = self.content = self.nbytes * sender.receivers
         self.parts |= {f"transfer.{part}": seconds for part, seconds in sender.traffic.seconds.items()}
 
     @contextlib.contextmanager
@@ -195,8 +195,10 @@ def run_phases(
         droppable = False
         with update.timed("commit"):
             engines.commit(update)
-    except BaseException:  # an interrupt, too: engines would keep the update in memory until its lease ends
-        if droppable:
+    except BaseException as error:
+        # After an interrupt, too: engines would keep the update, and refuse others, until its lease ends. An interrupted
+        # commit may not have reached every engine; on those that have committed, a drop does nothing.
+        if droppable or not isinstance(error, Exception):
             engines.drop(update)
         raise
 
@@ -373,24 +375,26 @@ class Delivery:
 
     def begin_sharded(
         self, update: Update, specs: tuple[TensorSpec, ...], plan: PlanRecord, base: int | None
-    ) -> Ticket:
+    ) -> Ticket | None:
         """Offer a sharded update to all engines.
 
-        An engine that does not have its share of the plan, or the base version, gets a complete update: all of them are offered
-        one again.
+        If an engine does not have the base version, all of them are offered a complete update.
 
         Returns:
-            What every rank needs to join the update's group.
+            What every rank needs to join the update's group; None if an engine no longer has the plan.
         """
         update.transport, update.base = plan.transport, base
         manifest, device = self._manifest(update, specs)
         accepted, failed = self._offer(update, manifest, plan.engines, plan)
-        # An engine that was restarted knows neither the plan nor the base: no failure, it needs a complete update.
-        unknown = [error for error in failed.values() if isinstance(error, BaseError | PlanError)]
-        if unknown and (base is not None or plan.provisioned):
-            log.info("version %d is sent completely: %s", update.version, unknown[0])
+        unknown = next((error for error in failed.values() if isinstance(error, PlanError)), None)
+        if unknown is not None and plan.provisioned:
+            # It was restarted, perhaps with other workers or other slices: its old share may not be what it needs now.
+            log.info("version %d is planned anew: %s", update.version, unknown)
+            return None
+        without_base = next((error for error in failed.values() if isinstance(error, BaseError)), None)
+        if without_base is not None and base is not None:
+            log.info("version %d is sent completely: %s", update.version, without_base)
             self.drop(update)
-            plan.provisioned.clear()
             update.base = None
             accepted, failed = self._offer(update, manifest, plan.engines, plan)
         self._require_all(accepted, failed, f"version {update.version} was not begun", OLD_WEIGHTS)

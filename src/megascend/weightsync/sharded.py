@@ -1,8 +1,9 @@
 """Sharded pushes: every rank of the trainer sends the slices that it holds, every worker receives its own.
 
 Rank 0 plans (:mod:`weightwire.plan`), from the slices of all ranks and the needs of all workers, and talks to the engines; all
-ranks join the group of the update. A plan is made once, and again when engines, or the model's tensors, have changed or a push
-has failed. Where no plan is possible, or none is worth it, the reason is reported, and rank 0 sends whole tensors.
+ranks join the group of the update. A plan is made once, and again when engines, or the model's tensors, have changed, an engine
+was restarted, or a push has failed. Where no plan is possible, or none is worth it, the reason is reported, and rank 0 sends
+whole tensors.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ RETRY = 20
 """Pushes after which a refused plan is tried again: an engine may only have been busy."""
 WORTH = 0.7
 """``auto`` returns to complete pushes for a while when the changes are a larger share of the weights."""
+
+
+class OutdatedPlanError(Exception):
+    """An engine no longer has its share of the plan; a new plan may be possible. Raised on all ranks."""
 
 
 class ShardedSync:
@@ -335,17 +340,24 @@ class ShardedSync:
     # --- a push ---
 
     def begin(self, update: Update) -> None:
-        """Offer the update to the engines, and join its group on every rank."""
+        """Offer the update to the engines, and join its group on every rank.
+
+        Raises:
+            OutdatedPlanError: an engine no longer has the plan.
+        """
         planned, specs = self._planned, self._specs
 
-        def offer(delivery: Delivery) -> Ticket:
+        def offer(delivery: Delivery) -> Ticket | None:
             assert planned is not None
             return delivery.begin_sharded(update, specs, planned, self._base())
+
+        ticket = self._ranks.call(offer, "the offer to the engines")
+        if ticket is None:
+            raise OutdatedPlanError
 
         def connect() -> None:
             update.sender = self._connect(ticket)
 
-        ticket = self._ranks.call(offer, "the offer to the engines")
         failure = f"version {update.version} was not begun"
         on_every_rank(connect, self._groups, "joining the group of the update", failure)
 
@@ -385,7 +397,7 @@ class ShardedSync:
         # Only now: other members may still read the last messages from this process. Rank 0 leaves last.
         if self._groups.rank != 0:
             sender.close()
-        row = digests, sender.traffic.nbytes, sender.traffic.content
+        row = digests, sender.traffic.delivered, sender.traffic.content
         collected = collect_objects(row, "world", self._groups, "digests of the chunks")
         if collected is None or self._planned is None:
             return
@@ -395,7 +407,7 @@ class ShardedSync:
         update.seal = Seal(update.name, update.version, sender.manifest.identity, (), by_member)
         update.nbytes = max(share.nbytes for share in shares[senders:])
         update.buckets = sum(len(share.chunks) for share in shares[:senders])
-        update.payload = sum(nbytes for _, nbytes, _ in collected)
+        update.payload = sum(delivered for _, delivered, _ in collected)
         update.content = sum(content for _, _, content in collected)
 
     def _send(self, sender: ShardSender) -> list[str]:

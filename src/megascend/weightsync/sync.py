@@ -15,7 +15,7 @@ from megascend.distributed.objects import agree, from_rank_0
 from megascend.errors import ConfigError, MegascendError, WeightSyncError
 from megascend.weightsync.all_ranks import AllRanks, on_every_rank, on_rank_0
 from megascend.weightsync.delivery import MARGIN_S, OLD_WEIGHTS, Delivery, RunCoroutine, Update, run_phases
-from megascend.weightsync.sharded import Mode, ShardedSync
+from megascend.weightsync.sharded import Mode, OutdatedPlanError, ShardedSync
 from weightwire import digest as digests
 from weightwire.engine import InferenceEngine
 from weightwire.errors import WireError
@@ -37,7 +37,7 @@ class PushResult:
 
     Attributes:
         version: version now active on all engines.
-        nbytes: bytes sent to each receiver.
+        nbytes: bytes of the weights of each worker, or of the largest share of a sharded push.
         buckets: number of buckets sent.
         engines: names of the engines.
         seconds: duration of each phase: ``describe``, ``begin``, ``transfer``, ``verify``, ``commit``.
@@ -47,9 +47,9 @@ class PushResult:
         base: version from which the changes were sent; None: complete weights.
         parts: seconds of the phases' parts (``transfer.export``, ``commit.paused`` ...), which show where time goes. vLLM adds
             ``commit.exchange`` if it has copied into the parameters in use, ``commit.reload`` if it has reloaded its model.
-        payload: bytes handed to the transport, over all ranks; ``nbytes`` is what each receiver, or the largest one of a sharded
-            push, has in the end.
-        share: ``payload`` of a sharded push relative to complete weights.
+        payload: bytes that the workers of all engines received, together, whoever sent them: ``nbytes`` for each worker if rank 0
+            has sent whole tensors; of a sharded push, the slices or changes of each worker.
+        share: ``payload`` relative to that of complete weights.
     """
 
     version: int
@@ -176,23 +176,11 @@ class WeightSync:
         with self._groups.monitor.phase("weight sync"):
             # Compared before anything is exported: ranks that push different things would wait for each other in the export.
             self._agree(version, adapter, adapter_only)
-            # Every rank has an Update, but only rank 0 calls engines: its durations and amounts are the ones reported.
-            update = Update(list(self.engines), version)
-            with update.timed("describe"):
-                rank_0 = self._rank_0_sender(update, adapter, adapter_only)
-                # Without a reason against it every rank sends its own slices; rank 0 otherwise gathers and sends whole tensors.
-                reason = self._shards.refusal(adapter, adapter_only) or self._shards.prepare(
-                    update.engines, rank_0.specs, self._specs or (), rank_0.formats
-                )
-                if reason:
-                    self._shards.require_optional(version, reason, factors_only=adapter_only)
-            sender = rank_0 if reason else self._shards
             try:
-                run_phases(update, self._ranks, sender.begin, sender.transfer)
-            except BaseException:  # an interrupt, too: what the engines have is then unknown
-                if not reason:
-                    self._shards.forget()
-                raise
+                update, reason = self._update(version, adapter, adapter_only)
+            except OutdatedPlanError:
+                # No failure: an engine was restarted. A new plan is not outdated, and the second attempt is the last.
+                update, reason = self._update(version, adapter, adapter_only)
             pushed = from_rank_0(
                 lambda: PushResult(
                     version,
@@ -229,6 +217,31 @@ class WeightSync:
         self.close()
 
     # --- on all ranks ---
+
+    def _update(self, version: int, adapter: str | None, adapter_only: bool) -> tuple[Update, str]:
+        """Run an update; return it with the reason why it was not sharded, empty if it was.
+
+        Raises:
+            OutdatedPlanError: an engine no longer had the plan of a sharded update, which is forgotten.
+        """
+        # Every rank has an Update, but only rank 0 calls engines: its durations and amounts are the ones reported.
+        update = Update(list(self.engines), version)
+        with update.timed("describe"):
+            rank_0 = self._rank_0_sender(update, adapter, adapter_only)
+            # Without a reason against it every rank sends its own slices; rank 0 otherwise gathers and sends whole tensors.
+            reason = self._shards.refusal(adapter, adapter_only) or self._shards.prepare(
+                update.engines, rank_0.specs, self._specs or (), rank_0.formats
+            )
+            if reason:
+                self._shards.require_optional(version, reason, factors_only=adapter_only)
+        sender = rank_0 if reason else self._shards
+        try:
+            run_phases(update, self._ranks, sender.begin, sender.transfer)
+        except BaseException:  # an interrupt, too: what the engines have is then unknown
+            if not reason:
+                self._shards.forget()
+            raise
+        return update, reason
 
     def _agree(self, version: int, adapter: str | None, adapter_only: bool) -> None:
         problem: MegascendError | None = None

@@ -7,9 +7,11 @@ serves one update. To add one, write a file with a class and a row in :data:`BUI
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -197,6 +199,8 @@ FIRST_PAUSE_S = 20e-6
 MAX_PAUSE_S = 5e-3
 SHARE = 0.02
 """Pause as a share of the time waited so far: a short wait is hardly prolonged, a long one takes no CPU."""
+EXIT_S = 5.0
+"""Longest time that the exit of the process waits for threads in calls of a library, in seconds."""
 
 
 def wait_until(condition: Callable[[], bool], group: Group, timeout_s: float, failure: str) -> None:
@@ -296,8 +300,10 @@ class ThreadWork:
         self._buffer, self._group, self._name = buffer, group, name
         self._problem: RuntimeError | None = None
         self._ended = threading.Event()
-        # A daemon: the exit of the process must not wait for a peer that is silent.
-        threading.Thread(target=self._run, args=(wait,), name=f"weightwire-{name}", daemon=True).start()
+        # A daemon: the exit of the process must not wait for long for a peer that is silent.
+        thread = threading.Thread(target=self._run, args=(wait,), name=f"weightwire-{name}", daemon=True)
+        thread.start()
+        _threads.add(thread)
 
     def _run(self, wait: Callable[[], object]) -> None:
         try:
@@ -320,6 +326,17 @@ class ThreadWork:
                 raise DeadlineError(f"{self._name}: a message has not travelled within {timeout_s:g} s")
         if self._problem is not None:
             raise TransportError(f"{self._name}: {first_line(self._problem)}") from self._problem
+
+
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _join_threads() -> None:
+    """Wait for threads whose library is about to return: the interpreter's end within its code would abort the process."""
+    deadline = time.monotonic() + EXIT_S
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 InFlight = TypeVar("InFlight", bound="DeviceWork | ThreadWork")

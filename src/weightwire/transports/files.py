@@ -55,7 +55,8 @@ class FilesTransport:
     """Transport by files: the sender writes ``DIRECTORY/vVERSION/model.safetensors`` (for an adapter
     ``adapter_model.safetensors`` beside its ``adapter_config.json``), renames it when it is complete, and receivers read it then.
 
-    Options: ``directory``, a path that is the same on all members; ``keep``, number of complete versions to keep (default 1).
+    Options: ``directory``, a path that is the same on all members; ``keep``, number of complete versions to keep, those written
+    last (default 1).
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -123,8 +124,11 @@ class FilesTransport:
             # Before the rename too: engines look for the weights' file, and then read both.
             (self.path.parent / "adapter_config.json").write_text(json.dumps(dict(adapter.config)), encoding="utf-8")
         self._writing.replace(self.path)
-        # Names sort by version: it is padded with zeros.
-        for old in sorted(path for path in self._root.iterdir() if _VERSION.fullmatch(path.name))[: -self._keep]:
+        current = self.path.parent
+        others = [path for path in self._root.iterdir() if _VERSION.fullmatch(path.name) and path != current]
+        # By time, not by version: an earlier run may have left greater numbers, and its files are the old ones.
+        others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for old in others[self._keep - 1 :]:
             for file in old.iterdir():
                 file.unlink()
             old.rmdir()

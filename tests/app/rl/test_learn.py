@@ -15,10 +15,12 @@ import torch
 
 import megascend
 from megascend.app.rl.learn import averaged, corrected, learn, objective_loss, step_samples
+from megascend.app.rl.records import push_figures
 from megascend.batch.loss import LossInputs
 from megascend.config.rl import Objective
 from megascend.rollout.group import Trajectory, TrajectoryGroup
 from megascend.testing import run_distributed, write_tiny_checkpoint
+from megascend.weightsync.sync import PushResult
 from support.forked_programs import run_forked
 from support.gradients import step_gradients
 from support.objective_formulas import Formula, reference
@@ -384,3 +386,13 @@ def test_rollout_experts_are_replayed_token_by_token(tmp_path: Path) -> None:
     assert changed is not None
     assert changed > 0.4
     assert abs(shifted - plain) > 1e-4
+
+
+def test_updates_of_one_step_are_added_up():
+    def pushed(payload: int, share: float, paused: float) -> PushResult:
+        return PushResult(1, 100, 1, ("engine",), {"commit": paused}, payload=payload, share=share)
+
+    # An engine that failed got its weights after the others, completely: 50 of 200 bytes, then 200.
+    figures = push_figures([pushed(50, 0.25, 0.1), pushed(200, 1.0, 0.3)])
+    assert figures == {"sync_bytes": 250, "sync_share": 0.625, "pause_s": 0.3}
+    assert push_figures([]) == {"sync_bytes": 0, "sync_share": None, "pause_s": 0.0}

@@ -17,6 +17,7 @@ from megascend.rollout.controller.controller import Controller
 from megascend.rollout.controller.server import ControllerServer
 from megascend.testing import run_distributed
 from megascend.testing.parity import case_checkpoint
+from megascend.weightsync.delivery import Delivery
 from megascend.weightsync.sync import PushResult
 from support.trainers import make_trainer
 from weightwire.engine import InferenceEngine
@@ -36,9 +37,13 @@ class ReceivingEngine(InferenceEngine):
 
     def __init__(self, name: str, members: int) -> None:
         self.name = name
-        self.weights: list[dict[str, torch.Tensor]] = [{} for _ in range(members)]
         self.spoil = False
-        self._receivers = [Receiver(f"{name}/{member}") for member in range(members)]
+        self.start(members)
+
+    def start(self, members: int) -> None:
+        """Start the members, or others in their place, behind the same client."""
+        self.weights: list[dict[str, torch.Tensor]] = [{} for _ in range(members)]
+        self._receivers = [Receiver(f"{self.name}/{member}") for member in range(members)]
 
     async def receivers(self) -> int:
         return len(self._receivers)
@@ -111,6 +116,31 @@ def test_weights_arrive_on_all_members_or_on_none() -> None:
         thread.run(server.close())
         thread.close()
         listener.close()
+
+
+def test_an_engine_restarted_with_other_members_gets_the_next_update() -> None:
+    engines, thread = [ReceivingEngine("one", 2), ReceivingEngine("two", 1)], LoopThread("controller")
+
+    async def start() -> ControllerServer:
+        server = ControllerServer(Controller(engines), Key(KEY))
+        await server.start()
+        return server
+
+    server = thread.run(start())
+    controlled = ControllerEngine(str(server.address), Key(KEY), owner="trainer")
+    delivery = Delivery(device=torch.device("cpu"), timeout_s=TIMEOUT_S)
+    try:
+        delivery.push([controlled], 1, {"a": torch.ones(5)})
+        engines[0].start(1)
+        engines[1].start(3)
+        delivery.push([controlled], 2, {"a": torch.full((5,), 2.0)})
+        values = [[weights["a"].unique().item() for weights in engine.weights] for engine in engines]
+        assert values == [[2.0], [2.0, 2.0, 2.0]]
+    finally:
+        delivery.close()
+        thread.run(controlled.close())
+        thread.run(server.close())
+        thread.close()
 
 
 @pytest.mark.usefixtures("megatron_imported")

@@ -7,6 +7,7 @@ does not answer while paused, and fails on demand. The behaviour of a real SGLan
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -83,6 +84,8 @@ class Routes(BaseHTTPRequestHandler):
     def pause_generation(self, fields: dict[str, Any]) -> tuple[int, Any]:
         assert fields["mode"] == "retract"
         self.server.running.clear()
+        if "pause" in self.server.failing:
+            return 500, {"error": "paused, and failed afterwards"}
         return 200, {"status": "ok"}
 
     def continue_generation(self, fields: dict[str, Any]) -> tuple[int, Any]:
@@ -195,6 +198,44 @@ def test_failed_restore_keeps_the_engine_paused_until_a_commit_succeeds(engine, 
         double.failing = set()
         await push(engine, 2, 3.0)
         assert double.running.is_set()
+        assert await engine.logprobs([1, 2]) == [12.0]
+
+    run(act())
+
+
+def test_a_failed_pause_leaves_the_old_weights_and_the_version_free(engine, double, tmp_path):
+    async def act():
+        await push(engine, 1, 2.0)
+        double.failing = {"pause"}
+        with pytest.raises(EngineError, match="failed afterwards"):
+            await push(engine, 2, 3.0)
+        assert double.running.is_set()
+        assert await engine.logprobs([1, 2]) == [8.0]
+        assert [path.name for path in (tmp_path / "versions").iterdir()] == ["version-1"]
+        double.failing = set()
+        await push(engine, 2, 3.0)
+        assert await engine.logprobs([1, 2]) == [12.0]
+
+    run(act())
+
+
+def test_a_version_that_cannot_be_written_leaves_the_old_weights(engine, double, tmp_path, monkeypatch):
+    """Fill the disk after half of a version."""
+
+    def full(tensors: Any, path: Path, **options: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def act():
+        await push(engine, 1, 2.0)
+        with monkeypatch.context() as patches:
+            patches.setattr("safetensors.torch.save_file", full)
+            with pytest.raises(CommitError, match="No space left on device") as caught:
+                await push(engine, 2, 3.0)
+        assert not isinstance(caught.value, NotServingError)
+        assert await engine.logprobs([1, 2]) == [8.0]
+        assert [path.name for path in (tmp_path / "versions").iterdir()] == ["version-1"]
+        await push(engine, 2, 3.0)
         assert await engine.logprobs([1, 2]) == [12.0]
 
     run(act())

@@ -81,11 +81,12 @@ class EngineUpdates:
         # Also after a resume: engines may have been restarted with the checkpoint's first weights.
         self._push(steps, returned=True)
 
-    def push(self, step: int) -> PushResult | None:
+    def push(self, step: int) -> list[PushResult]:
         """Give the weights after ``step`` to all engines that have earlier ones of this run.
 
         Returns:
-            What was pushed; None if no engine is left to push to, or the engines that have not committed it are lost.
+            What was pushed: several results if engines got the weights one after the other, none if there was no engine to push
+            to, or all of them were lost.
 
         Raises:
             WeightSyncError: an engine has refused the weights, or the trainer cannot send them.
@@ -102,8 +103,9 @@ class EngineUpdates:
                 problem = error
                 self._rollouts.on_rank_0(lambda collector: collector.reject(self._sync.engines, problem))
 
-    def _push(self, step: int, *, returned: bool) -> PushResult | None:
-        version, pushed = step + self.offset, None
+    def _push(self, step: int, *, returned: bool) -> list[PushResult]:
+        version = step + self.offset
+        pushed: list[PushResult] = []
 
         def choose(collector: RolloutCollector) -> tuple[int, bool]:
             """Choose the engines of the next update; return their number, and whether others have to wait for another one."""
@@ -119,7 +121,7 @@ class EngineUpdates:
                 return pushed
             start = time.monotonic()
             try:
-                pushed = self._sync.push(version=version, adapter=self._adapter)
+                pushed.append(self._sync.push(version=version, adapter=self._adapter))
             except WeightSyncError as error:
                 seconds = time.monotonic() - start
                 if self._rollouts.on_rank_0(partial(self._failed, version=version, error=error, seconds=seconds)):

@@ -17,6 +17,7 @@ from megascend.tracking.metrics import Metric
 if TYPE_CHECKING:
     from megascend.app.rl.reference import Divergence
     from megascend.rollout.mismatch import Mismatch
+    from megascend.weightsync.sync import PushResult
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,9 @@ class RlRecord(MetricsRecord):
     wait_s: Annotated[float, Metric("s", "time that the trainer waited for rollouts")]
     idle: Annotated[float, Metric("fraction", "wait_s divided by the duration of the step")]
     sync_s: Annotated[float, Metric("s", "time that the trainer spent on updating the engines")]
-    sync_bytes: Annotated[int, Metric("bytes", "bytes that the trainer's ranks sent to the engines")]
+    sync_bytes: Annotated[int, Metric("bytes", "bytes that all workers of the engines received, together")]
     sync_share: Annotated[
-        float | None, Metric("fraction", "bytes sent, relative to complete weights; null without an update")
+        float | None, Metric("fraction", "sync_bytes relative to complete weights; null without an update")
     ]
     pause_s: Annotated[float, Metric("s", "longest time that an engine stopped sampling for the update")]
 
@@ -199,6 +200,17 @@ def mismatch_figures(mismatch: Mismatch | None) -> dict[str, Any]:
         "mismatch_max": mismatch.max_abs,
         "kl": mismatch.kl_k3,
         "truncated": mismatch.truncated_share,
+    }
+
+
+def push_figures(pushes: Sequence[PushResult]) -> dict[str, Any]:
+    """Return the metrics of a step's updates: of several, to one engine after another, together. Pure."""
+    payload = sum(push.payload for push in pushes)
+    complete = sum(push.payload / push.share for push in pushes if push.share)
+    return {
+        "sync_bytes": payload,
+        "sync_share": payload / complete if complete else None,
+        "pause_s": max((push.pause_s for push in pushes), default=0.0),
     }
 
 

@@ -18,6 +18,7 @@ from megascend.app.rl.records import (
     count_figures,
     group_figures,
     mismatch_figures,
+    push_figures,
     reference_figures,
 )
 from megascend.app.run import run
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from megascend.rollout.episodes import Episodes
     from megascend.rollout.group import TrajectoryGroup
     from megascend.rollout.rewards import Reward
+    from megascend.weightsync.sync import PushResult
     from weightwire.engine import InferenceEngine
 
 EngineFactory = Callable[[RlConfig], "Sequence[InferenceEngine]"]
@@ -320,12 +322,12 @@ class ReinforcementLearning(Training[RlConfig]):
             step = backend.optimizer_step()
         if step.skipped_in_a_row > config.max_skipped_steps:
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
-        stepped, pause_s, pushed = time.perf_counter(), 0.0, None
+        pushed: list[PushResult] = []
+        stepped = time.perf_counter()
         if number % config.sync.every == 0 or number == config.steps:
             # Only now may prompts be dispatched that count on these weights.
             pushed, self._version = self._updates.push(number), number
-            # None: engines were lost. Those that are back get these weights, or later ones.
-            pause_s = 0.0 if pushed is None else pushed.pause_s
+            # Engines that were lost and are back get these weights, or later ones.
         synced, eval_reward = time.perf_counter(), None
         if config.evaluation is not None and (number % config.evaluation.every == 0 or number == config.steps):
             eval_reward = self.totals.reward_after = self._evaluate(number)
@@ -357,9 +359,7 @@ class ReinforcementLearning(Training[RlConfig]):
             idle=waited / seconds,
             entropy=learned.entropy,
             sync_s=synced - stepped,
-            sync_bytes=0 if pushed is None else pushed.payload,
-            sync_share=None if pushed is None else pushed.share,
-            pause_s=pause_s,
+            **push_figures(pushed),
             **group_figures(batch, number - 1),
             **count_figures(earlier, self._counts),
             **mismatch_figures(learned.mismatch),

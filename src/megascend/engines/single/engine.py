@@ -47,7 +47,7 @@ from megascend.engines.single.model import (
     router_loss,
 )
 from megascend.engines.transformers_engine import TransformersEngine, TransformersSubject
-from megascend.engines.transformers_names import check_rows, tensor_slices
+from megascend.engines.transformers_names import check_rows, persistent_tensors, tensor_slices
 from megascend.errors import CheckpointError, ConfigError
 from megascend.huggingface.info import ModelInfo
 from megascend.kernels.reductions import out_of_range
@@ -164,8 +164,8 @@ class SingleEngine(TransformersEngine):
     def weight_state(self) -> dict[str, TensorSlices]:
         if self.optimizer is None:
             return {}
-        parameters = self.model.named_parameters()
-        return {name: TensorSlices.whole(parameter.detach()) for name, parameter in parameters}
+        # Buffers, too: the biases of a router are among the weights of its checkpoint.
+        return {name: TensorSlices.whole(tensor.detach()) for name, tensor in persistent_tensors(self.model).items()}
 
     def hf_slices(self) -> HfSlices:
         if self._hf_slices is None:

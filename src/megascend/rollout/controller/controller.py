@@ -378,10 +378,8 @@ class OwnedEngines(InferenceEngine):
         return sum((await self._do(self._updates.members)).values())
 
     async def locations(self) -> list[Location | None]:
-        async def ask(claim: Claim) -> dict[str, list[Location | None]]:
-            return await self._engines.call_each(claim.engines, "locations", lambda engine: engine.locations())
-
-        return [location for locations in (await self._do(ask)).values() for location in locations]
+        by_engine = await self._do(self._updates.locations)
+        return [location for locations in by_engine.values() for location in locations]
 
     async def needs(self, tensors: Sequence[TensorSpec]) -> list[tuple[Region, ...]] | None:
         raise UnsupportedCallError("the engines of a controller take whole tensors, from one sender")

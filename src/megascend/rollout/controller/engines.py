@@ -14,6 +14,7 @@ from megascend.rollout.controller.ownership import Claim, Clock
 from weightwire.engine import InferenceEngine
 from weightwire.engine_calls import call_all
 from weightwire.offer import Offer, Seal
+from weightwire.transports.choice import Location
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -90,11 +91,17 @@ class Updates:
         self._members[claim.id] = members
         return members
 
+    async def locations(self, claim: Claim) -> dict[str, list[Location | None]]:
+        """Return where the group members of each engine receive, in the claim's order."""
+        locations = await self._engines.call_each(claim.engines, "locations", lambda engine: engine.locations())
+        # Trainers ask before every update: an engine may have been started again with other members.
+        self._members[claim.id] = {name: len(places) for name, places in locations.items()}
+        return locations
+
     async def begin(self, claim: Claim, offer: Offer) -> None:
         """Offer each engine its ranks of the group."""
         if (update := self._updates.get(claim.id)) is not None:
             raise ControllerError(f"update {update.name!r} of {claim.owner!r} is open: commit or drop it first")
-        # Asked once for a claim: an engine has as many workers when it is started again.
         members = self._members.get(claim.id) or await self.members(claim)
         if offer.workers != sum(members.values()):
             raise MessageError(

@@ -202,14 +202,22 @@ class SglangEngine(InferenceEngine):
             if status is None:
                 raise UpdateError(f"{self.name}: {update:.120} is not under way: none is")
             target = self._directory / f"version-{status['version']}"
-            await asyncio.to_thread(self._receiver.commit, update, lambda tensors: self._write(tensors, target))
-            await self._ask("/pause_generation", {"mode": "retract"}, CONTROL_S)
+            # Nothing to undo: files do nothing until SGLang loads them.
+            await asyncio.to_thread(
+                self._receiver.commit, update, lambda tensors: self._write(tensors, target), lambda: None
+            )
+            try:
+                await self._ask("/pause_generation", {"mode": "retract"}, CONTROL_S)
+            except BaseException:
+                self._discard(target)
+                # It may have paused, although its answer was lost.
+                with contextlib.suppress(EngineError):
+                    await self._continue()
+                raise
             try:
                 await self._load(target, status["version"])
             except EngineError as error:
-                shutil.rmtree(target, ignore_errors=True)
-                # The receiver has committed, to files; the same version may be offered again.
-                self._receiver.forget("model")
+                self._discard(target)
                 await self._go_back(error)
                 await self._continue()
                 raise CommitError(f"{error}. The weights from before it are active") from error
@@ -223,6 +231,11 @@ class SglangEngine(InferenceEngine):
             # The checkpoint from which the server was started is the user's.
             if previous != self._model:
                 await asyncio.to_thread(shutil.rmtree, previous, ignore_errors=True)
+
+    def _discard(self, target: Path) -> None:
+        """Remove a version that is not loaded. The receiver has committed it, to files: it may be offered again."""
+        shutil.rmtree(target, ignore_errors=True)
+        self._receiver.forget("model")
 
     async def _go_back(self, cause: EngineError) -> None:
         try:
@@ -253,9 +266,14 @@ class SglangEngine(InferenceEngine):
 
         shutil.rmtree(target, ignore_errors=True)
         # Configuration and tokenizer beside the weights: SGLang reloads a complete checkpoint, not tensors.
-        shutil.copytree(self._model, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt"))
-        save_file(dict(tensors), target / "model.safetensors", metadata={"format": "pt"})
-        honour_umask(target / "model.safetensors")  # the server may run as another user
+        try:
+            shutil.copytree(self._model, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.pt"))
+            save_file(dict(tensors), target / "model.safetensors", metadata={"format": "pt"})
+            honour_umask(target / "model.safetensors")  # the server may run as another user
+        except BaseException:
+            # Part of a model would take the room of the next version, and no later one would remove it.
+            shutil.rmtree(target, ignore_errors=True)
+            raise
 
     async def drop(self, update: str) -> None:
         self._receiver.drop(update)
