@@ -85,9 +85,13 @@ class MegatronAdaptor(PatchProvider):
 
     def _after_bridge(self) -> list[str]:
         self._rotary = ascend.bridge_rotary()
-        if MINDSPEED_ADAPTOR not in sys.modules:
+        kind: Any = import_module(f"{ascend.BRIDGE}.config.model_config").ModelConfig
+        if MINDSPEED_ADAPTOR in sys.modules:
+            # Its check of Ulysses divides a length of the training script by the context parallel size. A configuration has no
+            # such length: micro batches differ, and each is padded to a multiple of that size.
+            patch(kind, "seq_length", 0, "for MindSpeed's check of Ulysses, a multiple of any context parallel size")
+        else:
             # mcore-bridge would look for MindSpeed's defaults, and warn for every process that it found none.
-            kind: Any = import_module(f"{ascend.BRIDGE}.config.model_config").ModelConfig
             patch(kind, "_mindspeed_defaults_cache", {}, "there is no MindSpeed whose defaults it could take")
         return ["mcore-bridge's apply_rotary_pos_emb stays when MegatronAdaptor patches again"]
 
