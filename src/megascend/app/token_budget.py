@@ -116,7 +116,7 @@ def measure_budget(
     platform, engine = backend.platform, backend.engine
     # A run that measures must draw the same dropout as one with the budget in its file.
     random_streams = random_state(engine)
-    engine.state(everything=False)  # makes the optimizer's moments, which are there from the first step on
+    engine.state(include_replicas=False)  # makes the optimizer's moments, which are there from the first step on
     available = platform.room()
     layout = engine.layout
     smallest = samples.longest_unit(layout)

@@ -84,7 +84,7 @@ def checkpoint_state(engine: Engine, manifest: CheckpointManifest, base_model: s
             # Saved as a reason: this engine can still resume the checkpoint, engines of other kinds report why they cannot.
             slices = str(error)
     return CheckpointState(
-        state={**engine.state(everything=False), _random_key(engine): random_state(engine)},
+        state={**engine.state(include_replicas=False), _random_key(engine): random_state(engine)},
         manifest=manifest,
         adapters=trainable.saved_adapters(),
         base_model=base_model,
@@ -107,7 +107,7 @@ def load(engine: Engine, directory: Path, saved: CheckpointManifest, current: Ch
         ConfigError: an adapter does not fit; the present ones are kept.
     """
     # Live tensors: dcp.load writes into them.
-    state: dict[str, Any] = engine.state(everything=True)
+    state: dict[str, Any] = engine.state(include_replicas=True)
     same_engine = saved.engine == current.engine
     same_layout = same_engine and saved.layout == current.layout
     counters = saved.optimizer if same_engine else _translate_counters(current.optimizer, saved.optimizer)

@@ -173,7 +173,7 @@ def engine_context(
         runtime.configure_topology(topology, timeout_s)
         groups = process_groups.initialize(topology, runtime.platform, timeout_s, launch, factory)
         try:
-            # The switch is read when cuBLAS is loaded, perhaps before the bootstrap: measure a product.
+            # cuBLAS reads the TF32 switch when it is loaded, perhaps before the bootstrap: verify with a product.
             if precision == "fp32" and not runtime.tf32:
                 runtime.platform.check_products()
             with groups.monitor.phase("build"):

@@ -66,7 +66,7 @@ class AppliedAdapters:
         """Return ``out`` plus the adapters' part of a layer of a vision tower, which has all of its rows on every rank."""
         stacked, token_segments = self._active()
         segments = token_segments.patches if target.rows == "patches" else token_segments.features
-        if segments is None:  # the black picture of a micro batch of text
+        if segments is None:  # the dummy picture of a micro batch without pictures
             return out
         rows = x.shape[:-1].numel()
         if rows != len(segments.adapter_index):
@@ -115,10 +115,10 @@ class AppliedAdapters:
         )
 
     def values(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return a scalar head's values with the head of each token's adapter in place of the model's.
+        """Return a scalar head's values, computed by the head of each token's adapter instead of the model's.
 
         Args:
-            x: [..., h], the head's input; of this rank's tokens.
+            x: [..., h], the head's input for this rank's tokens.
             out: fp32, the values of the model's head: [..., labels], or without that dimension for one label.
         """
         if self.stacked is None or self._head is None:
@@ -168,7 +168,7 @@ class AppliedAdapters:
 
 
 def start_graph(module: object, inputs: object, output: Tensor) -> Tensor:
-    """Make a frozen embedding's output require a gradient, without which recomputation would skip the layers' backward."""
+    """Make a frozen embedding's output require a gradient: otherwise recomputation would skip the layers' backward pass."""
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output

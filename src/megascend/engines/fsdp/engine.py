@@ -212,7 +212,7 @@ class FsdpEngine(TransformersEngine):
         with linear_attention.cached_delta_rules(self.model, lambda: self._cached):
             yield
 
-    def state(self, *, everything: bool) -> dict[str, Any]:
+    def state(self, *, include_replicas: bool) -> dict[str, Any]:
         if self.optimizer is None:
             return {}
         # Replicas hold the same shards: the ranks of the first one write them.
@@ -221,7 +221,7 @@ class FsdpEngine(TransformersEngine):
             shards.state(
                 self._shards,
                 self.optimizer,
-                everything=everything,
+                include_replicas=include_replicas,
                 first_copy=self.groups.rank < ranks_per_replica,
                 first_rank=self.groups.rank == 0,
             )

@@ -154,10 +154,10 @@ class SingleEngine(TransformersEngine):
         finally:
             self._cached = None
 
-    def state(self, *, everything: bool) -> dict[str, Any]:
+    def state(self, *, include_replicas: bool) -> dict[str, Any]:
         """Implement :meth:`megascend.engines.base.Engine.state`; names are those of transformers' parameters."""
         state: dict[str, Any] = dict(self.weight_state())
-        for name, kind, values in () if self.optimizer is None else self.optimizer.tensors(loading=everything):
+        for name, kind, values in () if self.optimizer is None else self.optimizer.tensors(loading=include_replicas):
             state[OPTIMIZER_KEY.format(state=kind, key=name)] = TensorSlices.whole(values)
         return state
 
