@@ -178,8 +178,8 @@ def check_npu(timeout: float) -> list[Check]:
         "import simnpu\n"
         "from megascend.bootstrap.providers import provider_for\n"
         f"tell = lambda name: print({LOOKING_AT!r} + name, file=sys.stderr, flush=True)\n"
-        "found = [asdict(each) for each in provider_for('npu').findings(before_each=tell)]\n"
-        "print(json.dumps({'findings': found, 'simulated': simnpu.is_active()}))"
+        "findings = [asdict(finding) for finding in provider_for('npu').findings(before_each=tell)]\n"
+        "print(json.dumps({'findings': findings, 'simulated': simnpu.is_active()}))"
     )
     # Without autoload: torch itself would fail on a broken torch_npu before any check could name the cause.
     outcome = run_python(["-c", code], timeout, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
@@ -191,7 +191,7 @@ def check_npu(timeout: float) -> list[Check]:
         return [Check(name, "fail", *explain_import_failure(problem))]
     checks = [
         Check(
-            finding["name"], "fail" if finding["problem"] else "ok", finding["found"] or "not ready", finding["problem"]
+            finding["name"], "fail" if finding["problem"] else "ok", finding["state"] or "not ready", finding["problem"]
         )
         for finding in outcome.answer["findings"]
     ]

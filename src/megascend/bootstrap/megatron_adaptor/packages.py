@@ -113,7 +113,7 @@ def _check_mindspeed(stack: Stack, environment: Mapping[str, str]) -> str:
     mindspeed = tree.find()
     if mindspeed is None:
         return "not installed; it is optional"
-    branch = tree.LATER_BRANCHES.get(stack.name)
+    branch = tree.ADAPTOR_BRANCHES.get(stack.name)
     if branch is None or mindspeed.branch != branch:
         requirement = f"needs branch {branch}, or none" if branch else "is used without MindSpeed"
         raise VersionError(

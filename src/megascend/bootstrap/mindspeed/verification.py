@@ -17,9 +17,7 @@ def verify(config: Any, arguments: dict[str, Any], rotary: Any) -> None:
     failed = problems(config, arguments, rotary)
     if failed:
         raise PlatformError(
-            "MindSpeed's patches are not as they must be: "
-            + "; ".join(failed)
-            + ". Something imported Megatron before "
+            f"MindSpeed's patches are not as they must be: {'; '.join(failed)}. Something imported Megatron before "
             "megascend.bootstrap() or patched it afterwards; start a fresh process with the bootstrap first"
         )
 
