@@ -1,4 +1,4 @@
-"""Dry runs of ``train`` and ``rl``: a run as far as it goes without a process group, a model or a step."""
+"""Dry runs of ``train`` and ``rl``: all of a run that needs no process group, no model and no step."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def dry_run_rl(plan: RunPlan[RlConfig], overwrite: bool = False, resume: str | P
 
 
 def local_processes(config: RlConfig, info: ModelInfo) -> dict[str, int]:
-    """Return the bytes of the weights in processes beside rank 0: of local engines, and of a teacher in one."""
+    """Return the bytes of weights in other processes than rank 0: local engines, and a teacher in one of them."""
     width, processes = ELEMENT_BYTES[config.precision], {}
     if config.rollout.controller is None and (count := config.engines.count(LOCAL)):
         # Those in use, and those of an update until it takes effect.

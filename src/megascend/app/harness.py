@@ -150,7 +150,7 @@ class TaskSuite:
 
 def missing_metric(task: Any) -> str | None:
     """Return a metric of responses that the harness could not load, which it logs and reports once all responses are there."""
-    # Other tasks, and those with functions of their own, do not call what is listed.
+    # Other tasks, and those with custom functions, do not call the listed ones.
     calls = type(task) is ConfigurableTask and task.get_config("output_type") == "generate_until"
     if not calls or task.get_config("process_results") is not None:
         return None
@@ -302,7 +302,7 @@ class HarnessModel(TemplateLM):
                 )
             tokens = context + continuation
             cut += len(tokens) > self.max_length + 1
-            # The last token is no input.
+            # The last token is a target only.
             sequences.append((tokens[-(self.max_length + 1) :], len(continuation)))
         self._report_cut(cut, len(pairs))
         return self._scorer.scores(sequences, greedy=greedy)

@@ -239,7 +239,7 @@ class AppendFile:
                 logger.warning("%s cannot be written: %s; its lines are kept until it can be", self._path, error)
 
     def close(self) -> None:
-        """Close the file; log what is lost, if something still waits."""
+        """Close the file; log the number of lines that could not be written."""
         if self._descriptor is not None:
             os.close(self._descriptor)
         if self._waiting:
@@ -250,7 +250,7 @@ class AppendFile:
         make_directory(self._path.parent)
         # Opened once and appended to: a file that is replaced would leave those who follow it (tail -f) behind.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        os.ftruncate(descriptor, self._size)  # needs no room, and leaves a link one
+        os.ftruncate(descriptor, self._size)  # works on a full disk, and keeps a link a link
         return descriptor
 
 
@@ -378,7 +378,7 @@ class BarDisplay:
         self._live.start()
 
     def stop(self) -> None:
-        """Leave the lines as they are and give the terminal back."""
+        """Stop updating the lines and restore the terminal."""
         self._live.stop()
 
     def show(self, record: MetricsRecord, earlier: Mapping[str, tuple[int, float]] = EMPTY) -> None:
@@ -396,7 +396,7 @@ class BarDisplay:
         self._console.print(text, markup=False, highlight=False)
 
     def lines(self) -> RenderableType:
-        """Return both lines, as they are now. The bar takes what the counter and the times leave of the width."""
+        """Return both lines in their current state. The bar takes the width that counter and times leave."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

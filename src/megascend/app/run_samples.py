@@ -99,7 +99,7 @@ def check_one_kind(sources: Sequence[DataSource], stores: Sequence[SampleStore |
 
 
 def copies(learned: SampleStore | JoinedStores, held_out: SampleStore | JoinedStores) -> tuple[str, ...]:
-    """Return a remark on held-out documents that are learned, too, if there are any."""
+    """Return a remark on held-out documents that are among the training data, if any."""
     contents = document_digests(held_out)[1]
     shared = int(np.isin(contents, document_digests(learned)[1]).sum())
     if not shared:
@@ -110,7 +110,7 @@ def copies(learned: SampleStore | JoinedStores, held_out: SampleStore | JoinedSt
 
 
 def unlike_labels(stores: Sequence[SampleStore | JoinedStores], labels: LabelSet) -> tuple[str, ...]:
-    """Return a remark on samples of a classifier that are the same but for their labels, if there are any."""
+    """Return a remark on samples of a classifier that differ only in their labels, if any."""
     _, contents = np.unique(np.concatenate([store.digests for store in stores]), return_inverse=True)
     names, classes = np.unique(np.concatenate([store.classes for store in stores]), axis=0, return_inverse=True)
     combinations = np.unique(np.stack([contents, classes.reshape(-1)], 1), axis=0)
@@ -207,7 +207,7 @@ class RunSamples:
         return layout.padded_length(self.longest) * (2 if self.learned.has_pairs else 1)
 
     def check_lengths(self, backend: Backend) -> None:
-        """Refuse samples beyond what the engine, which may have a limit of its own, takes."""
+        """Refuse samples above the engine's limit, which may be lower than the run's."""
         if self.longest > backend.max_length:
             raise DataError(
                 f"the longest sample has {self.longest} tokens, and the engine takes {backend.max_length}: set "
@@ -322,7 +322,7 @@ class RunSamples:
         }
 
     def describe(self) -> str:
-        """Return how many samples there are, or pairs of them."""
+        """Return the number of samples, or of pairs."""
         members, unit = self.learned.members, self.learned.unit
         suffix = "" if self.held_out is None else f" and {len(self.held_out) // members} held out"
         return f"{len(self.learned) // members} {unit}{suffix}"
@@ -420,7 +420,7 @@ class StreamedSamples(RunSamples):
             batch = stream.take()
         except DataError as problem:
             error = problem
-        # Every rank takes its share of what it has read: samples would be left out, and others learned twice, without a trace.
+        # Every rank takes its share of its own list: if these differed, samples would silently be left out or learned twice.
         local = (socket.gethostname(), None if batch is None else batch.digest, None if error is None else str(error))
         ranks = gather_objects(local, "world", backend.groups, "next_batch()")
         first_host, first, _ = ranks[0]

@@ -226,7 +226,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class RunFiles:
-    """A run file and the files that it needs beside it, by path; and the figures of its layout, if one was planned."""
+    """A run file and the files that it needs, by path; and the figures of its layout, if one was planned."""
 
     files: dict[Path, str]
     prediction: Prediction | None

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def reference(trial: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Write the model of ``trial`` to ``folder``; its samples, and the logits of each by itself in a fresh forward pass.
+    """Write the model of ``trial`` to ``folder``, with its samples, and each sample's logits from a forward pass of its own.
 
     Samples come in ascending order of length: transformers' dynamic RoPE remembers the longest sequence it has seen.
     """

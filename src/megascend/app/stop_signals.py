@@ -14,7 +14,7 @@ from typing_extensions import Self
 from megascend.surroundings import process_status
 
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
-"""Signals that stop a run whatever they did before."""
+"""Signals that always stop a run."""
 BY_DEFAULT = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """Signals that stop a run where they would have ended the process: a connection or terminal that is lost, the warnings that
 schedulers send before a job's time is over (Slurm's ``--signal``), a limit of processor time. One that is ignored, as nohup has
@@ -44,7 +44,7 @@ class SignalRecorder(ABC):
     Outside the main thread, where Python allows no signal handlers, nothing is changed.
 
     Attributes:
-        received: the first signal that came, or None. It is what a run reports as its reason.
+        received: the first signal received, or None; a run reports it as the reason of its stop.
     """
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class SignalRecorder(ABC):
 
 
 class StopSignals(SignalRecorder):
-    """Recorder of a rank's signals. A second SIGINT (Ctrl-C twice) interrupts at once, as Python does by itself.
+    """Recorder of a rank's signals. A second SIGINT (Ctrl-C twice) raises KeyboardInterrupt, as by default in Python.
 
     Args:
-        launched: a launcher may pass a SIGINT on that has come from the terminal already; two at once count as one.
+        launched: a launcher may forward a SIGINT that the terminal has sent to this process, too; two at once count as one.
     """
 
     def __init__(self, *, launched: bool = False) -> None:

@@ -81,7 +81,7 @@ class Tasks(Protocol):
 
 
 class TaskScorer:
-    """Log-probabilities and responses of a backend's model for tasks. Collective, except where it says otherwise.
+    """Log-probabilities and responses of a backend's model for tasks. Collective, unless stated otherwise.
 
     Args:
         stops: tokens that end a response.
@@ -208,7 +208,7 @@ class TaskScorer:
         """Compute :meth:`scores` on all ranks, which share the sequences."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, (tokens, count) in enumerate(sequences):
-            # Answers of one token to the same question take one pass; a negative number is no token.
+            # Answers of one token to the same question take one pass; a negative number marks an unused position.
             key = tuple(tokens[:-1]) if greedy and count == 1 else (-1, index)
             groups.setdefault(key, []).append(index)
         samples: dict[int, list[int]] = {}

@@ -59,7 +59,7 @@ class TokenBudget:
         self._layout = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps; JSON."""
+        """Return the state to store in a checkpoint; JSON."""
         return {} if self.tokens is None else {"micro_batch_tokens": self.tokens, "layout": self._layout}
 
     def apply(
@@ -94,7 +94,7 @@ class TokenBudget:
 
 
 def _describe_layout(config: RunConfig, backend: Backend) -> str:
-    """Describe what the memory of a step depends on beside the model."""
+    """Describe the settings, other than the model, that a step's memory depends on."""
     recompute, distillation = config.recompute.model_dump_json(), config.distillation
     teacher = "" if distillation is None else f"; {distillation.model_dump_json()}"
     return f"{backend.topology.describe()}; {config.engine} on {backend.platform.name}, {config.precision}; {recompute}{teacher}"

@@ -1,4 +1,4 @@
-"""What a kind of run implements (:class:`Training`), and what it gets: the run before and after its model is built."""
+"""Interface of a kind of run (:class:`Training`), and its arguments: the run before and after the model is built."""
 
 from __future__ import annotations
 
@@ -123,18 +123,18 @@ class Training(ABC, Generic[AnyConfig]):
 
     @abstractmethod
     def progress(self) -> dict[str, Any]:
-        """Return the state to save beside the model, as of the last optimizer step, even if a later batch has been taken."""
+        """Return the state to save with the model, as of the last optimizer step, even if a later batch has been drawn."""
 
     def weights(self, config: AnyConfig) -> dict[str, Path]:
         """Return the checkpoint directories that a resumed run reads again, by setting; they must be unchanged."""
         return {} if config.lora is None else {"model": config.model}
 
     def code(self, config: AnyConfig) -> dict[str, str]:
-        """Return the names of functions and modules that decide what is learned, by setting."""
+        """Return the names of functions and modules that determine what is learned, by setting."""
         return {f"plugins: {name}": name for name in config.plugins}
 
     def packages(self, config: AnyConfig) -> dict[str, str]:
-        """Return the names of installed packages that decide what is learned, by setting."""
+        """Return the names of installed packages that determine what is learned, by setting."""
         return {}
 
     @abstractmethod

@@ -80,7 +80,7 @@ def _get_copy_storage() -> Callable[[Tensor, Tensor], None]:
 
 def copy_storage(output: Tensor, recomputed: Tensor) -> None:
     """Fill the storage of ``output``, which was released, from that of ``recomputed``: views of it see the numbers too."""
-    # On storages: autograd would take a write to the tensor for a change of what it has saved.
+    # On storages: autograd would treat a write to the tensor as a modification of a saved tensor.
     storage, source = output.untyped_storage(), recomputed.untyped_storage()
     storage.resize_(source.nbytes())
     storage.copy_(source)

@@ -40,7 +40,7 @@ class Check:
 
 @dataclass(frozen=True)
 class HelperOutcome:
-    """Outcome of a helper process: its JSON answer, or why there is none."""
+    """Outcome of a helper process: its JSON answer, or the problem."""
 
     answer: dict[str, Any] | None
     problem: str = ""
@@ -71,7 +71,7 @@ def run_python(arguments: Sequence[str], timeout: float, **environment: str) -> 
 
 def start_python(arguments: Sequence[str], **environment: str) -> subprocess.Popen[str]:
     """Start this Python with the search path of this process."""
-    # sys.path as it is now, so that the helper imports the same packages as this process.
+    # The current sys.path, so that the helper imports the same packages as this process.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return subprocess.Popen(
         [sys.executable, *arguments],

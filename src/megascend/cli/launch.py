@@ -80,7 +80,7 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int) -> Any:
         _environment_default("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
         _quiet("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing"),
     ):
-        # torch's own launcher: a run with --nproc and one under torchrun start alike.
+        # torch's own launcher, so that runs with --nproc and under torchrun start in the same way.
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -196,7 +196,7 @@ def attempts_of(events: Sequence[dict[str, Any]], errors: Sequence[dict[str, Any
     for record in sorted(errors, key=lambda record: _seconds(record.get("time"))):
         index = _attempt_of(record, [part[0] for part in parts])
         if index is None:
-            # Without a start event, attempts of one launcher are told apart by their ranks: a rank's second error is of the next.
+            # Without a start event, attempts of one launcher are distinguished by rank: a rank's second error is of the next one.
             launch = str(record.get("agent")), _number(record.get("attempt"))
             same = [records for key, records in early.items() if key[:2] == launch]
             repeats = sum(any(earlier.get("rank") == record.get("rank") for earlier in records) for records in same)

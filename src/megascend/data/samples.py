@@ -94,7 +94,7 @@ class Encoder:
         template_date: date | None = None,
         pictures: PictureProcessor | None = None,
     ) -> None:
-        """Collect what is left out or cut in ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
+        """Report omitted and cut documents to ``findings``; ``on_too_long`` does not apply to texts, which are cut into pieces.
 
         Args:
             pictures: loads the pictures of samples (:class:`PictureSources`); None: the model takes none.
@@ -550,7 +550,7 @@ def with_whole_offsets(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenize
     from tokenizers.processors import ByteLevel
 
     changed = ByteLevel()
-    # __setstate__ turns it into a processor of whatever kind the state is of.
+    # __setstate__ turns it into a processor of the state's kind.
     changed.__setstate__(json.dumps(_untrimmed(state)).encode())
     untrimmed: Any = copy.deepcopy(tokenizer)
     untrimmed.backend_tokenizer.post_processor = changed

@@ -410,7 +410,7 @@ class HangMonitor:
         """Return a lock that keeps this monitor's threads out of the store."""
         return contextlib.nullcontext() if self._heartbeat is None else self._heartbeat.store_lock
 
-    # --- what the thread publishes ---
+    # --- records that the thread publishes ---
 
     def _moved(self) -> object:
         return self._main.generation, len(self._background), self._failure, self.step, self.sequence.counts

@@ -29,7 +29,7 @@ MARGIN_S = 1.0
 
 
 class ExchangeWork(Protocol):
-    """Handle of an exchange under way, as ``torch.distributed.Work``."""
+    """Handle of a running exchange, like ``torch.distributed.Work``."""
 
     def wait(self, timeout: timedelta = ...) -> object:
         """Return once the exchange has completed. RuntimeError: it failed, or the time has elapsed."""

@@ -369,7 +369,7 @@ class _Collective:
 
         try:
             yield
-        except RuntimeError as error:  # Gloo raises it for timeouts and for lost peers alike
+        except RuntimeError as error:  # Gloo raises it both for timeouts and for lost peers
             raise monitor.explain_collective(error, channel.name, self._number, channel.ranks, headline) from error
 
 

@@ -151,7 +151,7 @@ class Trainable(Protocol):
         ...
 
     def loss_scales(self, names: Sequence[str]) -> list[float]:
-        """Return each adapter's factor of its loss in the backward pass, beside the engine's own scale."""
+        """Return each adapter's factor of its loss in the backward pass, in addition to the engine's own scale."""
         ...
 
     def collect(self) -> None:

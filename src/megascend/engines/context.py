@@ -84,7 +84,7 @@ class EngineSpec:
 
     @classmethod
     def of(cls, model: str | Path, settings: Mapping[str, Any]) -> EngineSpec:
-        """Build the spec from settings by field name; None stands for the default."""
+        """Build the spec from settings by field name; None means the default."""
         return cls(Path(model), **{name: value for name, value in settings.items() if value is not None})
 
 

@@ -33,7 +33,7 @@ def attention_of(name: str, images: Images | None) -> str | dict[str, str]:
 
 
 def features_of(vision_tower: Callable[..., Any], pixel_values: Tensor, grids: Tensor) -> tuple[Tensor, ...]:
-    """Return the features of pictures: those of the last layer, and those of inner layers (DeepStack) if there are any."""
+    """Return the features of pictures: those of the last layer, and those of inner layers (DeepStack), if any."""
     output = vision_tower(pixel_values, grid_thw=grids)
     return output.pooler_output, *(getattr(output, "deepstack_features", None) or ())
 

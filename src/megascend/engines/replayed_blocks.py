@@ -62,7 +62,7 @@ class BlockReplay(RouterReplay):
 
     @contextmanager
     def replaying(self, batch: MicroBatch) -> Iterator[None]:
-        """Replay a micro batch's experts in the forward pass in the block, and in what is recomputed of it afterwards."""
+        """Replay a micro batch's experts in the forward pass within the context, and in its later recomputation."""
         routed = None if batch.routed_experts is None else self.layers.columns(batch.routed_experts)
         self._pass = ReplayedPass(routed, ~batch.padding)
         yield

@@ -1,4 +1,4 @@
-"""Read the tokenizer beside a model's weights."""
+"""Read the tokenizer of a model's directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside the model's weights; nothing is downloaded."""
+    """Load the tokenizer of a model's directory; nothing is downloaded."""
     from transformers import AutoTokenizer
 
     if not model.is_dir():

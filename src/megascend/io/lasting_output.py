@@ -46,7 +46,7 @@ class LastingFile(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        """Write all of ``data``, or drop what is left of it; returns its length either way."""
+        """Write all of ``data``, or drop the rest; return its length in both cases."""
         left = memoryview(data).cast("B")
         size = len(left)
         while left:
@@ -90,7 +90,7 @@ class LastingOutput:
             elif isinstance(stream, io.TextIOWrapper):
                 raw = getattr(stream.buffer, "raw", stream.buffer)
                 if isinstance(raw, io.FileIO):
-                    # The stream may be lost already; what it had buffered is lost with it.
+                    # The stream may be broken already; its buffer is then lost.
                     with contextlib.suppress(OSError):
                         stream.flush()
                     file = LastingFile(raw.fileno(), name)

@@ -64,7 +64,7 @@ COUNTERS = ("taken", "step_count", "skipped_in_a_row", "loss_scale", "good_steps
 
 
 def write(path: Path, saved: SavedAdapter, base_model: str, adaptable: list[str]) -> None:
-    """Write ``saved`` beside ``path``, then rename it onto ``path``, replacing an older adapter. Follows links."""
+    """Write ``saved`` next to ``path``, then rename it to ``path``, replacing an older adapter. Follows links."""
     try:
         check_target(path)
         with replacing_directory(path) as temporary:

@@ -216,7 +216,7 @@ class LookUp(torch.autograd.Function):
         count, size, rank = tables.shape
         local = ids.flatten() - start
         is_local = ((local >= 0) & (local < size))[:, None]
-        # Indices of tokens of other ranks must be valid: row 0 stands in, and is masked below.
+        # Tokens of other ranks need a valid index: use row 0, which is masked below.
         rows = torch.where(is_local[:, 0], local, 0)
         if adapter_index is not None:
             rows = rows + adapter_index * size

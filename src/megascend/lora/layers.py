@@ -149,7 +149,7 @@ class AdapterLayers(AppliedAdapters):
         """Restore this micro batch's segments when its backward pass begins, for layers that are recomputed."""
         if self.stacked is not None and output.requires_grad:
             segments = self.segments
-            # With pipelining several micro batches are under way: at the time of the backward pass ``segments`` is a later one's.
+            # With pipelining, ``segments`` is already a later micro batch's at the time of the backward pass.
             output.register_hook(lambda _: setattr(self, "segments", segments))
 
     def deltas(self, module: Any) -> list[tuple[slice, Tensor]]:

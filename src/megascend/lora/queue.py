@@ -210,7 +210,7 @@ class AdapterQueue:
         return self.run_unit() or calls > 0
 
     def run_call(self) -> bool:
-        """Run a call that is first in line, then move its adapter behind the others. False if there is none.
+        """Run a call that is first in its adapter's line, then move the adapter behind the others. False if there is none.
 
         Raises:
             BaseException: any error that the future does not hold for the caller, KeyboardInterrupt too; the future has failed.

@@ -205,7 +205,7 @@ def check_exist(
         refused = next((name for name in refused_targets.names if matches(name, [target])), None)
         if refused is not None and (refused_targets.always or not any(matches(name, [target]) for name in projections)):
             raise ConfigError(f"{subject} {target!r}, which is {refused}, {refused_targets.reason}")
-    projections = [projection for projection in projections if projection != HEAD]  # no target, as it is always trained
+    projections = [projection for projection in projections if projection != HEAD]  # not a target: it is always trained
     unknown = [t for t in targets if not any(matches(p, [t]) for p in projections)] if targets != "all-linear" else []
     if unknown or not any(matches(projection, targets) for projection in projections):
         ends = sorted({projection.rsplit(".", 1)[-1] for projection in projections})

@@ -130,7 +130,7 @@ class StackedAdapters:
                 return torch.zeros(*lead, target.in_features, inner, dtype=dtype, device=device)
             return torch.zeros(*lead, inner, target.in_features, dtype=dtype, device=device).mT
 
-        # Gradients in fp32 whatever the dtype: they are sums over the micro batches of a call.
+        # Gradients are always fp32: they are sums over the micro batches of a call.
         a, a_grads = zeros(dtype), zeros(torch.float32)
         b = torch.zeros(*lead, inner, target.out_features, dtype=dtype, device=device)
         return StackedFactors(a, a_grads, b, torch.zeros(b.shape, device=device))

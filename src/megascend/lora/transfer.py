@@ -120,7 +120,7 @@ def scatter(
 ) -> None:
     """Write this rank's parts of unsharded factors into ``vector``; projections without factors become zero. Local."""
     for span, values in adapter.views(vector.detach()):
-        # Rows that pad a rank must be zero in A and B alike; their gradients are then zero, too.
+        # Rows that pad a rank must be zero in both A and B; their gradients are then zero, too.
         values.zero_()
         for layer, target in enumerate(shape_groups[span.shape_group].target_modules):
             for number, fused_slice in enumerate(target.slices):

@@ -52,7 +52,7 @@ class DeepSeek(Architecture):
 
 @dataclass(frozen=True)
 class DeepSeekV2(DeepSeek):
-    """DeepSeek-V2: softmax scores that stay as they are after the choice, in the large models among the best groups."""
+    """DeepSeek-V2: softmax scores that are not renormalised after the choice, in the large models among the best groups."""
 
     megatron: str | None = "megascend.models.deepseek_megatron"
 

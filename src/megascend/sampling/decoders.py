@@ -119,7 +119,7 @@ class CachedDecoder(Decoder):
         layout = self._engine.info.image_layout
         if layout is None or not isinstance(request.images, SampleImages):
             return 0
-        # -1 is no token, and so not one that stands for a picture.
+        # -1 is not a token, and so not a picture's.
         following = positions(torch.tensor([*request.prompt, -1]), request.images.grids, layout)[0, -1]
         return int(following) - len(request.prompt)
 

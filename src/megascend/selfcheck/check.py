@@ -212,7 +212,7 @@ def compare(part: Slice, worker: Worker | None = None) -> tuple[Verdict, bool]:
         return verdict, True
     try:
         convicted, short_ones_agree = find_settings(part, result)
-    except PlatformError:  # the difference is reported without its cause, which the next start looks for again
+    except PlatformError:  # the difference is reported without its cause, which the next start searches again
         return verdict, False
     return replace(verdict, convicted=convicted, short_ones_agree=short_ones_agree), True
 
@@ -250,7 +250,7 @@ def key(part: Slice, packages: Sequence[str] | None = None, **settings: Any) -> 
         "config": part.config,
         "lengths": part.lengths,
         "versions": versions() if packages is None else versions(packages),
-        # A verdict of other code says nothing: a patch may have removed the difference, or caused one.
+        # A verdict of other code does not apply: a patch may have removed the difference, or caused one.
         "code": code_digest(),
         **settings,
     }

@@ -135,7 +135,7 @@ class Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
                 text=True,
-                # A plain environment: the worker is no rank, and imports a Megatron of its own for the CPU.
+                # A plain environment: the worker is not a rank, and imports Megatron for the CPU.
                 env=plain_environment() | faster_start(),
                 cwd=self._path,
                 encoding="utf-8",

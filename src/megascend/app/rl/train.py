@@ -214,7 +214,7 @@ class ReinforcementLearning(Training[RlConfig]):
             self._teacher = TrainerTeacher(run.backend, teacher, model)
 
     def begin(self, run: Run[RlConfig], progress: dict[str, Any] | None) -> None:
-        """Begin or resume: the engines get the weights that the trainer begins with, whatever they had before."""
+        """Begin or resume, and send the trainer's weights to the engines."""
         from megascend.app.rl.engines import EngineUpdates, make_engines
         from megascend.app.rl.rollouts import SharedRollouts
         from megascend.app.rl.set_up import check_router_replay, fingerprint, make_collector
@@ -402,7 +402,7 @@ class ReinforcementLearning(Training[RlConfig]):
         return {"rollouts": self._rollouts.state_dict(), "rl": vars(self.totals)}
 
     def weights(self, config: RlConfig) -> dict[str, Path]:
-        """Return the directories of base model, reference and teacher, as far as they are not in the checkpoint."""
+        """Return the directories of base model, reference and teacher, unless a checkpoint contains them."""
         weights = super().weights(config)
         if config.reference is not None:
             base = config.reference.model == BASE

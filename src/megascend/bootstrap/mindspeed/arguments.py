@@ -212,7 +212,7 @@ def reasons(arguments: Mapping[str, Any]) -> list[str]:
     """Return every reason why MindSpeed cannot train with these arguments, in a fixed order; empty if it can."""
 
     def value(name: str, default: Any = None) -> Any:
-        # None stands for "not set" in MindSpeed's arguments as well.
+        # None means "not set" in MindSpeed's arguments, too.
         argument = arguments.get(name, default)
         return default if argument is None else argument
 

@@ -39,7 +39,7 @@ def problems(config: Any, arguments: dict[str, Any], rotary: Any) -> list[str]:
             failures.append(
                 f"{EXTENSIONS}.{name} is {ascend.qualified_name(getattr(extensions, name))}, not Megatron's own {native.__name__}"
             )
-    # Compared by module: MindSpeed wraps it, so that there is no object to compare with.
+    # By module: MindSpeed wraps the function, so there is no object to compare it with.
     fuser = import_module("megatron.core.jit").jit_fuser
     if not _from_mindspeed(fuser):
         failures.append(f"megatron.core.jit.jit_fuser is {ascend.qualified_name(fuser)}, which would compile for CUDA")

@@ -66,7 +66,7 @@ class FsdpAdapterLayers(AppliedAdapters):
                 self._not_called[id(module)] = name
                 if target.is_expert:
                     slots = expert_slots.setdefault(id(module), (module, {}))[1]
-                    # By the parameter's own name (gate_up_proj, down_proj), as the experts function asks for it.
+                    # By the parameter's own name (gate_up_proj, down_proj), by which the experts function looks it up.
                     slots[name.rsplit(".", 1)[-1]] = number, layer, target
                 elif target.is_embedding:
                     module.register_forward_hook(partial(self._after_embedding, number, target))

@@ -303,7 +303,7 @@ class CheckedModel:
 
 
 def check_model(spec: EngineSpec, info: ModelInfo, topology: Topology, platform: str) -> list[str]:
-    """Raise what the constructor would raise about a model before its weights are read; return the names of adapter targets."""
+    """Raise the errors that the constructor would raise before it reads weights; return the names of adapter targets."""
     checked = CheckedModel.build(spec, info, topology)
     subject = FsdpSubject(
         info.scalar_head, packing=spec.batching.packing, context=topology.context, npu=platform == "npu"

@@ -156,7 +156,7 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=page_locked) if settings.offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     expert_options: dict[str, Any] = options | {"mesh": expert_mesh}
-    split = layers(model)  # before sharding, which changes the class names that it goes by
+    split = layers(model)  # before sharding, which changes the class names that it uses
     # fully_shard takes parameters that no unit has yet: inner modules first, the model itself last.
     for layer in split:
         for experts in filter(is_fused_experts, layer.modules() if expert_mesh else ()):

@@ -176,7 +176,7 @@ def build_config(
         arguments["moe_grouped_gemm"] = False
     try:
         config = ModelConfig(**arguments)
-    except NotImplementedError as error:  # MindSpeed's, for what it has not adapted to this Megatron-Core
+    except NotImplementedError as error:  # MindSpeed's, for features that it does not support with this Megatron-Core
         raise ConfigError(
             f"{model_dir}/config.json: a package that patches Megatron-Core refuses this model: {error}"
         ) from error

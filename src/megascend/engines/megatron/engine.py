@@ -172,7 +172,7 @@ class MegatronEngine(Engine):
         images = self.info.architecture.inputs
         towers = [tower for chunk in self.bare_chunks if (tower := vision.tower(chunk, images)) is not None]
         for tower in towers:
-            tower.requires_grad_(False)  # beside the language models, which the manager freezes
+            tower.requires_grad_(False)  # the manager freezes the language models only
         last = self.decoders[-1]
         scalar_head = last.output_layer if last.post_process and self.info.scalar_head is not None else None
         self.trainable = self.adapters = AdapterManager(

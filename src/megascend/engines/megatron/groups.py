@@ -128,7 +128,7 @@ def _device_groups() -> dict[str, ProcessGroup]:
 
 
 def _cpu_groups() -> dict[str, ProcessGroup]:
-    """Return the Gloo groups that Megatron creates beside its device groups; it does not use them otherwise here."""
+    """Return the Gloo groups that Megatron creates in addition to its device groups; here it does not use them itself."""
     return {  # type: ignore[reportReturnType]
         "dp": parallel_state.get_data_parallel_group_gloo(),
         "dp_cp": parallel_state.get_data_parallel_group_gloo(with_context_parallel=True),

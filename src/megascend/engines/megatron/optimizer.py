@@ -192,7 +192,7 @@ class MegatronOptimizer:
             self._clip(grad_norm)
             if self._muon is not None:
                 self._muon.step([main.grad for _, main in self._muon_mains], lr)
-                for _, main in self._muon_mains:  # Adam leaves parameters without a gradient as they are
+                for _, main in self._muon_mains:  # Adam does not change parameters without a gradient
                     main.grad = None
             self.megatron.step_with_ready_grads()
             self._routers.update_bias()

@@ -151,7 +151,7 @@ class Features:
 
 @contextlib.contextmanager
 def frequencies_in_fp32(chunk: Any, images: Images | None) -> Iterator[None]:
-    """Keep the rotary frequencies of the tower as they are while the model is cast to 16 bits, as transformers does."""
+    """Keep the rotary frequencies of the tower in fp32 while the model is cast to 16 bits, as transformers does."""
     module = tower(chunk, images)
     buffers = {} if module is None else dict(module.named_buffers())
     # Float16Module's cast puts other tensors in the buffers' place, so that these keep their values until they are put back.

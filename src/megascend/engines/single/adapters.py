@@ -141,7 +141,7 @@ class ActiveAdapter:
             target_parameters=parameters or None,
             bias="none",
         )
-        # peft's new modules are in training mode, whatever the model's mode is.
+        # peft's new modules are in training mode, regardless of the model's mode.
         training = model.training
         with _literal_names():
             self._tuner, self._rank = LoraModel(model, config, ACTIVE), lora.rank

@@ -210,7 +210,7 @@ class SingleSubject(TransformersSubject):
 
     def logits(self, model: Any, samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         lengths = [len(ids) for ids in samples]
-        # On the right, as micro batches of this engine: causal layers never look at what follows a sample's last token.
+        # On the right, as micro batches of this engine: in causal layers nothing depends on tokens after a sample's last one.
         rows = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
         self._rotary.enter_samples(torch.arange(len(rows))[:, None].expand(rows.shape), lengths)
         hidden, _ = hidden_states(model, rows, torch.arange(rows.shape[1]).expand(rows.shape))
@@ -255,7 +255,7 @@ def check_support(model: Any, spec: EngineSpec, info: ModelInfo) -> list[str]:
 
 
 def check_model(spec: EngineSpec, info: ModelInfo) -> list[str]:
-    """Raise what the constructor would raise about a model before its weights are read; return the names of adapter targets."""
+    """Raise the errors that the constructor would raise before it reads weights; return the names of adapter targets."""
     config = model_config(spec.model)
     if info.scalar_head is None:
         tie_embeddings(config, info.shape.tied)

@@ -342,7 +342,7 @@ class MegascendEngine(BaseEngine):
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:  # fmt: skip
-        """Save model, optimizer, schedule and random state to ``local_path/megascend``, and an ``hf_model`` beside it."""
+        """Save model, optimizer, schedule and random state to ``local_path/megascend``; with ``hf_model`` also an export."""
         _refuse_hdfs(hdfs_path)
         backend, directory = self.backend, Path(local_path)
         # On rank 0 only, with the error on all ranks: the directory is shared.

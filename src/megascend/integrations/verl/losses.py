@@ -49,7 +49,7 @@ def cross_entropy_weights(batch: Batch, function: VerlLoss | None) -> list[Tenso
     if inner is not sft_loss or pad_mode != DatasetPadMode.NO_PADDING or not mask.is_nested:
         return None
     masks = mask.values().float()
-    # A first token with a mask (see above), or weights that are no cross entropy's.
+    # A first token with a mask (see above), or weights that a cross entropy cannot have.
     if bool(masks[mask.offsets()[:-1]].any()) or not bool(((masks >= 0) & masks.isfinite()).all()):
         return None
     # verl masks tokens; weights here belong to the position that predicts the token.
