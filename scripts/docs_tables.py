@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from megascend.app.rl.records import RlRecord
 from megascend.app.train import StepRecord
 from megascend.batch.losses import LOSS_METRICS
-from megascend.bootstrap.mindspeed.tree import BRANCHES, ADAPTOR_BRANCHES
+from megascend.bootstrap.mindspeed.tree import ADAPTOR_BRANCHES, BRANCHES
 from megascend.bootstrap.providers import names
 from megascend.bootstrap.versions import PACKAGES, STACKS
 from megascend.config import RunConfig, Section, TrainerConfig

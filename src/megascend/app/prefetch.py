@@ -55,7 +55,7 @@ class SelfCheckPrefetch:
         def check() -> None:
             with worker or contextlib.nullcontext():
                 with contextlib.suppress(MegascendError):  # the backend repeats the check, and reports the error
-                    examine(*arguments, window_in_force=False, worker=worker)
+                    examine(*arguments, window_active=False, worker=worker)
                 process.mark_checked(config.model, config.batching.max_length)
 
         # A daemon: a run that fails must not wait for the check.

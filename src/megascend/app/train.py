@@ -220,7 +220,7 @@ class SupervisedTraining(Training[RunConfig]):
     def after_build(self, run: Run[RunConfig]) -> None:
         config, backend, samples, objective = run.config, run.backend, self.samples, self.objective
         # Every host reads its own files. If they differed, ranks would silently train on different batches.
-        samples.check_alike(backend)
+        samples.check_same_on_all_ranks(backend)
         samples.check_lengths(backend)
         size = config.data.global_batch_size
         saved: list[tuple[int, dict[str, Any]]] = []

@@ -60,11 +60,11 @@ class Slice:
     not_shown: str = ""
 
 
-def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_in_force: bool) -> Slice:
+def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, window_active: bool) -> Slice:
     """Return the slice of a model, or raise CannotSliceError.
 
     ``raw``: its ``config.json``; ``full``: with all defaults; ``longest``: tokens of the longest sample that a run allows.
-    Without ``window_in_force`` samples are never longer than the model's sliding window.
+    Without ``window_active`` samples are never longer than the model's sliding window.
     """
     if isinstance(raw.get("vision_config"), Mapping):
         raise CannotSliceError(WITH_TOWER)
@@ -86,7 +86,7 @@ def slice_model(raw: Mapping[str, Any], full: Mapping[str, Any], longest: int, w
     config |= _widths(raw, full) | architecture.sliced(full, layers)
     positions, longest = _positions(raw, full, longest)
     config |= positions
-    for name in WINDOWS if window_in_force else ():
+    for name in WINDOWS if window_active else ():
         if isinstance(full.get(name), int) and full[name] > WINDOW:
             config[name] = WINDOW
     lengths = tuple(length for length in LENGTHS if length <= longest)
