@@ -79,7 +79,7 @@ class TaskSuite:
             if not Path(name).is_file():
                 raise EvaluationError(f"{setting}: {name} is not a file")
         try:
-            # The index of the harness's own tasks takes ten seconds or more, and tasks in files need none, unlike groups.
+            # Indexing the harness's own tasks takes ten seconds or more; groups need the index, tasks in files do not.
             needs_index = len(files) < len(settings.names) or any(
                 line.startswith("group:") for name in files for line in Path(name).read_text("utf-8").splitlines()
             )
@@ -144,7 +144,7 @@ class TaskSuite:
                 apply_chat_template=chat,
                 fewshot_as_multiturn=chat,
             )
-        assert report is not None  # rank 0 of the harness, which knows no others
+        assert report is not None  # the harness sees a single rank
         return scores_of(report)
 
 

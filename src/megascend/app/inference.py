@@ -203,7 +203,7 @@ def loaded_model(settings: InferenceSettings) -> Iterator[ResponseModel]:
         ),
         "batching": Batching(micro_batch_tokens=min(context, LONGEST_CONTEXT)),
         "platform": settings.platform,
-        "self_check": settings.engine != "single",  # whose model is the one that it would be compared with
+        "self_check": settings.engine != "single",  # it was trained on this model
     }
     accepted = backends.accepted_settings(settings.engine)
     if settings.tensor > 1 and "parallel" not in accepted:

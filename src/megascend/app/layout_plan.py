@@ -162,7 +162,7 @@ def checked(
     for candidate in candidates:
         if len(accepted) == count:
             break
-        # Where the plan is made, other devices are, or none.
+        # The planning machine has other devices, or none.
         config = candidate.config.model_copy(update={"platform": "auto", "model": checkpoint})
         if runtime is None:
             try:

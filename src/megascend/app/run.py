@@ -441,7 +441,7 @@ class StartPhases:
         self._since, self._since_processor = now, processor
 
     def split_off(self, name: str, part_of: str, seconds: float) -> None:
-        """Make ``seconds`` of phase ``part_of``, spent waiting, a phase of their own."""
+        """Move ``seconds`` that phase ``part_of`` spent waiting to a separate phase."""
         self.seconds[part_of] -= seconds
         self.seconds[name] = seconds
         self.processor_s[name] = 0.0

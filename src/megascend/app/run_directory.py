@@ -208,7 +208,7 @@ def clear_output(output: Path, names: Sequence[str]) -> None:
     except OSError:
         restore(output)
         raise
-    # Only after this rename, which cannot be undone any more, may files be removed for good.
+    # Only after this rename, which is never undone, may files be removed for good.
     for path in kept_paths:
         _empty(path)
     remove(removing)

@@ -311,7 +311,7 @@ class StepClock:
             count: number of the step.
         """
         now = self._now()
-        # Without a micro batch that is done, nothing is known of the others.
+        # Until a micro batch is done, there is no estimate for the others.
         if not finished or now - self._reported < PROGRESS_S:
             return None
         self._reported = now

@@ -352,7 +352,7 @@ class StreamedSamples(RunSamples):
         validation = config.validation.sources(data) if config.validation is not None else []
         check_disjoint(sources, validation)
         set_template(data, tokenizer)
-        # One of its own: it is used by a thread, and another use at the same time would be an error ("Already borrowed").
+        # A copy: a thread uses it, and concurrent use is an error ("Already borrowed").
         stream_tokenizer = copy.deepcopy(tokenizer)
         day = config.template_date or date.today()
         pictures = PictureProcessor.for_model(config.model, data.pictures)
@@ -371,7 +371,7 @@ class StreamedSamples(RunSamples):
 
         stream = open_stream()
         first = next(stream)
-        # In files, as eager samples are: objectives and dry runs read them the same way.
+        # In files, like eager samples, so that objectives and dry runs read both in the same way.
         try:
             with tempfile.TemporaryDirectory(prefix="megascend-stream-") as folder:
                 path = Path(folder) / "first"

@@ -128,7 +128,7 @@ class TaskScorer:
             ConfigError: tasks are conversations, and the tokenizer has no chat template.
         """
         if not tasks.chat_template:
-            # As the harness: without conversations, what closes a turn ends nothing.
+            # As in the harness: outside conversations, the end of a turn does not end the response.
             return cls(backend, tokenizer, sorted(stop_tokens(tokenizer, model, None)), None, adapter, show=show)
         if not tokenizer.chat_template:
             raise ConfigError("chat_template: true of the tasks, and the model's tokenizer has no chat template")

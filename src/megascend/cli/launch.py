@@ -238,7 +238,7 @@ def call_in_thread(function: Callable[..., Any], *args: Any, stop: StopLaunch) -
         Exception: what the function raises.
         KeyboardInterrupt: on a second SIGINT; the children have been killed.
     """
-    # Python runs signal handlers on the main thread alone, between bytecodes: it must not sit in the launcher's wait.
+    # Python runs signal handlers on the main thread only, between bytecodes, so that thread must not wait in the launcher.
     with ThreadPoolExecutor(1, "megascend-launch") as pool:
         future = pool.submit(function, *args)
         while not wait([future], POLL_S).done:

@@ -89,7 +89,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class SaveCounts:
-    """Counts of the saves of all attempts. ``stall_s``: seconds that training stood still for each, on rank 0."""
+    """Counts of the saves of all attempts. ``stall_s``: seconds that each blocked training, on rank 0."""
 
     started: int
     completed: int

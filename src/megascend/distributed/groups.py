@@ -143,7 +143,7 @@ class ProcessGroups:
         thread.join(limit_s)
         if thread.is_alive():
             logger.warning(
-                "rank %d: its process groups were not destroyed within %g s, as other ranks have not left theirs; continuing",
+                "rank %d: its process groups were not destroyed within %g s, since other ranks have not left theirs; continuing",
                 self.rank,
                 limit_s,
             )

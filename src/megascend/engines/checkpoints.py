@@ -194,7 +194,7 @@ def _require_all_used(
     purpose = f"the entries required of {directory}"
     raise_on_all_ranks(None if problem is None else CheckpointError(refusal(problem)), engine.groups, purpose)
     # A rank reads its own slices only, so only the union over ranks shows what nobody has read.
-    # As numbers in the order of the names: all ranks read the same checkpoint, and its names from each of them would be many.
+    # As flags in the order of the names, which are the same on all ranks: gathering the names themselves would be expensive.
     names, local = sorted(stored), set(used)
     flags = all_reduce_numbers([float(name in local) for name in names], "world", engine.groups, "max", purpose)
     unused = [name for name, flag in zip(names, flags, strict=True) if not flag]

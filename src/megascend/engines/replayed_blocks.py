@@ -76,7 +76,7 @@ class BlockReplay(RouterReplay):
         choice = _Choice(self, current.routed[:, column], None if current.complete else current.real)
         with choice:
             result = forward(*args, **options)
-        # Without a call the model has chosen by other means, and the recorded experts would silently have been ignored.
+        # Without a call the model has chosen experts elsewhere, and has silently ignored the recorded ones.
         if choice.calls != 1:
             raise MegascendError(
                 f"router replay: the block of layer {self.layers.numbers[column]} chose {self.layers.topk} of "

@@ -217,7 +217,7 @@ def copy_companions(source: Path, target: Path, config: Mapping[str, Any]) -> No
 
 
 def with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a ``config.json`` that names ``dtype``, under each key that it has for it, in its parts (``text_config``) too."""
+    """Return a ``config.json`` with ``dtype`` under each of its keys for it, also in nested parts (``text_config``)."""
     changed = dict(config)
     for name, value in config.items():
         if name in _DTYPE_KEYS:

@@ -83,7 +83,7 @@ class LastingOutput:
         closed = [name for name, number in DESCRIPTORS.items() if _occupy(number)]
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream is None:  # as Python has it where the descriptor is closed
+            if stream is None:  # as Python does for a closed descriptor
                 file = LastingFile(DESCRIPTORS[name] if name in closed else os.open(os.devnull, os.O_WRONLY), name)
                 file.note_loss(OSError(errno.EBADF, "it was closed before the start"))
                 self._replace(name, _text(io.BufferedWriter(file), encoding="utf-8", line_buffering=True))

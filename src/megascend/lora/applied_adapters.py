@@ -53,7 +53,7 @@ class AppliedAdapters:
         if target.rows != "tokens":
             return self._to_tower(shape_group, layer, target, x, out)
         a, a_grads, b, b_grads = stacked.factors(shape_group, layer, segments.single)
-        # Only row parallel layers see all tokens as input, the others this rank's slice; only column parallel ones return all.
+        # Only row parallel layers get all tokens as input, the others this rank's slice; only column parallel ones return all.
         before = segments.full if target.split == "row" else segments.local
         after = segments.full if target.split == "column" else segments.local
         x = drop(x, stacked, segments, target, local=self._sequence_parallel and target.split != "row")

@@ -79,7 +79,7 @@ class AdapterManager(MixedAdapters):
         targets = find_target_modules(chunks, layout) + tower[0] + list(head)
         # A pipeline stage knows its own layers only, but every rank must check targets against the same list.
         coordinates = groups.coordinates
-        # A replica leaves its names to another rank. Experts have replicas of their own.
+        # Another rank reports the names of a replica. Experts are replicated over other groups.
         replica = coordinates.tensor or coordinates.data or coordinates.context
         local_names = sorted(
             {

@@ -378,7 +378,7 @@ class AdapterQueue:
         self, samples: Sequence[Sample], share: Sequence[Sample], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """Gather a tensor for each of ``samples``, in their order, from the shares of all data parallel ranks."""
-        # By identity: shard() returns these objects, and equal samples of two tenants must stay apart.
+        # By identity: shard() returns these objects, and equal samples of two tenants must be distinguished.
         index_of = {id(sample): index for index, sample in enumerate(samples)}
         indexed = [(index_of[id(sample)], tensor) for sample, tensor in zip(share, tensors, strict=True)]
         by_index = dict(entry for part in self._backend.gather_by_data_rank(indexed) for entry in part)

@@ -77,7 +77,7 @@ class CachedDecoder(Decoder):
         self._longest = max(row.longest for row in batch)
         self._cache: KeyValues | None = None
         self._numbers: list[int] = []  # of the rows in the cache
-        self._shifts: dict[int, int] = {}  # by request: position of a token of the response less its index
+        self._shifts: dict[int, int] = {}  # by request: position of a response's token minus its index
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Self:

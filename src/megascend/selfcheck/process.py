@@ -162,7 +162,7 @@ class Worker:
         self._folder.cleanup()
 
     def work(self, trials: Sequence[Trial], deadline_s: float) -> TrialReport:
-        """Build and compare the models of ``trials``. A worker takes one job only."""
+        """Build and compare the models of ``trials``. A worker runs one job only."""
         job, result = self._path / "job.json", self._path / "result.json"
         model_types = {trial.config.get("model_type"): None for trial in trials}
         # Architectures that this process registered are unknown to the worker, which is another process.

@@ -172,7 +172,7 @@ class Teacher:
     def close(self) -> None:
         """Close the engine."""
         if self._loop is not None and self._engine is not None:
-            # A server that is gone holds nothing of this run.
+            # A server that has ended holds nothing of this run.
             with contextlib.suppress(EngineError, WireError):
                 self._loop.run(self._engine.close())
             self._loop.close()

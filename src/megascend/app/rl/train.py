@@ -322,7 +322,7 @@ class ReinforcementLearning(Training[RlConfig]):
             raise too_many_skips(config, number, step.skipped_in_a_row, None)
         stepped, pause_s, pushed = time.perf_counter(), 0.0, None
         if number % config.sync.every == 0 or number == config.steps:
-            # Only now may prompts be dispatched that count on these weights.
+            # Only now may prompts be dispatched that depend on these weights.
             pushed, self._version = self._updates.push(number), number
             # None: engines were lost. Those that are back get these weights, or later ones.
             pause_s = 0.0 if pushed is None else pushed.pause_s

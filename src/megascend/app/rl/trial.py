@@ -120,7 +120,7 @@ def describe_teacher(config: RlConfig) -> str | None:
 
     async def ask() -> str:
         try:
-            # As the run's first question. Not closed: a teacher is not claimed.
+            # The same request as the run's first one. Not closed, since it claims no teacher.
             await asyncio.wait_for(teacher_engine(config, settings).logprobs([0, 0]), ENGINE_S)
         except (MegascendError, WireError, asyncio.TimeoutError) as error:
             return (

@@ -207,7 +207,7 @@ def _prefetch_next_layers(split: list[nn.Module]) -> None:
 
 def reshard(units: list[FSDPModule]) -> None:
     """Free gathered parameters."""
-    # Without a backward pass, those of the model and its head would stay gathered after a forward pass, and the next one
+    # Without a backward pass, those of the model and its head would remain gathered after a forward pass, and the next one
     # would use the old values even after a load or an update.
     for unit in units:
         unit.reshard()

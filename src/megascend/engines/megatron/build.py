@@ -369,7 +369,7 @@ def check_packing(config: ModelConfig, platform: Platform, *, packing: bool) -> 
             f"{config.hf_model_type} has attention sinks, for which Transformer Engine has no kernel that takes packed samples; "
             "set batching.packing: false"
         )
-    # The choice is kept on the borders of packed samples, which each micro batch has. Padded ones have no such object.
+    # The choice is stored with the boundaries of packed samples, an object of each micro batch. Padded ones have no such object.
     if (
         not packing
         and getattr(config, "dsa_indexer_topk_freq", 1) > 1
