@@ -257,9 +257,9 @@ def checkpoint_policy(
         run.config,
         run.event_log,
         progress,
-        directory.take_over,
-        lambda: not directory.holds_earlier_run,
-        lambda: training.best_step,
+        before_save=directory.take_over,
+        may_save=lambda: not directory.holds_earlier_run,
+        best_step=lambda: training.best_step,
     )
 
 
@@ -270,8 +270,8 @@ def run_log(run: Run[AnyConfig], directory: OutputDirectory) -> RunLog:
         config.tracker_options,
         config.output,
         config.model_dump(mode="json"),
-        steps_done,
-        lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
+        resumed_after=steps_done,
+        on_failure=lambda name, problem: run.event_log.event("tracker_failed", tracker=name, problem=problem),
     )
     return RunLog(
         config.output,

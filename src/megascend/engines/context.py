@@ -158,7 +158,7 @@ def engine_context(
     launch = Launch.from_environment()
     # Prefetched while packages are imported and ranks connect.
     with read_ahead(_weights(model_dir, launch), launch.local_rank, launch.local_size):
-        runtime = bootstrap(platform, layout, tf32, engine, precision, provider)
+        runtime = bootstrap(platform, parallel=layout, tf32=tf32, engine=engine, precision=precision, provider=provider)
         info = inspect_checkpoint(model_dir, head, mtp)
         if info.quantised is not None and launch.rank == 0:
             logger.warning(

@@ -54,7 +54,16 @@ def normalizer_of(loss: Loss, agreed: Agreement, engine: Engine) -> LossNormaliz
         mtp_factor = engine.mtp_loss_weight * unit / divisor * factors[0] if divisor > 0 else 0.0
     gather = gather_context if engine.topology.context > 1 else None
     count = sum(counts.weight if loss.per == "token" else counts.units for counts in agreed.counts.values())
-    return LossNormalizer(loss, list(agreed.counts), scales, loss_grad, engine.device, gather, count, mtp_factor)
+    return LossNormalizer(
+        loss,
+        names=list(agreed.counts),
+        scales=scales,
+        loss_grad=loss_grad,
+        device=engine.device,
+        gather_context=gather,
+        count=count,
+        mtp_factor=mtp_factor,
+    )
 
 
 class MicroBatchLoss:
