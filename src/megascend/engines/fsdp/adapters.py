@@ -18,7 +18,7 @@ from megascend.engines.context import EngineContext, EngineSpec
 from megascend.engines.fsdp.expert_parallel import ExpertShare
 from megascend.engines.fsdp.experts import SortedRows, frozen_experts
 from megascend.engines.fsdp.transformers_api import compute_experts_by, experts_products
-from megascend.engines.pictures import tower
+from megascend.engines.vision import tower
 from megascend.errors import ConfigError
 from megascend.lora.adapter_set import MixedAdapters
 from megascend.lora.applied_adapters import AppliedAdapters, start_graph

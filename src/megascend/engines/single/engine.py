@@ -11,7 +11,7 @@ import torch
 from megascend.batch.micro_batch import MicroBatch, SequenceLayout
 from megascend.checkpoint.hf_slices import HfSlices
 from megascend.checkpoint.slices import OPTIMIZER_KEY, TensorSlices
-from megascend.engines import linear_attention, pictures
+from megascend.engines import linear_attention, vision
 from megascend.engines.adamw import ModelAdamW
 from megascend.engines.base import (
     OnOutput,
@@ -85,7 +85,7 @@ class SingleEngine(TransformersEngine):
             check_plain_head(self.model, info.shape.vocab_size)
         self._rotary = RotaryByLength(self.model)
         check_support(self.model, spec, info)
-        pictures.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
+        vision.freeze_tower(self.model, info.architecture.inputs, spec.vision_tower)
         self._router_loss = spec.moe.aux_loss_coefficient if spec.moe.aux_loss != "none" else 0.0
         if spec.recompute.granularity == "full":
             # transformers 5.11 renamed gradient_checkpointing_enable.
@@ -116,7 +116,7 @@ class SingleEngine(TransformersEngine):
             self._rotary.enter(batch)
             with_router_loss = self._router_loss > 0 and not forward_only
             options: dict[str, Any] = {"output_router_logits": True} if with_router_loss else {}
-            options |= pictures.arguments(batch)
+            options |= vision.arguments(batch)
             replaying = contextlib.nullcontext() if self._replay is None else self._replay.replaying(batch)
             with self.groups.monitor.phase("forward"), replaying:
                 hidden, output = hidden_states(self.model, batch.input_ids, batch.position_ids, **options)
@@ -146,7 +146,7 @@ class SingleEngine(TransformersEngine):
     @contextlib.contextmanager
     def caching(self) -> Iterator[None]:
         images = self.info.architecture.inputs
-        tower = None if images is None else pictures.tower(self.model, images)
+        tower = None if images is None else vision.tower(self.model, images)
         self._cached = cached_attention.CachedAttentionFunction(self.model, tower)
         try:
             with self._cached.installed():

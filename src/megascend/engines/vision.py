@@ -1,4 +1,4 @@
-"""Pictures on engines that run transformers' own models."""
+"""Vision towers and pictures on engines that run transformers' own models."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def add_unused_features(vision_tower: Any, embeddings: Tensor, dtype: torch.dtyp
     return embeddings + zero.to(embeddings.dtype)
 
 
-class PicturesOfText:
-    """Runs the vision tower on a black picture for micro batches without pictures, and adds 0 times its features to their text.
+class DummyPicture:
+    """Runs the vision tower on a black picture in micro batches without pictures, and adds 0 times its features to the text.
 
-    So all ranks gather a sharded tower together, and reduce the same gradients, whichever of them has pictures.
+    So all ranks gather a sharded tower together and reduce the same gradients, even if only some of them have pictures.
 
     Args:
         model: a transformers model; call :meth:`enter` before each forward pass.
