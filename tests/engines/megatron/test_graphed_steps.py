@@ -319,7 +319,7 @@ def test_captures_make_room_when_memory_runs_out(parity_folder, caplog):
     assert report.dropped == 4, "of 128 and 256 tokens, two losses each"
     assert report.captures == 2
     assert report.captured == 4 + 2, "those of 128 tokens again"
-    reason = "micro batches of sizes beside whose captures memory ran out"
+    reason = "micro batches of sizes at which captures ran out of memory"
     assert report.eager == {reason: 1 + 2}, "importance sampling of the long one, and the next one of 140 tokens"
 
 
