@@ -107,7 +107,7 @@ def test_a_package_for_two_stacks_states_a_version_for_each(path: Path) -> None:
 
 def test_an_unreadable_tree_is_refused(path: Path) -> None:
     write(path, {"mindspeed/__init__.py": "this is no Python\n"})
-    with pytest.raises(VersionError, match="cannot be read as Python"):
+    with pytest.raises(VersionError, match="cannot be parsed as Python"):
         look("0.16")
 
 

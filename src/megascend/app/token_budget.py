@@ -117,7 +117,7 @@ def measure_budget(
     # A run that measures must draw the same dropout as one with the budget in its file.
     random_streams = random_state(engine)
     engine.state(include_replicas=False)  # makes the optimizer's moments, which are there from the first step on
-    available = platform.available_memory()
+    available = platform.usable_memory()
     layout = engine.layout
     smallest = samples.longest_unit(layout)
     search = BudgetSearch(

@@ -99,7 +99,7 @@ class Platform(ABC):
     def reset_peak_memory(self) -> None:
         """Start a new peak-memory measurement."""
 
-    def available_memory(self) -> int:
+    def usable_memory(self) -> int:
         """Return the bytes of device memory available to this process, including memory in use by its tensors."""
         return self.memory().total
 
