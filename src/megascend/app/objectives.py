@@ -31,7 +31,7 @@ class LearningObjective(ABC):
     """Learning objective: turns samples into batches, and batches into a loss."""
 
     trial_loss: ClassVar[Loss] = BUILT_IN["cross_entropy"]
-    """Loss of a trial step: it takes as much memory as the objective's, and any samples."""
+    """Loss of a trial step: it takes as much memory as the objective's, and accepts any samples."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
@@ -52,7 +52,7 @@ class LearningObjective(ABC):
 
     @abstractmethod
     def members(self, units: Sequence[int]) -> list[tuple[int, int | None]]:
-        """Return the numbers of the samples of some units, each with the number of its pair among those."""
+        """Return the sample numbers of some units, each with the number of its pair among those units, or None."""
 
     @abstractmethod
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
@@ -66,12 +66,12 @@ class LearningObjective(ABC):
         """Add results of another forward pass to this rank's samples or to the loss; return the samples. Collective.
 
         Args:
-            adapter: the one that is trained.
+            adapter: adapter that is trained; None: the model.
         """
         return samples
 
     def trial(self, backend: Backend, samples: Sequence[Sample]) -> tuple[Sequence[Sample], Loss]:
-        """Return this rank's samples and the loss of a step that takes as much memory as one that learns. Collective."""
+        """Return this rank's samples and the loss of a trial step, which takes as much memory as a training step. Collective."""
         return samples, self.trial_loss
 
     @abstractmethod
@@ -181,7 +181,7 @@ def _check_fields(config: RunConfig, samples: SampleSubset, setting: str, loss: 
         )
     if loss.of == "values" and config.head == "lm":
         raise ConfigError(
-            f"{setting}: a loss of a scalar head's values; of these, run files train bradley_terry and classification, and "
+            f"{setting}: a loss of a scalar head's values; of these, run files support bradley_terry and classification, and "
             "programs the others "
             '(docs/data.md, "Reward models and critics")'
         )
@@ -302,7 +302,7 @@ class PreferenceObjective(LearningObjective):
                 self._key(samples, sample): weighted_sum(logprobs, sample)
                 for sample, logprobs in zip(shard, reference, strict=True)
             }
-            # Every rank gets all sums: every step divides its batch among the ranks differently.
+            # Every rank gets all sums, because each step divides its batch differently over the ranks.
             for part in backend.gather_by_data_rank(sums):
                 self._reference |= part
 
@@ -310,7 +310,7 @@ class PreferenceObjective(LearningObjective):
         return [(2 * unit + side, pair) for pair, unit in enumerate(units) for side in (0, 1)]
 
     def batch(self, samples: SampleSubset, units: Sequence[int]) -> list[Sample]:
-        """Return the samples of pairs. A batch that spans two epochs may hold a pair twice: they are numbered by their place."""
+        """Return the samples of pairs. A batch that spans two epochs may hold a pair twice, so pairs are numbered by position."""
         batch = self._members(samples, units)
         for index, sample in enumerate(batch):
             self._add_reference(samples, sample)
